@@ -1,0 +1,1 @@
+"""Crash-proof LLM inference for datatrove."""

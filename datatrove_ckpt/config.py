@@ -1,0 +1,192 @@
+"""InferenceConfig: datatrove 0.10's fields, with its defaults and checks, then ours. Each error names its key."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from datatrove_ckpt.errors import ConfigError
+
+ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"]
+
+
+class Secret:
+    """A secret that lives in this process's environment.
+
+    What gets copied, pickled, printed or written to ``executor.json`` is the name of the environment variable, which
+    child processes and cluster jobs inherit, never the value.
+    """
+
+    __slots__ = ("variable",)
+
+    def __init__(self, value: str) -> None:
+        self.variable = f"DATATROVE_CKPT_SECRET_{secrets.token_hex(4).upper()}"
+        os.environ[self.variable] = value
+
+    def reveal(self) -> str:
+        """The value.
+
+        Raises:
+            ConfigError: the environment variable did not reach this process.
+        """
+        value = os.environ.get(self.variable)
+        if value is None:
+            raise ConfigError(
+                "api_key: the key given in Python or YAML did not reach this process (keys are never pickled). "
+                "Export it as an environment variable on the worker and name that variable in api_key_env."
+            )
+        return value
+
+    def __repr__(self) -> str:
+        return "***"
+
+
+@dataclass
+class InferenceConfig:
+    """How to reach the model: which server, how it is launched, how it is asked.
+
+    The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the rest is ours.
+
+    Attributes:
+        server_type: "llamacpp" (embedded, for a laptop), "vllm", "sglang", "endpoint" (servers that run already),
+            "dummy" (canned answers, for debugging), "custom" (a script of yours, ``model_kwargs["server_script"]``).
+        model_name_or_path: name or path of the model; for llamacpp a GGUF file, also as ``package://NAME/FILE``
+            for one that lies inside an installed Python package.
+        model_max_context: maximum context length, in tokens.
+        use_chat: /v1/chat/completions (True) or /v1/completions (False).
+        endpoint_url: for "endpoint": base URL (without /v1), or a list of them.
+        api_key: key for the endpoint. Kept in the environment of this process only; prefer ``api_key_env``.
+        metric_interval: seconds between two log lines about progress.
+        tp, dp, pp: tensor, data and pipeline parallelism.
+        default_generation_params: payload keys that a rollout's own payload overrides.
+        rollouts_per_document: how often the rollout function is run on each document.
+        max_concurrent_generations: requests in flight at once.
+        max_concurrent_documents: documents in work at once; default max_concurrent_generations // rollouts_per_document.
+        request_timeout: seconds one attempt of a request may take. None means an hour, so that nothing waits for ever.
+        model_kwargs: further command-line flags of the server, ``{"enforce-eager": True, "seed": 1}``.
+        server_log_folder: where servers' logs go; default: a temporary folder, whose tail every error shows.
+        master_port: port of the master node when several nodes serve one model.
+        server_start_timeout_sec: seconds to spawn the server process.
+        server_ready_max_attempts, server_ready_delay_sec: how often, and how many seconds apart at most, readiness is
+            polled before a start counts as failed.
+        server_start_max_retries: further attempts to start the server after the first.
+        api_key_env: name of the environment variable that holds the endpoint's key.
+        trust_remote_code: let vLLM and SGLang run code that comes with the model. Off: it is somebody else's code.
+        request_max_attempts: attempts per request before it is given up (429, 5xx, resets, timeouts, torn answers).
+        server_stop_timeout_sec: seconds a server gets to end by itself before it is killed.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    # datatrove's fields, in datatrove's order
+    server_type: ServerType
+    model_name_or_path: str
+    model_max_context: int = 8192
+    use_chat: bool = True
+    endpoint_url: str | list[str] | None = None
+    api_key: str | Secret | None = None
+    metric_interval: int = 120
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    default_generation_params: dict[str, Any] = field(default_factory=dict)
+    rollouts_per_document: int = 1
+    max_concurrent_generations: int = 500
+    max_concurrent_documents: int | None = None
+    request_timeout: float | None = None
+    model_kwargs: dict[str, Any] | None = None
+    server_log_folder: str | None = None
+    master_port: int = 9810
+    server_start_timeout_sec: float = 60.0
+    server_ready_max_attempts: int = 300
+    server_ready_delay_sec: float = 5.0
+    server_start_max_retries: int = 1
+    # ours
+    api_key_env: str | None = None
+    trust_remote_code: bool = False
+    request_max_attempts: int = 8
+    server_stop_timeout_sec: float = 10.0
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+        if self.max_concurrent_documents is None:
+            self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
+        if isinstance(self.api_key, str):
+            self.api_key = Secret(self.api_key)
+
+    def _check_choices(self) -> None:
+        if self.server_type not in get_args(ServerType):
+            allowed = ", ".join(get_args(ServerType))
+            raise ConfigError(f"server_type: {self.server_type!r} is not one of {allowed}.")
+        if not self.model_name_or_path:
+            raise ConfigError("model_name_or_path: is empty; give the model's name or path.")
+        if self.server_type == "endpoint" and not self.endpoint_urls:
+            raise ConfigError('endpoint_url: must be given when server_type is "endpoint".')
+        for url in self.endpoint_urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"endpoint_url: {url!r} must start with http:// or https://.")
+        if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
+            raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
+        if self.api_key is not None and self.api_key_env is not None:
+            raise ConfigError("api_key_env: is given together with api_key; give one of them.")
+
+    def _check_numbers(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be > 0; it is {value!r}.")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
+        if self.server_start_max_retries < 0:
+            raise ConfigError(f"server_start_max_retries must be >= 0; it is {self.server_start_max_retries!r}.")
+
+    @property
+    def endpoint_urls(self) -> list[str]:
+        """The endpoint's base URLs as a list, without a trailing slash or /v1."""
+        urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else self.endpoint_url or []
+        return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+    def endpoint_api_key(self) -> str | None:
+        """The key for the endpoint, or None.
+
+        Raises:
+            ConfigError: ``api_key_env`` names a variable that is not set.
+        """
+        if self.api_key_env is not None:
+            key = os.environ.get(self.api_key_env)
+            if not key:
+                raise ConfigError(f"api_key_env: the environment variable {self.api_key_env} is not set.")
+            return key
+        return self.api_key.reveal() if isinstance(self.api_key, Secret) else None
+
+    @classmethod
+    def from_datatrove(cls, config: Any) -> InferenceConfig:
+        """The same settings from a ``datatrove`` InferenceConfig, so that changing one import line is enough."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in vars(config).items() if name in known})
+
+
+_POSITIVE = (
+    "model_max_context",
+    "metric_interval",
+    "request_timeout",
+    "server_start_timeout_sec",
+    "server_ready_delay_sec",
+    "server_stop_timeout_sec",
+)
+_AT_LEAST_ONE = (
+    "tp",
+    "dp",
+    "pp",
+    "rollouts_per_document",
+    "max_concurrent_generations",
+    "max_concurrent_documents",
+    "server_ready_max_attempts",
+    "request_max_attempts",
+)

@@ -1,0 +1,118 @@
+"""CommitLog: which chunks are done. The only truth about it; everything else can be made again or is for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lines import read_lines, seal, whole_size
+from datatrove_ckpt.errors import CheckpointCorrupt
+
+
+@dataclass(slots=True)
+class OutputFile:
+    """A published file: its path below the output folder, size in bytes, and xxh128 of its content."""
+
+    path: str
+    size: int
+    xxh128: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of documents, and what they cost."""
+
+    read: int = 0
+    written: int = 0
+    dropped: int = 0
+    dead: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def count(self, outcome: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
+        """One document more."""
+        self.read += 1
+        self.written += outcome == "written"
+        self.dropped += outcome == "dropped"
+        self.dead += outcome == "dead"
+        self.requests += requests
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+
+    def add(self, other: Tally) -> None:
+        self.read += other.read
+        self.written += other.written
+        self.dropped += other.dropped
+        self.dead += other.dead
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+
+
+@dataclass(slots=True)
+class Commit:
+    """One finished chunk.
+
+    ``position`` is the reader's state right after the chunk's last document (None: the reader has none), and
+    ``last_input`` that document's fingerprint, by which a resumed rank notices another input.
+    ``dead_letters_size`` is the size of dead_letters.jsonl once this chunk's are in it.
+    """
+
+    chunk_index: int
+    first_ordinal: int
+    tally: Tally
+    files: list[OutputFile] = field(default_factory=list)
+    position: dict[str, Any] | None = None
+    last_input: str = ""
+    dead_letters_size: int = 0
+
+    @property
+    def next_ordinal(self) -> int:
+        return self.first_ordinal + self.tally.read
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Commit:
+        data = orjson.loads(body)
+        data["tally"] = Tally(**data["tally"])
+        data["files"] = [OutputFile(**file) for file in data["files"]]
+        return cls(**data)
+
+
+class CommitLog:
+    """``commits.jsonl`` of one rank, in the order in which chunks were finished.
+
+    Raises:
+        CheckpointCorrupt: a damaged line before the last, or two lines for one chunk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        lines = list(read_lines(path))
+        self.commits: dict[int, Commit] = {}
+        for number, line in enumerate(lines, 1):
+            commit = Commit.from_json(line.body)
+            if commit.chunk_index in self.commits:
+                raise CheckpointCorrupt(f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
+            self.commits[commit.chunk_index] = commit
+        if path.exists() and path.stat().st_size > whole_size(lines):
+            files.disk.truncate(path, whole_size(lines))
+        self._file = files.AppendFile(path)
+        self._file.sync()
+
+    def append(self, commit: Commit) -> None:
+        """Once this returns, the chunk is done, whatever happens."""
+        body = orjson.dumps(asdict(commit))
+        self._file.append(seal(body))
+        self._file.sync()
+        self.commits[commit.chunk_index] = commit
+
+    def unbroken(self) -> list[Commit]:
+        """The commits of chunks 0, 1, 2, ... up to the first that is missing."""
+        run: list[Commit] = []
+        while (commit := self.commits.get(len(run))) is not None:
+            run.append(commit)
+        return run

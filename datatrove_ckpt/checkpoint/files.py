@@ -1,0 +1,292 @@
+"""The one place that changes the disk. Everything a checkpoint or a staged output writes goes through ``Disk``.
+
+Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, apart from ``write``, of
+which a crash may leave a prefix. ``testing.py`` replaces ``files.disk`` to crash before, or in the middle of, any of
+them; that is the project's only seam for crashes. Reading is not an effect and needs no seam.
+
+Whatever the operating system refuses becomes ``StorageFailed``, which names the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import shutil
+import socket
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+import xxhash
+
+from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, StorageFailed
+
+# A chunk that waits for one slow document keeps its journal open, and there may be as many such chunks as documents
+# in work. Far below every default limit on open files, far above what a sane records_per_chunk needs.
+MAX_OPEN_FILES = 64
+
+
+@contextmanager
+def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what the operating system or SQLite refuses into ``StorageFailed``."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _advice(error: Exception) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
+        return "Free some space and run the same command again; everything saved so far is kept."
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
+        return "Make it writable for this user (or choose another folder) and run the same command again."
+    return "Check the disk and run the same command again; everything saved so far is kept."
+
+
+class Disk:
+    """The effects. Paths are absolute; nothing is buffered here, so what returned survives kill -9."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    # effects -------------------------------------------------------------------------------------------------
+
+    def make_dir(self, path: Path) -> None:
+        """Makes one folder; one that exists is fine."""
+        with explained("make the folder", path):
+            path.mkdir(exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """A new, empty file in place of whatever was there; returns its descriptor."""
+        with explained("create", path):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
+        """All of ``data`` at the descriptor's end."""
+        with explained("write to", path):
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+
+    def sync(self, path: Path) -> None:
+        """What was written to the file survives power loss from here on."""
+        with explained("sync", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def sync_dir(self, path: Path) -> None:
+        """Names made, renamed or removed in the folder survive power loss from here on."""
+        self.sync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomically, over whatever ``target`` was."""
+        with explained(f"rename {source} to", target):
+            source.replace(target)
+
+    def truncate(self, path: Path, size: int) -> None:
+        """Cuts the file to ``size`` bytes."""
+        with explained("cut", path):
+            os.truncate(path, size)
+
+    def remove(self, path: Path) -> None:
+        """Removes the file; one that is gone already is fine."""
+        self.forget(path)
+        with explained("remove", path):
+            path.unlink(missing_ok=True)
+
+    def remove_dir(self, path: Path) -> None:
+        """Removes an empty folder; one that is gone or holds something is left alone."""
+        with suppress(OSError):
+            path.rmdir()
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes the folder and all it holds; one that is gone already is fine."""
+        if path.exists():
+            with explained("remove", path):
+                shutil.rmtree(path)
+
+    def commit(self, connection: sqlite3.Connection, path: Path) -> None:
+        """Ends the open transaction."""
+        with explained("commit to", path):
+            connection.commit()
+
+    # made of effects -----------------------------------------------------------------------------------------
+
+    def append(self, path: Path, data: bytes) -> None:
+        """Adds ``data`` at the end of the file, which is made if it is missing."""
+        self.write(self._descriptor(path), data, path)
+
+    def make_dirs(self, path: Path) -> None:
+        """Makes the folder and its missing parents, all of which survive power loss."""
+        if path.is_dir():
+            return
+        self.make_dirs(path.parent)
+        self.make_dir(path)
+        self.sync_dir(path.parent)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """The file holds ``data`` from here on, or what it held before; never a mixture."""
+        new = path.with_name(path.name + ".new")
+        fd = self.create(new)
+        try:
+            self.write(fd, data, new)
+        finally:
+            os.close(fd)
+        self.sync(new)
+        self.rename(new, path)
+        self.sync_dir(path.parent)
+
+    # bookkeeping ---------------------------------------------------------------------------------------------
+
+    def _descriptor(self, path: Path) -> int:
+        fd = self._open.get(path)
+        if fd is not None:
+            self._open.move_to_end(path)
+            return fd
+        if len(self._open) >= MAX_OPEN_FILES:
+            _, oldest = self._open.popitem(last=False)
+            os.close(oldest)
+        with explained("open", path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._open[path] = fd
+        return fd
+
+    def forget(self, path: Path) -> None:
+        """Closes the descriptor that ``append`` keeps."""
+        fd = self._open.pop(path, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Closes every descriptor that ``append`` keeps."""
+        for path in list(self._open):
+            self.forget(path)
+
+
+disk = Disk()
+"""The disk everybody writes to. Always reached as ``files.disk``, so that a test can put another in its place."""
+
+
+class AppendFile:
+    """A file that only grows, and knows whether all of it survives power loss."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size if path.exists() else 0
+        # What an earlier life wrote, the file's name included, may still be in memory only: a machine keeps its page
+        # cache over kill -9.
+        self._unsynced_name = True
+        self._unsynced_data = self.size > 0
+
+    def append(self, data: bytes) -> None:
+        self._unsynced_data = True
+        disk.append(self.path, data)
+        self.size += len(data)
+
+    def sync(self) -> None:
+        """Does nothing when nothing was appended since the last time."""
+        if not self._unsynced_data:
+            return
+        disk.sync(self.path)
+        if self._unsynced_name:
+            disk.sync_dir(self.path.parent)
+            self._unsynced_name = False
+        self._unsynced_data = False
+
+
+class HashedFile(io.RawIOBase):
+    """A new file that is written once, from start to end, and knows its size and xxh128."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._hash = xxhash.xxh3_128()
+        self._fd = disk.create(path)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        disk.write(self._fd, view, self.path)
+        self._hash.update(view)
+        self.size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._fd)
+
+    def hexdigest(self) -> str:
+        return str(self._hash.hexdigest())
+
+
+class Lock:
+    """An exclusive lock on a rank's folder, held by this process until ``release`` or its end, however it ends.
+
+    Raises:
+        CheckpointLocked: another process holds it; the message names its host and pid.
+        CheckpointError: the file system has no working locks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = self._acquire()
+        holder = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        with explained("write to", path):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, holder, 0)
+
+    def _acquire(self) -> int:
+        while True:
+            with explained("open", self.path):
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A holder removes the file when its rank is finished. A lock on the removed file locks nobody out.
+                if self._is_current(fd):
+                    return fd
+                os.close(fd)
+            except BlockingIOError:
+                holder = os.pread(fd, 1000, 0).decode(errors="replace") or "unknown"
+                os.close(fd)
+                raise CheckpointLocked(
+                    f"Another process works on this rank: {holder} holds {self.path}. "
+                    "Wait for it to end, or stop it, and run the same command again."
+                ) from None
+            except OSError as error:
+                os.close(fd)
+                raise CheckpointError(
+                    f"Could not lock {self.path}: {error.strerror}. Two processes writing one rank lose data; "
+                    "put checkpoints_local_dir on a file system with working locks (a local disk, for instance)."
+                ) from error
+
+    def _is_current(self, fd: int) -> bool:
+        try:
+            return os.fstat(fd).st_ino == self.path.stat().st_ino
+        except FileNotFoundError:
+            return False
+
+    def release(self, remove: bool = False) -> None:
+        if remove:
+            with suppress(OSError):
+                self.path.unlink()
+        os.close(self._fd)

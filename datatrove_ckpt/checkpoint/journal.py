@@ -1,0 +1,141 @@
+"""ChunkJournal: the finished documents of one unfinished chunk, in the order in which they finished.
+
+A document is finished once its line is written. The journal knows where each ordinal's line lies (12 bytes each, so
+that a chunk of 100,000 documents costs about a megabyte), and reads them back in input order without holding more
+than one of them.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
+from datatrove_ckpt.errors import CheckpointCorrupt
+
+Outcome = Literal["written", "dropped", "dead"]
+
+_DOCUMENT = b',"document":'
+
+
+@dataclass(slots=True)
+class Finished:
+    """A finished document.
+
+    ``fingerprint``: hash of the document as it was read. ``document``: JSON of the document as it is to be written,
+    of the cause for a dead letter, ``null`` for a dropped one. ``requests`` and tokens: what its rollouts asked for,
+    answers from the cache included.
+    """
+
+    ordinal: int
+    outcome: Outcome
+    fingerprint: str
+    document: bytes
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def to_line(self) -> bytes:
+        head = orjson.dumps(
+            {
+                "ordinal": self.ordinal,
+                "outcome": self.outcome,
+                "input": self.fingerprint,
+                "requests": self.requests,
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+            }
+        )
+        return seal(b"%s%s%s}" % (head[:-1], _DOCUMENT, self.document))
+
+    @classmethod
+    def from_body(cls, body: bytes) -> Finished:
+        head, _, document = body.partition(_DOCUMENT)
+        data = orjson.loads(head + b"}")
+        return cls(
+            ordinal=data["ordinal"],
+            outcome=data["outcome"],
+            fingerprint=data["input"],
+            document=document[:-1],
+            requests=data["requests"],
+            prompt_tokens=data["prompt_tokens"],
+            completion_tokens=data["completion_tokens"],
+        )
+
+
+class ChunkJournal:
+    """``chunk_00007.jsonl`` of one rank. Appended to by the storage thread only; read once it is complete."""
+
+    def __init__(self, path: Path, first_ordinal: int) -> None:
+        self.path = path
+        self.first_ordinal = first_ordinal
+        self.recovered: dict[int, str] = {}
+        """Fingerprints of the documents that an earlier life finished, by ordinal."""
+        self._offsets = array("q")
+        self._lengths = array("I")
+        self._recover()
+        self._file = files.AppendFile(path)
+
+    def _recover(self) -> None:
+        size = 0
+        for line in read_lines(self.path):
+            finished = Finished.from_body(line.body)
+            if self._has(finished.ordinal) or finished.ordinal < self.first_ordinal:
+                raise CheckpointCorrupt(
+                    f"{self.path}, at byte {line.offset}: document {finished.ordinal} does not belong there. "
+                    "Restore the file from a copy, or remove the rank's folder to start this rank over."
+                )
+            self._remember(finished.ordinal, line.offset, line.length)
+            self.recovered[finished.ordinal] = finished.fingerprint
+            size = line.offset + line.length
+        if self.path.exists() and self.path.stat().st_size > size:
+            files.disk.truncate(self.path, size)
+
+    def append(self, group: Iterable[Finished]) -> None:
+        """One write for the whole group."""
+        lines = []
+        offset = self._file.size
+        for finished in group:
+            line = finished.to_line()
+            self._remember(finished.ordinal, offset, len(line))
+            lines.append(line)
+            offset += len(line)
+        self._file.append(b"".join(lines))
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def read_in_order(self) -> Iterator[Finished]:
+        """Every document of the chunk, by ordinal.
+
+        Raises:
+            CheckpointCorrupt: a line is not what was written there.
+        """
+        with files.explained("read", self.path), self.path.open("rb", buffering=0) as file:
+            for index, offset in enumerate(self._offsets):
+                body = unseal(os.pread(file.fileno(), self._lengths[index], offset)) if offset >= 0 else None
+                if body is None:
+                    raise CheckpointCorrupt(f"{self.path}: document {self.first_ordinal + index} cannot be read back.")
+                yield Finished.from_body(body)
+
+    def remove(self) -> None:
+        files.disk.remove(self.path)
+
+    def _has(self, ordinal: int) -> bool:
+        index = ordinal - self.first_ordinal
+        return 0 <= index < len(self._offsets) and self._offsets[index] >= 0
+
+    def _remember(self, ordinal: int, offset: int, length: int) -> None:
+        missing = ordinal - self.first_ordinal + 1 - len(self._offsets)
+        if missing > 0:
+            self._offsets.extend([-1] * missing)
+            self._lengths.extend([0] * missing)
+        self._offsets[ordinal - self.first_ordinal] = offset
+        self._lengths[ordinal - self.first_ordinal] = length

@@ -1,0 +1,357 @@
+"""CheckpointManager: one rank's checkpoint, from its lock to its last commit.
+
+Everything here is synchronous and returns at once: the storage thread writes, the publisher thread turns complete
+journals into output files, and the caller (one event loop) learns of progress and failure through ``on_change``.
+
+A chunk is closed when all its documents were read in this life and every one of them is in its journal. That is
+decided in one place, on the caller's side, for chunks that are full, for the last one of the input, and for those
+that an earlier life had finished without committing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
+from datatrove_ckpt.checkpoint.identity import check_identity
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.recovery import ResumePoint, journal_path, recover, write_last_chunk
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, Storage
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
+
+# Chunks that wait to be published, beyond which admission waits: journals would pile up on the disk.
+MAX_PUBLISHING = 4
+
+WriteChunk = Callable[[int, Iterator[Finished]], list[OutputFile]]
+"""Writes and publishes the output of one chunk from its written documents (steps 2 and 3)."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A document that is to be processed. ``cached``: an earlier life left answers for it."""
+
+    ordinal: int
+    chunk_index: int
+    cached: bool
+
+
+@dataclass(slots=True)
+class _Chunk:
+    index: int
+    first_ordinal: int
+    journal: ChunkJournal | None = None
+    read: int = 0
+    finished: int = 0
+    full: bool = False
+    position: dict[str, Any] | None = None
+    last_input: str = ""
+    tally: Tally = field(default_factory=Tally)
+    dead_letters: list[bytes] = field(default_factory=list)
+
+
+class _Stopping(BaseException):
+    """Ends a publication that nobody waits for any more. Its chunk is published again by the next life."""
+
+
+class CheckpointManager:
+    """The checkpoint of one rank. ``open`` it, ``admit`` each document in input order, ``finish`` it, ``close``.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        identity: what makes two runs the same run, as plain JSON.
+        write_chunk: steps 2 and 3, called in the publisher thread.
+        retry_errors: forget cached permanent errors.
+        accept_changes: go on with another identity, and record that.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        rank: int,
+        records_per_chunk: int,
+        identity: dict[str, Any],
+        write_chunk: WriteChunk,
+        *,
+        sync_seconds: float = 1.0,
+        retry_errors: bool = False,
+        accept_changes: bool = False,
+    ) -> None:
+        self.root = root
+        self.folder = root / f"{rank:05d}"
+        self.tally = Tally()
+        self.error: BaseException | None = None
+        self.resumed = ResumePoint()
+        self._last_chunk_file = root / "last_chunk" / f"{rank:05d}.txt"
+        self._records_per_chunk = records_per_chunk
+        self._identity = identity
+        self._write_chunk = write_chunk
+        self._sync_seconds = sync_seconds
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, in other threads, after progress and failure; must return at once."""
+        self._retry_errors = retry_errors
+        self._accept_changes = accept_changes
+        self._chunks: dict[int, _Chunk] = {}
+        self._current: _Chunk | None = None
+        self._next_chunk = 0
+        self._next_ordinal = 0
+        self._unbroken = 0
+        self._closed = 0
+        self._committed = 0
+        self._to_publish: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._publisher = threading.Thread(target=self._publish_all, name="datatrove-ckpt publisher", daemon=True)
+
+    # a life's beginning and end --------------------------------------------------------------------------------
+
+    def open(self) -> ResumePoint:
+        """Takes the lock, checks the identity, recovers, and starts the threads.
+
+        Raises:
+            CheckpointError: locked, made by another run, damaged, or refused by the disk.
+        """
+        files.disk.make_dirs(self.folder)
+        files.disk.make_dirs(self._last_chunk_file.parent)
+        self._lock = files.Lock(self.folder / "lock")
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
+            check_identity(self.folder, self._identity, self._accept_changes)
+            self._log = CommitLog(self.folder / "commits.jsonl")
+            self._cache = RequestCache(self.folder / "replay.sqlite3")
+            undo.callback(self._cache.close)
+            if self._retry_errors:
+                self._cache.forget_errors()
+            point = recover(self.folder, self._last_chunk_file, self._log, self._cache, self._records_per_chunk)
+            self._dead_letters = files.AppendFile(self.folder / "dead_letters.jsonl")
+            undo.pop_all()
+        self.resumed = point
+        self.tally.add(point.tally)
+        self._next_chunk = self._unbroken = point.next_chunk
+        self._next_ordinal = point.next_ordinal
+        self._storage = Storage(self._cache, self._journal, self._sync_seconds, lambda: self.on_change())
+        self._storage.start()
+        self._publisher.start()
+        return point
+
+    def close(self, completed: bool = False) -> None:
+        """Writes down what was handed over, and lets go. ``completed``: every document of the input is committed.
+
+        Does not raise what went wrong in the threads: see ``error``.
+        """
+        self._stopping.set()
+        self._to_publish.put(None)
+        self._publisher.join()
+        self._storage.stop()
+        self.error = self.error or self._storage.error
+        completed = completed and self.error is None
+        try:
+            if completed:
+                self._cache.remove()
+            else:
+                self._cache.close()
+        finally:
+            files.disk.close()
+            self._lock.release(remove=completed)
+
+    # the caller's side -----------------------------------------------------------------------------------------
+
+    def admit(self, fingerprint: str, position: dict[str, Any] | None = None) -> Place | None:
+        """The place of the next document of the input; None if it is done already.
+
+        Raises:
+            CheckpointMismatch: an earlier life finished another document at this place.
+        """
+        chunk = self._current or self._open_chunk()
+        ordinal = chunk.first_ordinal + chunk.read
+        chunk.read += 1
+        chunk.position, chunk.last_input = position, fingerprint
+        committed = self.resumed.done.get(chunk.index)
+        if committed is not None:
+            self._pass_committed(chunk, committed)
+            return None
+        if chunk.read == self._records_per_chunk:
+            self._fill(chunk)
+        if chunk.journal is not None and (known := chunk.journal.recovered.pop(ordinal, None)) is not None:
+            self._expect(known, fingerprint, ordinal)
+            self._count_finished(chunk)
+            return None
+        cached = ordinal in self.resumed.cached
+        self.resumed.cached.discard(ordinal)
+        return Place(ordinal, chunk.index, cached)
+
+    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
+        """Reads a document's cached answers; ``receive`` is called in the storage thread."""
+        self._storage.call(lambda: receive(self._cache.answers(ordinal)))
+
+    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None:
+        self._storage.put_answer(CachedRequest(place.chunk_index, place.ordinal, doc_id, key, answer))
+
+    def finish(self, place: Place, finished: Finished) -> None:
+        """The document is done once its line is written; its chunk is closed if it was the last one missing."""
+        self._storage.put_finished(place.chunk_index, finished)
+        self._count_finished(self._chunks[place.chunk_index])
+
+    def end_of_input(self) -> None:
+        """No more documents: the last chunk is as full as it gets.
+
+        Raises:
+            CheckpointMismatch: earlier lives read more documents than there are now.
+        """
+        if self._has_more_than_the_input():
+            raise CheckpointMismatch(
+                f"The input ended after {self._admitted} documents, but {self.folder} holds finished documents "
+                "beyond that: the input has shrunk. Restore it, or start with another checkpoints_local_dir."
+            )
+        if self._current is not None:
+            self._fill(self._current)
+
+    @property
+    def _admitted(self) -> int:
+        current = self._current
+        return current.first_ordinal + current.read if current else self._next_ordinal
+
+    def _has_more_than_the_input(self) -> bool:
+        first_unread = self._next_chunk - 1 if self._current else self._next_chunk
+        return (
+            any(index >= first_unread for index in (*self.resumed.journals, *self.resumed.done))
+            or any(chunk.journal and chunk.journal.recovered for chunk in list(self._chunks.values()))
+            or any(ordinal >= self._admitted for ordinal in self.resumed.cached)
+        )
+
+    @property
+    def congested(self) -> bool:
+        """More was handed over than the disk takes; admit nothing until ``on_change`` says otherwise."""
+        return self._storage.backlog > MAX_BACKLOG_BYTES or self.publishing > MAX_PUBLISHING
+
+    @property
+    def publishing(self) -> int:
+        """Closed chunks that are not committed yet."""
+        # Two counters, each written by one thread only, instead of one that would need a lock.
+        return self._closed - self._committed
+
+    @property
+    def all_committed(self) -> bool:
+        """After ``end_of_input``: nothing is left to do."""
+        return not self._chunks
+
+    def raise_failure(self) -> None:
+        """Raises what went wrong in a thread, if anything did."""
+        error = self.error or self._storage.error
+        if error is not None:
+            raise error
+
+    def _open_chunk(self) -> _Chunk:
+        chunk = _Chunk(self._next_chunk, self._next_ordinal, self.resumed.journals.pop(self._next_chunk, None))
+        self._current = self._chunks[chunk.index] = chunk
+        self._next_chunk += 1
+        return chunk
+
+    def _fill(self, chunk: _Chunk) -> None:
+        chunk.full = True
+        self._current = None
+        self._next_ordinal = chunk.first_ordinal + chunk.read
+        self._close_if_complete(chunk)
+
+    def _pass_committed(self, chunk: _Chunk, committed: Commit) -> None:
+        if chunk.read == committed.tally.read:
+            self._expect(committed.last_input, chunk.last_input, committed.next_ordinal - 1)
+            self._current = None
+            self._next_ordinal = committed.next_ordinal
+            del self._chunks[chunk.index]
+
+    def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
+        if known != fingerprint:
+            raise CheckpointMismatch(
+                f"Document {ordinal} of this rank is not the one that was finished there before (see {self.folder}): "
+                "the input, or a step before this one, has changed. Restore it, or start with another "
+                "checkpoints_local_dir."
+            )
+
+    def _count_finished(self, chunk: _Chunk) -> None:
+        chunk.finished += 1
+        self._close_if_complete(chunk)
+
+    def _close_if_complete(self, chunk: _Chunk) -> None:
+        if chunk.full and chunk.finished == chunk.read:
+            self._closed += 1
+            self._storage.call(partial(self._close_chunk, chunk))
+
+    # the storage thread's side ---------------------------------------------------------------------------------
+
+    def _journal(self, chunk_index: int) -> ChunkJournal:
+        chunk = self._chunks[chunk_index]
+        if chunk.journal is None:
+            chunk.journal = ChunkJournal(journal_path(self.folder, chunk_index), chunk.first_ordinal)
+        return chunk.journal
+
+    def _close_chunk(self, chunk: _Chunk) -> None:
+        self._journal(chunk.index).sync()
+        self._to_publish.put(chunk)
+
+    def _commit(self, chunk: _Chunk, output: list[OutputFile]) -> None:
+        if chunk.dead_letters:
+            self._dead_letters.append(b"".join(chunk.dead_letters))
+            self._dead_letters.sync()
+        self._log.append(
+            Commit(
+                chunk_index=chunk.index,
+                first_ordinal=chunk.first_ordinal,
+                tally=chunk.tally,
+                files=output,
+                position=chunk.position,
+                last_input=chunk.last_input,
+                dead_letters_size=self._dead_letters.size,
+            )
+        )
+        self._forget(chunk)
+        self.tally.add(chunk.tally)
+        self._committed += 1
+        del self._chunks[chunk.index]
+
+    def _forget(self, chunk: _Chunk) -> None:
+        before = self._unbroken
+        while self._unbroken in self._log.commits:
+            self._unbroken += 1
+        if self._unbroken > before:
+            write_last_chunk(self._last_chunk_file, self._unbroken - 1)
+        journal = self._journal(chunk.index)
+        journal.remove()
+        self._storage.removed(journal)
+        self._cache.drop_chunk(chunk.index)
+
+    # the publisher thread's side -------------------------------------------------------------------------------
+
+    def _publish_all(self) -> None:
+        try:
+            while (chunk := self._to_publish.get()) is not None and not self._stopping.is_set():
+                output = self._write_chunk(chunk.index, self._written(chunk))
+                if chunk.tally.read != chunk.read:
+                    raise CheckpointCorrupt(
+                        f"The journal of chunk {chunk.index} in {self.folder} holds {chunk.tally.read} documents "
+                        f"instead of {chunk.read}; its output is not committed."
+                    )
+                self._storage.call(partial(self._commit, chunk, output))
+        except _Stopping:
+            return
+        except BaseException as error:  # whatever failed here must reach the event loop
+            self.error = error
+            self.on_change()
+
+    def _written(self, chunk: _Chunk) -> Iterator[Finished]:
+        """The chunk's documents that go to the output, counting all of them on the way."""
+        for finished in self._journal(chunk.index).read_in_order():
+            chunk.tally.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+            if self._stopping.is_set():
+                raise _Stopping
+            if finished.outcome == "dead":
+                chunk.dead_letters.append(finished.document + b"\n")
+            elif finished.outcome == "written":
+                yield finished

@@ -1,0 +1,140 @@
+"""RequestCache: every answer of a document that is not finished, so that none is paid for twice.
+
+One SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set before WAL mode, so that SQLite
+needs no shared memory: that also works on network file systems, where plain WAL does not. ``synchronous=NORMAL``
+writes the log on every commit and syncs it only now and then: a commit survives kill -9 at once, and power loss once
+``sync`` was called. Losing the last commits loses answers, never consistency.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
+
+
+def payload_hash(payload: bytes) -> str:
+    """xxh128 of a final payload: JSON with sorted keys, model and default parameters included."""
+    return str(xxhash.xxh3_128_hexdigest(payload))
+
+
+class AnswerKey(NamedTuple):
+    """Which request of a document. ``occurrence``: the n-th (from 0) with this payload in this rollout."""
+
+    rollout_idx: int
+    payload_hash: str
+    occurrence: int
+
+
+class Answer(NamedTuple):
+    """What came back: JSON of the result, or the text of a permanent error. Exactly one is set."""
+
+    result: bytes | None
+    error_message: str | None
+
+
+class CachedRequest(NamedTuple):
+    """A row of the table."""
+
+    chunk_index: int
+    ordinal: int
+    doc_id: str
+    key: AnswerKey
+    answer: Answer
+
+
+class RequestCache:
+    """``replay.sqlite3`` of one rank.
+
+    Raises:
+        CheckpointCorrupt: the file is no database.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with files.explained("open", path):
+                self._connection = self._open()
+        except StorageFailed as error:
+            if isinstance(error.__cause__, sqlite3.DatabaseError) and "not a database" in str(error.__cause__):
+                raise CheckpointCorrupt(
+                    f"{path} is no SQLite database. Remove it (and its -wal file) and run the same command again: "
+                    "only answers of documents that were in work are asked for again."
+                ) from error
+            raise
+        self.unsynced = False
+
+    def _open(self) -> sqlite3.Connection:
+        # autocommit off: a transaction opens with the first write and ends in ``files.disk.commit``.
+        connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        schema = resources.files(__package__).joinpath("schema.sql").read_text()
+        connection.executescript(schema)
+        return connection
+
+    def put(self, group: Iterable[CachedRequest]) -> None:
+        """One transaction for the whole group."""
+        rows = [
+            (r.chunk_index, r.doc_id, r.key.rollout_idx, r.key.payload_hash, *r.answer, r.ordinal, r.key.occurrence)
+            for r in group
+        ]
+        with files.explained("write to", self.path):
+            self._connection.executemany("INSERT OR REPLACE INTO request_cache VALUES (?,?,?,?,?,?,?,?)", rows)
+        files.disk.commit(self._connection, self.path)
+        self.unsynced = True
+
+    def ordinals(self) -> set[int]:
+        """The documents that have answers."""
+        with files.explained("read", self.path):
+            return {row[0] for row in self._connection.execute("SELECT DISTINCT ordinal FROM request_cache")}
+
+    def chunks(self) -> set[int]:
+        """The chunks that have answers."""
+        with files.explained("read", self.path):
+            return {row[0] for row in self._connection.execute("SELECT DISTINCT chunk_index FROM request_cache")}
+
+    def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
+        """Every answer of one document."""
+        query = (
+            "SELECT rollout_idx, payload_hash, occurrence, result, error_message FROM request_cache WHERE ordinal = ?"
+        )
+        with files.explained("read", self.path):
+            return {AnswerKey(*row[:3]): Answer(*row[3:]) for row in self._connection.execute(query, (ordinal,))}
+
+    def drop_chunk(self, chunk_index: int) -> None:
+        """Forgets a committed chunk's answers."""
+        with files.explained("write to", self.path):
+            self._connection.execute("DELETE FROM request_cache WHERE chunk_index = ?", (chunk_index,))
+        files.disk.commit(self._connection, self.path)
+        self.unsynced = True
+
+    def forget_errors(self) -> None:
+        """Permanent errors are asked for again: the server they came from may be mended."""
+        with files.explained("write to", self.path):
+            self._connection.execute("DELETE FROM request_cache WHERE error_message IS NOT NULL")
+        files.disk.commit(self._connection, self.path)
+
+    def sync(self) -> None:
+        """What was put survives power loss from here on. Does nothing when nothing was put since the last time."""
+        wal = self.path.with_name(self.path.name + "-wal")
+        if self.unsynced and wal.exists():
+            files.disk.sync(wal)
+        self.unsynced = False
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def remove(self) -> None:
+        """Closes the database and removes its files."""
+        self.close()
+        for suffix in ("", "-wal", "-journal"):
+            files.disk.remove(self.path.with_name(self.path.name + suffix))

@@ -1,0 +1,163 @@
+"""The storage thread: every write to journals, request cache and commit log of a rank, in one order.
+
+The event loop hands over and goes on; it never waits on a disk. The thread takes everything that is queued as one
+group: one SQLite transaction and one write per journal, so groups grow by themselves when the disk is slow. What was
+written survives kill -9 at once. It is synced at most every ``sync_seconds``, so power loss costs that much.
+
+Handing over item by item is as fast as collecting on the event loop's side (measured), and needs no timer there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
+
+# Beyond this much handed over and not yet written, admission waits: a slow disk slows the run, it never fills memory.
+MAX_BACKLOG_BYTES = 64 * 2**20
+# One group's transaction stays short enough that a lookup queued behind it is answered in milliseconds.
+MAX_GROUP = 2000
+
+Call = Callable[[], None]
+
+
+class Storage:
+    """Runs what is submitted, in order, in a thread of its own.
+
+    ``journal(chunk_index)`` gives the journal a finished document goes to. ``on_change`` is called, in this thread,
+    after each group and when the thread fails.
+    """
+
+    def __init__(
+        self,
+        cache: RequestCache,
+        journal: Callable[[int], ChunkJournal],
+        sync_seconds: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.error: BaseException | None = None
+        self._cache = cache
+        self._journal = journal
+        self._sync_seconds = sync_seconds
+        self._on_change = on_change
+        self._queue: queue.SimpleQueue[tuple[int, Finished] | CachedRequest | Call | None] = queue.SimpleQueue()
+        self._submitted = 0
+        self._written = 0
+        self._dirty: dict[Path, ChunkJournal] = {}
+        self._next_sync = 0.0
+        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt storage", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # the event loop's side -------------------------------------------------------------------------------------
+
+    @property
+    def backlog(self) -> int:
+        """Bytes handed over and not yet written."""
+        # Two counters, each written by one thread only, instead of one that would need a lock.
+        return self._submitted - self._written
+
+    def put_answer(self, request: CachedRequest) -> None:
+        self._raise_failure()
+        self._submitted += _size(request)
+        self._queue.put(request)
+
+    def put_finished(self, chunk_index: int, finished: Finished) -> None:
+        self._raise_failure()
+        self._submitted += len(finished.document)
+        self._queue.put((chunk_index, finished))
+
+    def call(self, function: Call) -> None:
+        """Runs ``function`` in the storage thread, after everything submitted so far is written."""
+        self._raise_failure()
+        self._queue.put(function)
+
+    def stop(self) -> None:
+        """Writes and syncs what was submitted, and ends the thread. Does not raise: see ``error``."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    # the thread's side -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._work():
+                self._on_change()
+            self._sync()
+        except BaseException as error:  # what failed here must reach the event loop, whatever it is
+            self.error = error
+        self._on_change()
+
+    def _work(self) -> bool:
+        answers: list[CachedRequest] = []
+        documents: dict[int, list[Finished]] = defaultdict(list)
+        for item in self._take():
+            if isinstance(item, CachedRequest):
+                answers.append(item)
+            elif isinstance(item, tuple):
+                documents[item[0]].append(item[1])
+            else:
+                self._write(answers, documents)
+                answers.clear()
+                documents.clear()
+                if item is None:
+                    return False
+                item()
+        self._write(answers, documents)
+        if self._has_unsynced and time.monotonic() >= self._next_sync:
+            self._sync()
+        return True
+
+    def _take(self) -> list[tuple[int, Finished] | CachedRequest | Call | None]:
+        """Waits for something, and takes all there is. Empty when it is time to sync."""
+        wait = max(0.0, self._next_sync - time.monotonic()) if self._has_unsynced else None
+        items = []
+        with suppress(queue.Empty):
+            items.append(self._queue.get(timeout=wait))
+            while len(items) < MAX_GROUP:
+                items.append(self._queue.get_nowait())
+        return items
+
+    def _write(self, answers: list[CachedRequest], documents: dict[int, list[Finished]]) -> None:
+        if not answers and not documents:
+            return
+        if not self._has_unsynced:
+            self._next_sync = time.monotonic() + self._sync_seconds
+        if answers:
+            self._cache.put(answers)
+        for chunk_index, group in documents.items():
+            journal = self._journal(chunk_index)
+            journal.append(group)
+            self._dirty[journal.path] = journal
+        self._written += sum(map(_size, answers)) + sum(len(f.document) for g in documents.values() for f in g)
+
+    @property
+    def _has_unsynced(self) -> bool:
+        return bool(self._dirty) or self._cache.unsynced
+
+    def _sync(self) -> None:
+        for journal in self._dirty.values():
+            journal.sync()
+        self._dirty.clear()
+        self._cache.sync()
+
+    def removed(self, journal: ChunkJournal) -> None:
+        """The journal is gone (its chunk is committed) and needs no sync any more. Storage thread only."""
+        self._dirty.pop(journal.path, None)
+
+
+def _size(request: CachedRequest) -> int:
+    answer = request.answer
+    return len(answer.result or b"") + len(answer.error_message or "")

@@ -63,7 +63,8 @@ class InferenceConfig:
         default_generation_params: payload keys that a rollout's own payload overrides.
         rollouts_per_document: how often the rollout function is run on each document.
         max_concurrent_generations: requests in flight at once.
-        max_concurrent_documents: documents in work at once; default max_concurrent_generations // rollouts_per_document.
+        max_concurrent_documents: documents in work at once; default max_concurrent_generations //
+            rollouts_per_document.
         request_timeout: seconds one attempt of a request may take. None means an hour, so that nothing waits for ever.
         model_kwargs: further command-line flags of the server, ``{"enforce-eager": True, "seed": 1}``.
         server_log_folder: where servers' logs go; default: a temporary folder, whose tail every error shows.

@@ -8,6 +8,7 @@ CkptError
 │   ├── CheckpointLocked       another process works on this rank
 │   └── StorageFailed          the disk refused a write, a sync or a rename
 ├── DocumentError
+│   ├── DocumentFailed         a rollout raised, or a request of it could not be answered
 │   ├── DocumentNotSerializable  a value in a document that cannot be kept or written
 │   └── OutputFailed           a finished chunk could not be written or published
 ├── ServerError
@@ -57,6 +58,10 @@ class DocumentError(CkptError):
     """Something about one document or the file it goes to."""
 
 
+class DocumentFailed(DocumentError):
+    """A rollout raised. What other documents got is saved."""
+
+
 class DocumentNotSerializable(DocumentError):
     """A document holds a value that can be neither kept in the journal nor written."""
 
@@ -95,6 +100,9 @@ class RequestRejected(RequestError):
         self.status = status
         self.body = body
         super().__init__(f"BadRequestError: HTTP {status}: {body}")
+
+    def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str]]:
+        return type(self), (self.status, self.body)
 
 
 class RequestFailed(RequestError):

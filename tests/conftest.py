@@ -1,0 +1,53 @@
+"""What several suites share. Tests that only need files use memory, where it is there: syncs cost nothing in it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.testing import FakeServer
+
+
+@pytest.fixture
+def ram(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder in memory if this machine has /dev/shm, else on disk."""
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        yield tmp_path
+        return
+    folder = Path(tempfile.mkdtemp(dir=shm, prefix="datatrove-ckpt-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[list[str]]:
+    """What was logged, as lines of text, instead of on the terminal."""
+    lines: list[str] = []
+    logger.remove()
+    handler = logger.add(lines.append, format="{level} {message}")
+    yield lines
+    with suppress(ValueError):  # datatrove's executors set up logging of their own
+        logger.remove(handler)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _real_disk() -> Iterator[None]:
+    """No test leaves a simulated disk, or open files, to the next."""
+    disk = files.disk
+    yield
+    disk.close()
+    files.disk = disk

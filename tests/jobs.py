@@ -1,0 +1,40 @@
+"""Small jobs that several tests run: documents in, a counting server, chunk files out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.testing import FakeServer
+
+
+def documents(number: int) -> list[Document]:
+    return [Document(text=f"text {index}", id=f"id {index}") for index in range(number)]
+
+
+async def ask(document: Document, generate: Any) -> Any:
+    """One request: the document's text."""
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+
+def config(server: FakeServer, **changes: Any) -> InferenceConfig:
+    settings: dict[str, Any] = {"model_name_or_path": "fake", "request_max_attempts": 2, **changes}
+    return InferenceConfig(server_type="endpoint", endpoint_url=server.url, **settings)
+
+
+def writer(folder: Path, compression: str | None = None, **changes: Any) -> JsonlWriter:
+    return JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=compression, **changes)
+
+
+def runner(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any) -> InferenceRunner:
+    """A runner with checkpoints below ``folder``; ``config`` holds changes to the config."""
+    changes.setdefault("output_writer", writer(folder))
+    changes.setdefault("records_per_chunk", 2)
+    settings = changes.pop("config", {})
+    return InferenceRunner(
+        rollout, config(server, **settings), checkpoints_local_dir=str(folder / "checkpoints"), **changes
+    )

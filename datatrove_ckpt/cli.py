@@ -1,0 +1,229 @@
+"""datatrove-ckpt: build the executor that a YAML file describes, run it, and end with one clear message.
+
+Exit codes: 0 done; 1 stopped by an error, the same command goes on from there; 2 a mistake in the file or on the
+command line, nothing was started; 130 interrupted.
+
+An error of this package is its message: no traceback of it reaches the terminal. The task's log file keeps one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.yaml_config import build, load, read_value, show
+
+_OVERRIDES_HELP = """\
+any argument in the file can be set on the command line; init_args is left out, steps count from 0:
+  --executor.tasks=4
+  --pipeline.1.config.max_concurrent_generations=8
+  --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    rest, overrides = _split_overrides(given)
+    arguments = _parser().parse_args(rest)
+    return _run(arguments.config, overrides, arguments.dry_run, shlex.join(["datatrove-ckpt", *given]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="datatrove-ckpt", description="Crash-proof LLM inference for datatrove.")
+    parser.add_argument("--version", action="version", version=f"datatrove-ckpt {version('datatrove-ckpt')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run the pipeline of a YAML file; run it again to resume",
+        description="Run the pipeline of a YAML file. After any interruption the same command finishes the rest.",
+        epilog=_OVERRIDES_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
+    run.add_argument("--dry-run", action="store_true", help="build everything, print it, run nothing")
+    return parser
+
+
+def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """``--executor.tasks=4`` and ``--executor.tasks 4`` go into the second list, as path=value."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not re.match(r"--(executor|pipeline)\.", argument):
+            rest.append(argument)
+        else:
+            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
+    return rest, overrides
+
+
+def _run(config: str, overrides: list[str], dry_run: bool, command: str) -> int:
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    try:
+        content = load(config)
+        for override in overrides:
+            _override(content, override)
+        executor = build(content)
+        if dry_run:
+            print("\n".join(_describe(content)))
+            return 0
+        _check_inputs(executor)
+    except ConfigError as error:
+        return _fail(error, 2)
+    return _execute(executor, command)
+
+
+def _execute(executor: Any, command: str) -> int:
+    executor._quiet = QuietErrors(said_later=True)  # travels with the executor into pool workers and cluster jobs
+    try:
+        executor.run()
+    except KeyboardInterrupt:
+        print(f"interrupted; what is finished is saved. To go on: {command}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        own = _own_error(error) or (error if isinstance(error, OSError) else None)
+        if own is None:
+            raise
+        return _fail(own, 1)
+    return 0
+
+
+def _fail(error: BaseException, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def _check_inputs(executor: Any) -> None:
+    """Refuses an input folder without files: datatrove warns, and marks the empty ranks complete for ever.
+
+    Only what can be seen cheaply and now: local folders, and no executor that has yet to make them.
+    """
+    if getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None):
+        return
+    for index, step in enumerate(executor.pipeline):
+        folder = getattr(step, "data_folder", None)
+        if folder is None or not folder.is_local() or getattr(step, "paths_file", None):
+            continue
+        place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
+        if not folder.isdir(""):
+            raise ConfigError(f"{place} is not a folder.")
+        if not folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern):
+            pattern = f" that match {show(step.glob_pattern)}" if step.glob_pattern else ""
+            raise ConfigError(f"{place} holds no files{pattern}.")
+
+
+# --------------------------------------------------------------------------- errors
+
+
+class QuietErrors:
+    """Makes loguru keep tracebacks of this package's errors off the terminal, wherever this object is unpickled.
+
+    datatrove ends a failed task with ``logger.exception`` and exchanges loguru's sinks for every task; only a patcher
+    outlives that. Other errors keep their traceback everywhere, but as plain text: loguru's own shows the values of
+    local variables, API keys included.
+    """
+
+    def __init__(self, said_later: bool = False) -> None:
+        self.said_later = said_later  # the command itself ends with the message: the log need not say it as well
+        logger.configure(patcher=self._patch)
+
+    def __reduce__(self) -> tuple[type[QuietErrors], tuple[()]]:
+        return QuietErrors, ()
+
+    def __repr__(self) -> str:
+        return "QuietErrors()"
+
+    def _patch(self, record: Any) -> None:
+        if record["exception"] is None or record["exception"].value is None:
+            return
+        error = record["exception"].value
+        own = _own_error(error)
+        text = "".join(traceback.format_exception(error))
+        record["exception"] = None
+        if own is None:
+            record["message"] += f"\n{text}"
+        else:
+            record["message"] = f"stopped by {type(own).__name__}" if self.said_later else str(own)
+            logger.debug(text)  # the terminal shows INFO and up while a task runs, its log file everything
+
+
+def _own_error(error: BaseException) -> CkptError | None:
+    """This package's error, alone or as the cause of what was raised, or None."""
+    waiting: list[Any] = [error]
+    seen: list[Any] = []
+    while waiting:
+        found = waiting.pop(0)
+        if isinstance(found, CkptError):
+            return found
+        if isinstance(found, BaseException) and found not in seen:
+            seen.append(found)
+            waiting += [getattr(found, "error", None), found.__cause__, found.__context__]
+            waiting += getattr(found, "exceptions", ())
+    return None
+
+
+# --------------------------------------------------------------------------- overrides and the dry run
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    path, _, text = override.removeprefix("--").partition("=")
+    keys = [key for key in path.split(".") if key != "init_args"]
+    if "api_key" in keys:
+        raise ConfigError(f"--{path}: other users see command lines; export the key and name it in api_key_env.")
+    node: Any = content
+    for key in keys[:-1] if keys[0] == "executor" else ["executor", *keys[:-1]]:
+        node = _child(node, key, path, {})
+    _child(node, keys[-1], path, read_value(text), replace=True)
+
+
+def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) -> Any:
+    """What lies under a key; ``value`` is put there if nothing does, or to replace it."""
+    if isinstance(node, dict) and "class_path" in node:
+        node["init_args"] = node.get("init_args") or {}
+        node = node["init_args"]
+    if isinstance(node, list):
+        if not key.isdigit() or int(key) >= len(node):
+            raise ConfigError(f'--{path}: "{key}" is not one of the {len(node)} items, which count from 0.')
+        index: Any = int(key)
+    elif isinstance(node, dict):
+        index = key
+    else:
+        raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
+    if replace or (isinstance(node, dict) and node.get(key) is None):
+        node[index] = value
+    return node[index]
+
+
+def _describe(content: dict[str, Any]) -> list[str]:
+    """One line for the executor and one for each step: the class and its arguments as they were written."""
+    executor = content["executor"]
+    steps = executor["init_args"].get("pipeline", [])
+    return [_brief("executor", executor), *(_brief(f"pipeline[{index}]", step) for index, step in enumerate(steps))]
+
+
+def _brief(place: str, node: Any) -> str:
+    if not isinstance(node, dict):
+        return f"{place} {node}"
+    arguments = (node.get("init_args") or {}).items()
+    return f"{place} {node['class_path']} " + ", ".join(f"{k}={_short(k, v)}" for k, v in arguments if k != "pipeline")
+
+
+def _short(key: str, value: Any) -> str:
+    if isinstance(value, dict) and "class_path" in value:
+        return str(value["class_path"])
+    return "{...}" if isinstance(value, dict) else show(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

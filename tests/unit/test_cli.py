@@ -1,0 +1,219 @@
+"""The command: exit codes, overrides, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from datatrove.io import DataFolder
+from loguru import logger
+
+from datatrove_ckpt.cli import main
+
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    logging_dir: logs
+    workers: 1
+    pipeline:
+      - {class_path: JsonlReader, init_args: {data_folder: documents}}
+      - {class_path: my_steps.Step, init_args: {end: done}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
+          config: {server_type: dummy, model_name_or_path: m}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: out, output_filename: "${rank}.jsonl", compression: null}
+"""
+
+STEPS = """
+from pathlib import Path
+from datatrove.pipeline.base import PipelineStep
+from datatrove_ckpt.errors import CheckpointMismatch
+
+class Step(PipelineStep):
+    name, type = "Step", "test"
+
+    def __init__(self, end: str = "done", size: int = 1):
+        super().__init__()
+        self.end, self.size = end, size
+
+    def run(self, data, rank=0, world_size=1):
+        password = "hunter2"
+        Path(f"seen-{rank}").write_text(f"{self.size} of {world_size}")
+        if self.end == "own":
+            raise CheckpointMismatch("The prompt is another one.")
+        if self.end == "wrapped":
+            try:
+                raise CheckpointMismatch("The prompt is another one.")
+            except CheckpointMismatch as error:
+                raise RuntimeError("a task failed") from error
+        if self.end == "interrupt":
+            raise KeyboardInterrupt
+        if self.end == "disk":
+            open("missing/file")
+        if self.end == "bug":
+            raise RuntimeError(f"a bug {len(password)}")
+        return ()
+"""
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """``datatrove-ckpt run job.yaml ...`` in this process, in a folder with JOB, its step and one document."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_steps", raising=False)
+    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
+    Path("documents").mkdir()
+    Path("documents/a.jsonl").write_text('{"text": "Rain falls.", "id": "rain"}\n')
+    Path("job.yaml").write_text(JOB)
+    Path("my_steps.py").write_text(STEPS)
+    yield lambda *arguments: main(["run", "job.yaml", *arguments])
+    logger.configure(patcher=lambda record: None)
+    DataFolder.clear_instance_cache()
+
+
+def test_a_run_that_ends_well_is_0(run: Run) -> None:
+    assert run("--pipeline.1.end=done") == 0
+    assert Path("logs/completions/00000").exists()
+
+
+def test_a_dry_run_builds_everything_prints_a_line_per_step_and_runs_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == 'executor LocalPipelineExecutor logging_dir="logs", workers=1'
+    assert lines[1] == 'pipeline[0] JsonlReader data_folder="documents"'
+    assert lines[2] == 'pipeline[1] my_steps.Step end="done"'
+    assert lines[3] == "pipeline[2] InferenceRunner rollout_fn=PromptRollout, config={...}, output_writer=JsonlWriter"
+    assert not Path("logs").exists()
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--executor.tasks=3", "--pipeline.1.size=8"],
+        ["--executor.tasks", "3", "--pipeline.1.size", "8"],
+        ["--executor.init_args.tasks=3", "--executor.pipeline.1.init_args.size=8"],
+    ],
+)
+def test_arguments_can_be_set_on_the_command_line(run: Run, overrides: list[str]) -> None:
+    assert run(*overrides) == 0
+    assert [Path(f"seen-{rank}").read_text() for rank in range(3)] == ["8 of 3"] * 3
+
+
+def test_an_override_may_set_what_the_file_leaves_out_or_replace_a_whole_step(run: Run) -> None:
+    assert run("--dry-run", "--pipeline.2.config.default_generation_params.temperature=0.5") == 0
+    assert run("--dry-run", "--pipeline.1={class_path: ParquetReader, init_args: {data_folder: d}}") == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not an int.'),
+        ("--executor.taks=4", 'executor LocalPipelineExecutor: unknown key "taks", did you mean "tasks"?'),
+        ("--executor.tasks", "executor LocalPipelineExecutor: tasks: null is not an int."),
+        ("--pipeline.2.config.tp=0", "pipeline[2] InferenceRunner.config: tp must be >= 1; it is 0."),
+        ("--pipeline.3.size=1", '--pipeline.3.size: "3" is not one of the 3 items, which count from 0.'),
+        ("--pipeline.Step.size=1", '--pipeline.Step.size: "Step" is not one of the 3 items, which count from 0.'),
+        ("--pipeline.1.size.x.y=1", 'pipeline[1] Step: size: {"x": {"y": 1}} is not an int.'),
+        ("--pipeline.1.end.x=1", '--pipeline.1.end.x: there is no "x" inside "done".'),
+        ("--pipeline.2.config.api_key=hunter2",
+         "--pipeline.2.config.api_key: other users see command lines; export the key and name it in api_key_env."),
+        ("--pipeline.0.data_folder=nowhere", 'pipeline[0] JsonlReader: data_folder: "{}/nowhere" is not a folder.'),
+        ("--pipeline.0.glob_pattern=*.gz",
+         'pipeline[0] JsonlReader: data_folder: "{}/documents" holds no files that match "*.gz".'),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_2_and_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, message: str
+) -> None:
+    assert run(override) == 2
+    assert capsys.readouterr().err == f"error: {message.replace('{}', str(tmp_path))}\n"
+    assert not Path("logs").exists()
+
+
+def test_a_missing_file_is_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "nope.yaml"]) == 2
+    assert capsys.readouterr().err == "error: nope.yaml: cannot be read: No such file or directory.\n"
+
+
+def test_an_input_that_another_executor_has_yet_to_make_is_not_looked_for(run: Run) -> None:
+    first = "{class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first, workers: 1}}"
+    assert run("--pipeline.0.data_folder=later", f"--executor.depends={first}") == 0
+
+
+@pytest.mark.parametrize("end", ["own", "wrapped"])
+def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
+    run: Run, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    assert run(f"--pipeline.1.end={end}") == 1
+    said = capsys.readouterr().err
+    assert said.endswith("\nerror: The prompt is another one.\n")
+    assert said.count("The prompt is another one.") == 1
+    assert "Traceback" not in said
+    logged = Path("logs/logs/task_00000.log").read_text()
+    assert "ERROR    | datatrove.executor.base:_run_for_rank" in logged
+    assert "Traceback" in logged
+    assert "CheckpointMismatch: The prompt is another one." in logged
+    assert not Path("logs/completions/00000").exists()
+
+
+def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) -> None:
+    command = [sys.executable, "-W", "error", "-m", "datatrove_ckpt.cli", "run", "job.yaml"]
+    overrides = ["--executor.tasks=2", "--executor.workers=2", "--pipeline.1.end=own"]
+    ended = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("error: The prompt is another one.\n")
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_disk_error_is_1_and_its_message(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--pipeline.1.end=disk") == 1
+    assert capsys.readouterr().err.endswith("error: [Errno 2] No such file or directory: 'missing/file'\n")
+
+
+def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="a bug 7"):
+        run("--pipeline.1.end=bug")
+    for text in (capsys.readouterr().err, Path("logs/logs/task_00000.log").read_text()):
+        assert "Traceback" in text
+        assert "hunter2" not in text
+
+
+def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--pipeline.1.end=interrupt") == 130
+    command = "datatrove-ckpt run job.yaml --pipeline.1.end=interrupt"
+    assert capsys.readouterr().err.endswith(f"interrupted; what is finished is saved. To go on: {command}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--version"], 0, "datatrove-ckpt 0."),
+        (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
+        ([], 2, "usage: datatrove-ckpt"),
+        (["run"], 2, "CONFIG"),
+        (["run", "job.yaml", "--dyr-run"], 2, "--dyr-run"),
+    ],
+)
+def test_the_command_line_itself(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code
+    said = capsys.readouterr()
+    assert says in said.out + said.err

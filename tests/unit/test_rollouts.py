@@ -1,0 +1,194 @@
+"""Ready-made rollouts: what they ask, what they refuse, and that a copy of one is the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceError, InferenceResult
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, chat, split_text
+
+ALLOWED = "allowed are {text}, {id} and {metadata[KEY]}, and {{ or }} for a brace."
+
+
+class Server:
+    """Answers "<n>: <what was asked>", remembers the payloads, and how many were asked at once."""
+
+    def __init__(self, reasons: tuple[str, ...] = (), refuse: str = "") -> None:
+        self.payloads: list[dict[str, Any]] = []
+        self.reasons = reasons
+        self.refuse = refuse
+        self.running = self.most = self.ended = 0
+
+    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+        number = len(self.payloads)
+        self.payloads.append(payload)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        asked = payload["messages"][-1]["content"]
+        if self.refuse and self.refuse in asked:
+            raise InferenceError(None, "refused", payload)
+        await asyncio.sleep(0)
+        self.ended += 1
+        reason = self.reasons[number] if self.reasons else "stop"
+        usage = {"prompt_tokens": 10, "details": {"cached": 1}, "tier": "x"}
+        return InferenceResult(text=f"{number}: {asked}", finish_reason=reason, usage=usage, reasoning=f"r{number}")
+
+
+def document(text: str = "Rain falls.", **metadata: Any) -> Document:
+    return Document(text=text, id="d1", metadata=metadata)
+
+
+def asked(rollout: Any, given: Document) -> dict[str, Any]:
+    """The one payload that a rollout sends."""
+    sent: list[dict[str, Any]] = []
+
+    async def generate(payload: dict[str, Any]) -> InferenceResult:
+        sent.append(payload)
+        return InferenceResult("", "stop", {})
+
+    asyncio.run(rollout(given, generate, anything_shared=1))
+    assert len(sent) == 1
+    return sent[0]
+
+
+def test_chat_sends_the_text_as_one_user_message() -> None:
+    assert asked(chat, document()) == {"messages": [{"role": "user", "content": "Rain falls."}]}
+
+
+def test_a_prompt_is_filled_in_from_the_document() -> None:
+    rollout = PromptRollout("{id} in {metadata[lang]}: {text} {{as it is}}", "Be brief.", {"temperature": 0})
+    assert asked(rollout, document(lang="en")) == {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "d1 in en: Rain falls. {as it is}"},
+        ],
+        "temperature": 0,
+    }
+
+
+def test_a_completion_is_a_plain_prompt() -> None:
+    rollout = CompletionRollout("{text}\nIn short:", generation_params={"max_tokens": 9})
+    assert asked(rollout, document()) == {"prompt": "Rain falls.\nIn short:", "max_tokens": 9}
+
+
+def test_braces_in_a_document_are_just_braces() -> None:
+    text = "{id} {text.__class__} {} } {"
+    assert asked(PromptRollout(), document(text))["messages"][0]["content"] == text
+
+
+def test_metadata_that_is_not_text_is_written_as_python_writes_it() -> None:
+    assert asked(CompletionRollout("{metadata[year]}"), document(year=1854))["prompt"] == "1854"
+
+
+def test_metadata_that_a_document_lacks_is_named_with_the_document() -> None:
+    with pytest.raises(ConfigError, match=r"^prompt: document 'd1' has no metadata 'lang'; its metadata holds year\.$"):
+        asked(PromptRollout("{metadata[lang]} {text}"), document(year=1854))
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{txt}", "{}", "{0}", "{text.__class__}", "{text[0]}", "{metadata}", "{metadata[a][b]}", "{text!r}", "{text:>9}"],
+)
+@pytest.mark.parametrize("kind", [PromptRollout, CompletionRollout, ChunkedRollout])
+def test_a_name_that_is_not_allowed_is_refused_at_once(kind: Any, written: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kind(prompt="Look: {text} " + written)
+    assert str(refused.value) == f"prompt: {written} cannot be filled in; {ALLOWED}"
+
+
+@pytest.mark.parametrize("template", ["{text", "text}", "{text} {"])
+def test_a_broken_template_is_refused_at_once(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"^prompt: the template is broken \(.+\); allowed are \{text\}"):
+        PromptRollout(template)
+
+
+def test_a_prompt_that_says_the_same_to_every_document_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        PromptRollout("Summarise this:")
+    assert str(refused.value).startswith("prompt: nothing is filled in, so every document would be asked the same")
+
+
+def test_a_chunked_prompt_needs_the_text() -> None:
+    with pytest.raises(ConfigError, match=r"^prompt: has no \{text\}, so every part would be asked the same; write"):
+        ChunkedRollout("{id}")
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt", "model", "stream"])
+def test_generation_params_cannot_replace_what_the_rollout_sends(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^generation_params: '{name}' cannot be given here"):
+        PromptRollout(generation_params={name: "x"})
+
+
+@pytest.mark.parametrize("rollout", [PromptRollout("{id}"), CompletionRollout(), ChunkedRollout(separator=" ")])
+def test_a_rollout_is_plain_values_and_survives_deepcopy_and_pickle(rollout: Any) -> None:
+    for same in (copy.deepcopy(rollout), pickle.loads(pickle.dumps(rollout))):
+        assert type(same) is type(rollout)
+        assert vars(same) == vars(rollout)
+    assert all(isinstance(value, (str, int, type(None))) for value in vars(rollout).values())
+
+
+@pytest.mark.parametrize(("parallel", "at_once"), [(True, 3), (False, 1)])
+def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel: bool, at_once: int) -> None:
+    server = Server()
+    rollout = ChunkedRollout("Q {text}", "S", max_chars_per_part=3, separator="|", parallel=parallel)
+    result = asyncio.run(rollout(document("one\n\ntwo\n\nsix"), server))
+    assert result.text == "0: Q one|1: Q two|2: Q six"
+    assert result.usage == {"prompt_tokens": 30, "details": {"cached": 3}}
+    assert result.reasoning == "r0|r1|r2"
+    assert server.payloads[0]["messages"][0] == {"role": "system", "content": "S"}
+    assert server.most == at_once
+
+
+@pytest.mark.parametrize(
+    ("reasons", "joined"), [(("stop", "stop"), "stop"), (("length", "stop"), "length"), (("stop", "length"), "length")]
+)
+def test_an_answer_with_a_part_cut_off_counts_as_cut_off(reasons: tuple[str, ...], joined: str) -> None:
+    result = asyncio.run(ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo"), Server(reasons)))
+    assert result.finish_reason == joined
+
+
+def test_when_a_part_fails_the_answers_to_the_others_are_waited_for() -> None:
+    server = Server(refuse="one")
+    with pytest.raises(InferenceError):
+        asyncio.run(ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo\n\nsix"), server))
+    assert server.ended == 2
+
+
+def test_a_part_below_one_character_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_chars_per_part must be >= 1; it is 0\.$"):
+        ChunkedRollout(max_chars_per_part=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "parts"),
+    [
+        ("short", 99, ["short"]),
+        ("", 9, [""]),
+        ("aa\n\nbb\n\ncc", 6, ["aa\n\nbb", "cc"]),
+        ("aa\n \n\n bb", 4, ["aa", "bb"]),
+        ("One. Two! Three?", 9, ["One. Two!", "Three?"]),
+        ("いち。に。", 3, ["いち。", "に。"]),
+        ("four five six", 9, ["four five", "six"]),
+        ("abcdefgh", 3, ["abc", "def", "gh"]),
+        ("tiny\n\nA sentence here. abcdefghijklmnop", 16, ["tiny", "A sentence here.", "abcdefghijklmnop"]),
+    ],
+)
+def test_a_text_is_cut_where_it_hurts_least(text: str, limit: int, parts: list[str]) -> None:
+    assert split_text(text, limit) == parts
+
+
+def test_no_part_is_too_long_and_no_word_is_lost() -> None:
+    text = "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
+    for limit in (1, 7, 60, 500):
+        parts = split_text(text, limit)
+        assert max(map(len, parts)) <= limit
+        assert "".join("".join(parts).split()) == "".join(text.split())

@@ -1,0 +1,296 @@
+"""YAML files: every config of the project builds, and every mistake is one line that a stranger understands."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers import JsonlReader, ParquetReader
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts import ChunkedRollout, PromptRollout, chat
+from datatrove_ckpt.yaml_config import build, load, read_value
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    logging_dir: logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {data_folder: documents}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: chat
+          config: {server_type: dummy, model_name_or_path: m}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+"""
+
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Builds JOB with pieces of its text replaced; my_module is importable."""
+    (tmp_path / "my_module.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from datatrove.pipeline.base import PipelineStep\n"
+        "if TYPE_CHECKING:\n    from nowhere import Nothing\n"
+        "async def my_rollout(document, generate): ...\n"
+        "def adapter(self, data, path, id_in_file): ...\n"
+        "class Step(PipelineStep):\n"
+        "    def __init__(self, size: int, nothing: 'Nothing' = None, **others): self.got = size, nothing, others\n"
+        "    def run(self, data, rank=0, world_size=1): ...\n"
+        "NUMBER = 7\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+
+    def from_text(*replacements: tuple[str, str]) -> Any:
+        text = JOB
+        for old, new in replacements:
+            assert old in text
+            text = text.replace(old, new)
+        Path("job.yaml").write_text(text)
+        return build(load("job.yaml"))
+
+    return from_text
+
+
+def mistake(build_job: Build, *replacements: tuple[str, str]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        build_job(*replacements)
+    return str(refused.value)
+
+
+# --------------------------------------------------------------------------- what is built
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_builds_and_begins_with_the_command_that_runs_it(path: Path) -> None:
+    head = path.read_text().split("executor:")[0]
+    assert head.startswith("# ")
+    assert f"#     datatrove-ckpt run configs/{path.name}" in head
+    executor = build(load(path))
+    assert isinstance(executor.pipeline[-1], InferenceRunner)
+    assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
+
+
+def test_the_quickstart_builds_what_it_says() -> None:
+    executor = build(load(CONFIGS / "quickstart.yaml"))
+    reader, runner = executor.pipeline
+    assert type(executor) is LocalPipelineExecutor
+    assert (type(reader), reader.glob_pattern) == (JsonlReader, "quickstart_documents.jsonl")
+    assert (type(runner.config), runner.config.server_type) == (InferenceConfig, "llamacpp")
+    assert (type(runner.output_writer), runner.output_writer.compression) == (JsonlWriter, None)
+    assert (runner.records_per_chunk, runner.config.default_generation_params["temperature"]) == (8, 0)
+    prompt = "Rewrite this text in simple words, in one short paragraph.\n\n{text}"
+    assert runner.rollout_fn == PromptRollout(prompt=prompt)
+
+
+def test_other_configs_use_other_readers_writers_and_rollouts() -> None:
+    assert type(build(load(CONFIGS / "vllm.yaml")).pipeline[1].output_writer) is ParquetWriter
+    reader, runner = build(load(CONFIGS / "sglang.yaml")).pipeline
+    assert (type(reader), type(runner.rollout_fn)) == (ParquetReader, ChunkedRollout)
+    assert runner.rollout_fn.separator == "\n\n"
+
+
+def test_a_job_with_defaults_builds(job: Build) -> None:
+    executor = job()
+    assert executor.pipeline[1].rollout_fn is chat
+    assert (executor.tasks, executor.pipeline[1].records_per_chunk) == (1, 6000)
+
+
+@pytest.mark.parametrize("given", ["null", "{a: 1}", "my_module.my_rollout"])
+def test_shared_context_may_be_a_mapping_or_an_import_path(job: Build, given: str) -> None:
+    runner = job(("rollout_fn: chat", f"rollout_fn: chat\n          shared_context: {given}")).pipeline[1]
+    expected = sys.modules["my_module"].my_rollout if "my" in given else read_value(given)
+    assert runner.shared_context == expected
+
+
+def test_functions_are_import_paths(job: Build) -> None:
+    reader, runner = job(("chat", "my_module.my_rollout"), ("documents}", "d, adapter: my_module.adapter}")).pipeline
+    assert inspect.iscoroutinefunction(runner.rollout_fn)
+    assert reader.adapter.__func__ is sys.modules["my_module"].adapter
+
+
+def test_a_function_may_be_a_step(job: Build) -> None:
+    executor = job(("- class_path: JsonlReader\n        init_args: {data_folder: documents}", "- my_module.my_rollout"))
+    assert executor.pipeline[0] is sys.modules["my_module"].my_rollout
+
+
+def test_a_class_of_mine_gets_its_further_arguments(job: Build) -> None:
+    step = ("class_path: JsonlReader\n        init_args: {data_folder: documents}", "class_path: my_module.Step")
+    arguments = (step[1], "class_path: my_module.Step\n        init_args: {size: 3, other: [1, x]}")
+    assert job(step, arguments).pipeline[0].got == (3, None, {"other": [1, "x"]})
+
+
+def test_a_folder_may_come_with_storage_options(job: Build) -> None:
+    reader = job(("data_folder: documents", "data_folder: [memory://d, {skip_instance_cache: true}]")).pipeline[0]
+    assert not reader.data_folder.is_local()
+
+
+def test_an_executor_may_depend_on_another_one(job: Build) -> None:
+    first = "depends: {class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first}}"
+    executor = job(("logging_dir: logs", f"logging_dir: logs\n    {first}"))
+    assert type(executor.depends) is LocalPipelineExecutor
+
+
+def test_a_slurm_time_limit_stays_text_and_signals_may_be_several(job: Build) -> None:
+    arguments = [
+        "tasks: 2",
+        "time: 20:00:00",
+        "partition: gpu",
+        "requeue_signals: [SIGUSR1, SIGTERM]",
+        "logging_dir: l",
+    ]
+    slurm = ("logging_dir: logs", "\n    ".join(arguments))
+    executor = job(("LocalPipelineExecutor", "SlurmPipelineExecutor"), slurm)
+    assert type(executor) is SlurmPipelineExecutor
+    assert (executor.time, list(executor.requeue_signals)) == ("20:00:00", ["SIGUSR1", "SIGTERM"])
+
+
+def test_yaml_is_read_by_the_rules_of_yaml_1_2() -> None:
+    text = "[1e-3, 1.5, .5, -7, 1_000, 0x1F, 0123, no, on, true, null, ~, 12:30, 2024-01-02, .inf, 1.2.3, '4']"
+    expected = [0.001, 1.5, 0.5, -7, 1000, 31, "0123", "no", "on", True, None, None, "12:30", "2024-01-02"]
+    assert read_value(text) == [*expected, float("inf"), "1.2.3", "4"]
+    assert read_value("") is None
+
+
+# --------------------------------------------------------------------------- mistakes
+
+RUNNER = "pipeline[1] InferenceRunner"
+CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("documents}", "d, limt: 3}", 'pipeline[0] JsonlReader: unknown key "limt", did you mean "limit"?'),
+        ("rollout_fn: chat", "rollout_f: chat", f'{RUNNER}: unknown key "rollout_f", did you mean "rollout_fn"?'),
+        ("logging_dir", "logging_dit",
+         'executor LocalPipelineExecutor: unknown key "logging_dit", did you mean "logging_dir"?'),
+        ("init_args: {data", "init_arg: {data", 'pipeline[0]: unknown key "init_arg", did you mean "init_args"?'),
+        ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}",
+         f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params.'),
+        ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: many}",
+         f'{RUNNER}.config: max_concurrent_generations: "many" is not an int.'),
+        ("model_name_or_path: m}", "model_name_or_path: m, tp: 0}", f"{RUNNER}.config: tp must be >= 1; it is 0."),
+        ("server_type: dummy", "server_type: vlm",
+         f'{RUNNER}.config: server_type: "vlm" is not one of llamacpp, vllm, sglang, endpoint, dummy, custom, '
+         'did you mean "vllm"?'),
+        ("model_name_or_path: m}", "api_key: 12345, model_name_or_path: m}",
+         f"{RUNNER}.config: api_key: *** is not a str or null."),
+        ("model_name_or_path: m}", "model_name_or_path: 7}", f"{RUNNER}.config: model_name_or_path: 7 is not a str."),
+        ("server_type: dummy, model_name_or_path: m", "use_chat: 3",
+         f"{RUNNER}.config: use_chat: 3 is not true or false."),
+        (CONFIG, "config: {}", f'{RUNNER}.config: missing key "server_type", "model_name_or_path".'),
+        (CONFIG, "config: 3", f"{RUNNER}: config: 3 is not an InferenceConfig."),
+        (CONFIG, "records_per_chunk: 3", f'{RUNNER}: missing key "config".'),
+        ("compression: null", "compression: 5", f"{RUNNER}.output_writer: compression: 5 is not a str or null."),
+        ("documents}", "d, compression: gz}",
+         'pipeline[0] JsonlReader: compression: "gz" is not one of infer, gzip, zstd, null, did you mean "gzip"?'),
+        ("documents}", "7}", "pipeline[0] JsonlReader: data_folder: 7 is not a str or a list of str and dict."),
+        ("documents}", "d, limit: null}", "pipeline[0] JsonlReader: limit: null is not an int."),
+        ("checkpoints_local_dir: checkpoints", "records_per_chunk: 1.5",
+         f"{RUNNER}: records_per_chunk: 1.5 is not an int."),
+        ("_${chunk_index}", "", None),
+        ("class_path: JsonlReader", "class_path: JsonReader",
+         'pipeline[0]: no class "JsonReader", did you mean "JsonlReader"?'),
+        ("class_path: JsonlReader", "class_path: Xyz",
+         'pipeline[0]: no class "Xyz"; give its import path, such as my_module.my_name.'),
+        ("class_path: JsonlReader", "class_path: my_module.Stp",
+         'pipeline[0]: no class "Stp" in my_module, did you mean "Step"?'),
+        ("class_path: JsonlReader", "class_path: nowhere.Reader",
+         'pipeline[0]: class "nowhere.Reader" needs module "nowhere", which is not there; '
+         "correct the path, or install what is missing."),
+        ("class_path: JsonlReader", "class_path: my_module.NUMBER",
+         'pipeline[0]: class_path: "my_module.NUMBER" is not a class.'),
+        ("class_path: JsonlReader", "class_path: my_module.Step", 'pipeline[0] Step: missing key "size".'),
+        ("class_path: JsonlWriter", "class_path: JsonlReader",
+         f'{RUNNER}.output_writer: class_path: "JsonlReader" is not a DiskWriter.'),
+        ("class_path: LocalPipelineExecutor", "class_path: LocalExecutor",
+         'executor: no class "LocalExecutor", did you mean "LocalPipelineExecutor"?'),
+        ("class_path: LocalPipelineExecutor", "class_path: JsonlReader",
+         'executor: class_path: "JsonlReader" is not a PipelineExecutor.'),
+        ("- class_path: JsonlReader\n        init_args: {data_folder: documents}", "- 3",
+         "executor LocalPipelineExecutor: pipeline[0]: 3 is not"),
+        ("rollout_fn: chat", "rollout_fn: chta", f'{RUNNER}.rollout_fn: no function "chta", did you mean "chat"?'),
+        ("rollout_fn: chat", "rollout_fn: PromptRollout",
+         f'{RUNNER}.rollout_fn: "PromptRollout" is a class; write class_path: PromptRollout.'),
+        ("rollout_fn: chat", "rollout_fn: my_module.NUMBER",
+         f'{RUNNER}.rollout_fn: "my_module.NUMBER" is not a function.'),
+        ("rollout_fn: chat", "rollout_fn: my_module.my_rolout",
+         f'{RUNNER}.rollout_fn: no function "my_rolout" in my_module, did you mean "my_rollout"?'),
+        ("chat", "{class_path: PromptRollout, init_args: {prompt: '{txt}'}}",
+         f"{RUNNER}.rollout_fn: prompt: {{txt}} cannot be filled in; "
+         "allowed are {text}, {id} and {metadata[KEY]}, and {{ or }} for a brace."),
+        ("init_args: {data_folder: documents}", "init_args: documents",
+         'pipeline[0] JsonlReader: init_args: "documents" is not a mapping.'),
+        ("logging_dir: logs", "logging_dir: logs\n    local_tasks: 5", None),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_its_place(job: Build, old: str, new: str, message: str | None) -> None:
+    said = mistake(job, (old, new))
+    assert "\n" not in said
+    if message is None:  # a constructor's own words, after the place
+        assert said.startswith((f"{RUNNER}: ", "executor LocalPipelineExecutor: "))
+    elif message.endswith("is not"):
+        assert said.startswith(message)
+    else:
+        assert said == message
+
+
+def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path) -> None:
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    said = mistake(job, ("rollout_fn: chat", "rollout_fn: broken_module.f"))
+    assert said == f'{RUNNER}.rollout_fn: importing "broken_module" failed: ZeroDivisionError: division by zero'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("executor: {a: 1", "job.yaml:1:16: not valid YAML: expected ',' or '}', but got '<stream end>'."),
+        ("executor:\n\tx: 1", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token."),
+        ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
+        ("executor: !!python/name:os.system", None),
+        ("- a", 'job.yaml: must have the key "executor" at the top, with class_path and init_args.'),
+        ("", 'job.yaml: must have the key "executor" at the top, with class_path and init_args.'),
+        ("executor: {}\npipeline: []", 'job.yaml: unknown key "pipeline"; allowed are executor.'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load("job.yaml")
+    said = str(refused.value)
+    assert said == message if message else said.startswith("job.yaml:1:11: not valid YAML: could not determine")
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "nope.yaml")
+    assert str(refused.value) == f"{tmp_path}/nope.yaml: cannot be read: No such file or directory."
+
+
+def test_an_executor_without_a_class_is_one_line() -> None:
+    with pytest.raises(ConfigError) as refused:
+        build({"executor": None})
+    assert str(refused.value) == "executor: needs class_path (and init_args); it is null."

@@ -20,7 +20,9 @@ from typing import Any
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, load, read_value, show
 
 _OVERRIDES_HELP = """\
@@ -96,7 +98,25 @@ def _execute(executor: Any, command: str) -> int:
         if own is None:
             raise
         return _fail(own, 1)
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
+            print(_summary(step, command))
     return 0
+
+
+def _summary(step: InferenceRunner, command: str) -> str:
+    """The closing line: all ranks, all lives."""
+    tally, files = Tally(), 0
+    for log in sorted(Path(step.checkpoints_local_dir or "").glob("*/commits.jsonl")):
+        for commit in read_commits(log).values():
+            tally.add(commit.tally)
+            files += len(commit.files)
+    return (
+        f"{tally.written} of {tally.read} documents are in {files} files in "
+        f"{step.output_writer.output_folder.resolve_paths('')} ({tally.dropped} dropped, {tally.dead} dead letters), "
+        f"for {tally.requests} requests with {tally.prompt_tokens} prompt and {tally.completion_tokens} completion "
+        f"tokens. Whenever it is interrupted, the same line resumes it: {command}"
+    )
 
 
 def _fail(error: BaseException, code: int) -> int:

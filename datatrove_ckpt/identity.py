@@ -3,7 +3,8 @@
 Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out, so they may
 change freely. Of a rollout function we take its code (comments and layout do not count), the values it closes over,
 the plain values among the module's globals it names (a PROMPT constant, say), and the functions of its own module it
-calls. That is the limit: what it imports from other modules, or reads from files, is not seen.
+calls. That is the limit: what it imports from other modules, or reads from files, is not seen. Lists and dicts are
+taken as they were when the step was made: a rollout may use one as a cache.
 """
 
 from __future__ import annotations
@@ -41,16 +42,26 @@ _ANSWERING_FLAGS = {
 }
 
 
+def code_identity(rollout_fn: Any, shared_context: Any) -> dict[str, Any]:
+    """The part of the identity that comes from the user's code, as it is now."""
+    return {**dict(describe("rollout_fn", rollout_fn)), **dict(_describe_context(shared_context))}
+
+
 def run_identity(
-    rollout_fn: Any,
-    shared_context: Any,
+    code: dict[str, Any],
+    code_when_made: dict[str, Any],
     config: InferenceConfig,
     writer: DiskWriter,
     records_per_chunk: int,
     metadata_key: str,
     world_size: int,
 ) -> dict[str, Any]:
-    """The identity of a run, as plain JSON values."""
+    """The identity of a run, as plain JSON values.
+
+    ``code`` and ``code_when_made``: ``code_identity`` now, and when the step was made.
+    """
+    # Code and constants as they are now: a worker unpickles the step, and may import a newer module with it.
+    mutable = {name: value for name, value in code_when_made.items() if isinstance(value, list | dict)}
     return {
         "model": config.model_name_or_path,
         "canned_answers": config.server_type == "dummy",
@@ -58,8 +69,8 @@ def run_identity(
         "default_generation_params": config.default_generation_params,
         "model_kwargs": _answering_flags(config.model_kwargs or {}),
         "rollouts_per_document": config.rollouts_per_document,
-        **dict(describe("rollout_fn", rollout_fn)),
-        **dict(_describe_context(shared_context)),
+        **code,
+        **mutable,
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
         "tasks": world_size,

@@ -90,13 +90,18 @@ class ChunkOutput:
         else:
             self._target = _RemoteFolder(writer.output_folder, scratch / "staging")
 
-    def clean(self) -> None:
-        """Removes what earlier lives staged and never published."""
+    def prepare(self) -> None:
+        """Removes what earlier lives staged and never published, and makes the staging folder.
+
+        Raises:
+            StorageFailed: the output folder cannot be written, which is better known before anything is paid for.
+        """
         files.disk.remove_tree(self._target.staging)
+        files.disk.make_dirs(self._target.staging)
 
     def finish(self) -> None:
         """Removes the staging folder, once nothing will be staged any more."""
-        self.clean()
+        files.disk.remove_tree(self._target.staging)
         files.disk.remove_dir(self._target.staging.parent)
 
     def write_chunk(self, chunk_index: int, documents: Iterator[Finished]) -> list[OutputFile]:

@@ -38,11 +38,14 @@ class Progress:
         self._stat_update = stat_update
         self._interval = interval
         self._started = time.monotonic()
-        self._bar: Any = (
-            tqdm(initial=before.read, unit="doc", desc="Inference", dynamic_ncols=True, mininterval=0.2)
-            if bar
-            else None
-        )
+        self._serving = asyncio.Event()
+        self._before = before.read
+        self._wants_bar = bar
+        self._bar: Any = None
+
+    def serving(self) -> None:
+        self._started = time.monotonic()
+        self._serving.set()
 
     def answered(self, completion: Completion) -> None:
         prompt_tokens = completion.usage.get("prompt_tokens") or 0
@@ -68,14 +71,22 @@ class Progress:
         else:
             self._stat_update("documents_processed", value=1, unit="document")
         if self._bar is not None:
-            self._bar.set_postfix_str(self._rates(), refresh=False)
             self._bar.update()
 
     async def report(self) -> None:
-        """Logs a line every interval, for ever. On a terminal the bar says it."""
-        while self._bar is None:
-            await asyncio.sleep(self._interval)
-            logger.info(f"{self.documents} documents finished in this run, {self.requests} requests, {self._rates()}")
+        """Shows the bar, or logs a line every interval, for ever."""
+        # Not before the server serves: its start is told in log lines, which would tear the bar apart.
+        await self._serving.wait()
+        if self._wants_bar:
+            self._bar = tqdm(initial=self._before + self.documents, unit="doc", desc="Inference", dynamic_ncols=True)
+        while True:
+            if self._bar is not None:
+                self._bar.set_postfix_str(self._rates())
+            await asyncio.sleep(1 if self._wants_bar else self._interval)
+            if not self._wants_bar:
+                logger.info(
+                    f"{self.documents} documents finished in this run, {self.requests} requests, {self._rates()}"
+                )
 
     def _rates(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)

@@ -83,21 +83,31 @@ class Commit:
         return cls(**data)
 
 
-class CommitLog:
-    """``commits.jsonl`` of one rank, in the order in which chunks were finished.
+def read_commits(path: Path) -> dict[int, Commit]:
+    """The commits in the file, by chunk index, in the order in which they came. Changes nothing.
 
     Raises:
         CheckpointCorrupt: a damaged line before the last, or two lines for one chunk.
     """
+    commits: dict[int, Commit] = {}
+    for number, line in enumerate(read_lines(path), 1):
+        commit = Commit.from_json(line.body)
+        if commit.chunk_index in commits:
+            raise CheckpointCorrupt(f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
+        commits[commit.chunk_index] = commit
+    return commits
+
+
+class CommitLog:
+    """``commits.jsonl`` of one rank, in the order in which chunks were finished; a torn tail is cut off.
+
+    Raises:
+        CheckpointCorrupt: see ``read_commits``.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.commits = read_commits(path)
         lines = list(read_lines(path))
-        self.commits: dict[int, Commit] = {}
-        for number, line in enumerate(lines, 1):
-            commit = Commit.from_json(line.body)
-            if commit.chunk_index in self.commits:
-                raise CheckpointCorrupt(f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
-            self.commits[commit.chunk_index] = commit
         if path.exists() and path.stat().st_size > whole_size(lines):
             files.disk.truncate(path, whole_size(lines))
         self._file = files.AppendFile(path)

@@ -30,7 +30,7 @@ def unseal(line: bytes) -> bytes | None:
     if not line.endswith(b"\n") or not line.startswith(_PREFIX):
         return None
     rest = line[_BODY:-1]
-    if line[len(_PREFIX) : _BODY - 2] != xxhash.xxh3_64_hexdigest(rest).encode():
+    if line[len(_PREFIX) : _BODY] != b'%s",' % xxhash.xxh3_64_hexdigest(rest).encode():
         return None
     return b"{" + rest
 

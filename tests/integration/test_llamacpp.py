@@ -43,14 +43,15 @@ def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> No
                 assert answer.text.strip()
                 assert answer.finish_reason in ("stop", "length")
                 assert 0 < answer.usage["completion_tokens"] <= 8
-            await _check_models_and_key(server.urls[0], server.api_key)
+            assert server.api_key
+            await _check_models_and_key(server.urls[0], server.api_key.reveal())
             began = time.monotonic()
         assert time.monotonic() - began < 5
 
     asyncio.run(play())
 
 
-async def _check_models_and_key(url: str, key: str | None) -> None:
+async def _check_models_and_key(url: str, key: str) -> None:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
             assert [model["id"] for model in (await response.json())["data"]] == [GGUF]

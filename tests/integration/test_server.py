@@ -24,6 +24,8 @@ from datatrove_ckpt.inference import engines, guardian, server
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.dummy import TEXT
 from datatrove_ckpt.inference.engines import EngineCommand
+from datatrove_ckpt.inference.interface import Server
+from datatrove_ckpt.inference.keys import HiddenDict, Key
 from datatrove_ckpt.inference.server import InferenceServer, make_server
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
@@ -345,7 +347,7 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
 
 
 def test_a_missing_command_is_explained_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = EngineCommand(("/nowhere/vllm", "serve"), {})
+    missing = EngineCommand(("/nowhere/vllm", "serve"), HiddenDict())
     launches = []
     monkeypatch.setattr(server, "engine_command", lambda *_: launches.append(1) or missing)
     text = asyncio.run(failed_start(dummy(server_start_max_retries=3)))
@@ -375,13 +377,13 @@ def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
         async with make_server(config, 0) as running:
             key = running.api_key
             assert key
-            assert not [line for line in command_lines() if key.encode() in line]
+            assert not [line for line in command_lines() if key.reveal().encode() in line]
             async with CompletionClient(config, running.urls, key) as client:
                 with pytest.raises(Exception, match="Given up"):
                     await client.complete(b"{}")
             with pytest.raises(ServerDied, match=r"\*\*\*") as caught:
                 await running.watch()
-            assert key not in str(caught.value)
+            assert key.reveal() not in str(caught.value)
 
     asyncio.run(play())
 
@@ -389,7 +391,7 @@ def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
 def test_an_endpoint_that_answers_is_ready_and_is_left_alone() -> None:
     async def play() -> None:
         async with make_server(dummy(), 0) as backend:
-            config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0] + "/v1", api_key=backend.api_key)
+            config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0] + "/v1", api_key=plain(backend))
             async with (
                 make_server(config, 0) as running,
                 CompletionClient(config, running.urls, running.api_key) as client,
@@ -400,7 +402,12 @@ def test_an_endpoint_that_answers_is_ready_and_is_left_alone() -> None:
     asyncio.run(play())
 
 
-async def backend_lives(url: str, key: str | None) -> bool:
+def plain(backend: Server) -> str:
+    assert backend.api_key
+    return backend.api_key.reveal()
+
+
+async def backend_lives(url: str, key: Key | None) -> bool:
     async with CompletionClient(dummy(), [url], key) as client:
         return (await client.complete(b"{}")).text == TEXT
 
@@ -428,7 +435,7 @@ def test_one_endpoint_of_two_is_enough() -> None:
         async with make_server(dummy(), 0) as backend:
             gone = f"http://127.0.0.1:{server.free_port()}"
             urls = [gone, backend.urls[0]]
-            config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=backend.api_key)
+            config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=plain(backend))
             async with make_server(config, 0) as running:
                 assert running.urls == urls
 

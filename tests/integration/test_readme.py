@@ -1,0 +1,70 @@
+"""README does what it says: its Python runs, its YAML builds, its commands exist, its table is the code's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checkpoint import recovery
+from datatrove_ckpt.cli import main
+from tests.readme import README, blocks, commands
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_python_example_runs_on_a_real_model(tmp_path: Path) -> None:
+    (tmp_path / "documents").mkdir()
+    lines = (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
+    (tmp_path / "documents/a.jsonl").write_text("\n".join(lines[:3]))
+    (tmp_path / "example.py").write_text(blocks("python")[0])
+    subprocess.run([sys.executable, "example.py"], cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    written = (tmp_path / "summaries/00000_chunk_00000.jsonl").read_text().splitlines()
+    assert len(written) == 2
+    assert json.loads(written[0])["metadata"]["rollout_results"][0]["tokens"] > 0
+
+
+def test_the_other_python_blocks_run() -> None:
+    for block in blocks("python")[1:]:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_yaml_example_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "job.yaml").write_text(blocks("yaml")[0])
+    assert main(["run", "--dry-run", "job.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_every_command_is_one_of_the_two_lines_or_runs_as_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(ROOT)
+    others = [block for block in blocks("bash") if block.strip() not in commands()]
+    assert (len(commands()), len(others)) == (2, 1)
+    for line in others:
+        name, *arguments = line.split()
+        assert name == "datatrove-ckpt"
+        assert main(arguments) == 0, capsys.readouterr().err
+
+
+def test_the_crash_table_is_the_one_in_the_code() -> None:
+    in_readme = re.findall(r"^\| (\d) \| (.*?) \| (.*?) \|$", README, re.MULTILINE)
+    in_code = re.findall(r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE)
+    assert [(row[0], row[1].replace("answers", "cache rows")) for row in in_readme] == [
+        (number, (first + rest).strip()) for number, first, rest, _ in in_code
+    ]
+    assert len(in_code) == 5
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    for name in re.findall(r"`(configs/\S+?|\w+\.yaml)`", README):
+        assert (ROOT / name).exists() or (ROOT / "configs" / name).exists(), name
+    assert os.access(ROOT / ".ci/run", os.X_OK)

@@ -1,0 +1,601 @@
+"""InferenceRunner against a real server on a real socket, with real files: what a user relies on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import datetime
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dill
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from datatrove.data import Document, Media
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.inference.types import InferenceError, ServerError
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.errors import (
+    CheckpointLocked,
+    CheckpointMismatch,
+    ConfigError,
+    DocumentFailed,
+    DocumentNotSerializable,
+    OutputFailed,
+    ServerRefused,
+    StorageFailed,
+)
+from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from tests.jobs import ask, config, documents, runner, writer
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """All output documents, by rank and chunk."""
+    found = []
+    for path in sorted((folder / "output").glob("*.jsonl")):
+        found += [json.loads(line) for line in path.read_text().splitlines()]
+    return found
+
+
+def ids(folder: Path) -> list[str]:
+    return [line["id"] for line in lines(folder)]
+
+
+def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    log = folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+async def until_journaled(folder: Path, number: int) -> None:
+    """Until that many documents of chunk 0 are finished."""
+    journal = folder / "checkpoints" / "00000" / "chunk_00000.jsonl"
+    while not journal.exists() or journal.read_bytes().count(b"\n") < number:
+        await asyncio.sleep(0.001)
+
+
+# chunks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "chunks"), [(0, []), (1, [1]), (2, [2]), (3, [2, 1]), (4, [2, 2])])
+def test_one_file_per_chunk_holds_the_documents_in_input_order(
+    tmp_path: Path, server: FakeServer, number: int, chunks: list[int]
+) -> None:
+    runner(tmp_path, server).run(documents(number))
+    assert ids(tmp_path) == [f"id {index}" for index in range(number)]
+    names = [f"00000_chunk_{index:05d}.jsonl" for index in range(len(chunks))]
+    assert sorted(outputs(tmp_path / "output")) == names
+    assert [len((tmp_path / "output" / name).read_text().splitlines()) for name in names] == chunks
+
+
+def test_documents_that_finish_out_of_order_are_written_in_order(tmp_path: Path) -> None:
+    with FakeServer(delay=lambda payload, times: 0.1 / (1 + int(payload["messages"][-1]["content"][5:]))) as server:
+        runner(tmp_path, server, records_per_chunk=4).run(documents(10))
+    assert ids(tmp_path) == [f"id {index}" for index in range(10)]
+
+
+def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(5))
+    assert sorted(outputs(tmp_path / "checkpoints")) == [
+        "00000/commits.jsonl",
+        "00000/run.json",
+        "last_chunk/00000.txt",
+    ]
+    assert (tmp_path / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "2\n"
+    assert not [path for path in (tmp_path / "output").iterdir() if path.name.startswith(".")]
+
+
+def test_a_finished_rank_run_again_asks_for_nothing_and_changes_nothing(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(5))
+    before = outputs(tmp_path / "output")
+    server.asked.clear()
+    runner(tmp_path, server).run(documents(5))
+    assert outputs(tmp_path / "output") == before
+    assert not server.asked
+
+
+def test_an_input_that_grew_at_its_end_is_continued_in_new_chunks(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(3))
+    server.asked.clear()
+    runner(tmp_path, server).run(documents(6))
+    assert ids(tmp_path) == [f"id {index}" for index in range(6)]
+    assert set(server.asked) == {"text 3", "text 4", "text 5"}
+    assert [commit["tally"]["read"] for commit in commits(tmp_path)] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_compressed_chunks_are_the_same_bytes_whenever_they_are_written(
+    tmp_path: Path, server: FakeServer, compression: str
+) -> None:
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        runner(folder, server, output_writer=writer(folder, compression)).run(documents(3))
+    assert outputs(tmp_path / "a" / "output") == outputs(tmp_path / "b" / "output")
+    reader = JsonlReader(str(tmp_path / "a" / "output"))
+    assert [document.id for document in reader.run()] == ["id 0", "id 1", "id 2"]
+
+
+def test_parquet_chunks_hold_the_documents(tmp_path: Path, server: FakeServer) -> None:
+    output = ParquetWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.parquet")
+    runner(tmp_path, server, output_writer=output).run(documents(3))
+    tables = [pq.read_table(path) for path in sorted((tmp_path / "output").glob("*.parquet"))]
+    assert [table["id"].to_pylist() for table in tables] == [["id 0", "id 1"], ["id 2"]]
+
+
+def test_one_chunk_may_go_to_several_files_named_by_metadata(tmp_path: Path, server: FakeServer) -> None:
+    output = JsonlWriter(str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None)
+    mixed = [Document(f"text {i}", f"id {i}", metadata={"lang": "en" if i % 2 else "fr"}) for i in range(4)]
+    runner(tmp_path, server, output_writer=output, records_per_chunk=4).run(mixed)
+    assert sorted(outputs(tmp_path / "output")) == ["en/00000_00000.jsonl", "fr/00000_00000.jsonl"]
+    assert [file["path"] for file in commits(tmp_path)[0]["files"]] == ["fr/00000_00000.jsonl", "en/00000_00000.jsonl"]
+
+
+# rollouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path: Path, server: FakeServer) -> None:
+    turns: list[int] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        turns.append(len(turns))
+        return {"turn": 1} if document.id == "id 0" and len(turns) == 1 else None
+
+    runner(tmp_path, server, rollout, config={"rollouts_per_document": 3}).run(documents(2))
+    assert lines(tmp_path)[0]["metadata"]["rollout_results"] == [{"turn": 1}]
+    assert ids(tmp_path) == ["id 0"], "a document all of whose rollouts are None is dropped"
+    assert commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1} == commits(tmp_path)[0]["tally"]
+
+
+def test_a_rollout_may_ask_many_times_in_parallel_and_in_turn(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        first = await asyncio.gather(*(generate({"prompt": f"{document.text} {i}"}) for i in range(3)))
+        last = await generate({"prompt": " ".join(result.text for result in first)})
+        return [result.text for result in [*first, last]]
+
+    runner(tmp_path, server, rollout, config={"use_chat": False}).run(documents(3))
+    assert [len(line["metadata"]["rollout_results"][0]) for line in lines(tmp_path)] == [4, 4, 4]
+    assert sum(server.asked.values()) == 12
+
+
+def test_the_payload_gets_the_model_and_the_default_parameters(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        payload = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0.5, "model": "another"}
+        result = await generate(payload)
+        assert payload["model"] == "another", "the rollout's own payload is left alone"
+        return result
+
+    settings = {"default_generation_params": {"temperature": 1, "max_tokens": 7}}
+    runner(tmp_path, server, rollout, config=settings).run(documents(1))
+    sent = server.payloads[0]
+    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("fake", 0.5, 7)
+
+
+def as_dict() -> dict[str, str]:
+    return {"word": "from a callable"}
+
+
+@contextmanager
+def as_manager() -> Iterator[dict[str, str]]:
+    yield {"word": "from a manager"}
+
+
+@pytest.mark.parametrize(
+    ("context", "word"),
+    [
+        ({"word": "from a dict"}, "from a dict"),
+        (as_dict, "from a callable"),
+        (as_manager(), "from a manager"),
+        (as_manager, "from a manager"),
+        (None, "default"),
+    ],
+)
+def test_shared_context_reaches_the_rollout_in_all_its_forms(
+    tmp_path: Path, server: FakeServer, context: Any, word: str
+) -> None:
+    async def rollout(document: Document, generate: Any, word: str = "default") -> str:
+        return word
+
+    runner(tmp_path, server, rollout, shared_context=context).run(documents(1))
+    assert lines(tmp_path)[0]["metadata"]["rollout_results"] == [word]
+
+
+def test_two_documents_with_one_id_are_two_documents(tmp_path: Path, server: FakeServer) -> None:
+    twins = [Document("first", "same"), Document("second", "same"), Document("third", "other")]
+    with crash_at(30, tmp_path / "checkpoints"):
+        runner(tmp_path, server, records_per_chunk=10).run(copy.deepcopy(twins))
+    runner(tmp_path, server, records_per_chunk=10).run(twins)
+    assert [line["text"] for line in lines(tmp_path)] == ["first", "second", "third"]
+
+
+def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path: Path) -> None:
+    drawn: list[str] = []
+
+    def answer(payload: dict[str, Any], times: int) -> str:
+        drawn.append(f"sample {len(drawn)}")
+        return drawn[-1]
+
+    fail = [True]
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        payload = {"messages": [{"role": "user", "content": document.text}], "temperature": 1.0}
+        texts = [(await generate(payload)).text for _ in range(3)]
+        if fail[0]:
+            raise RuntimeError("not yet")
+        return texts
+
+    with FakeServer(answer) as server:
+        step = runner(tmp_path, server, rollout)
+        with pytest.raises(DocumentFailed, match="not yet"):
+            step.run(documents(1))
+        fail[0] = False
+        step.run(documents(1))
+    assert lines(tmp_path)[0]["metadata"]["rollout_results"] == [["sample 0", "sample 1", "sample 2"]]
+    assert len(drawn) == 3
+
+
+# errors a rollout sees, and what becomes of its document ---------------------------------------------------------
+
+
+def reject(text: str) -> Any:
+    return lambda payload, times: 400 if payload["messages"][-1]["content"] == text else None
+
+
+def test_a_rejected_request_stops_the_rank_by_default_and_names_the_document(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 1")) as server, pytest.raises(DocumentFailed, match=r"'id 1'.*HTTP 400"):
+        runner(tmp_path, server).run(documents(4))
+
+
+def test_skip_bad_requests_makes_a_dead_letter_and_goes_on(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 1")) as server:
+        step = runner(tmp_path, server, skip_bad_requests=True)
+        step.run(documents(4))
+    assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
+    letters = (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
+    assert [(json.loads(line)["id"], json.loads(line)["ordinal"]) for line in letters] == [("id 1", 1)]
+    assert "HTTP 400" in letters[0]
+    assert step.stats.stats["skipped_bad_requests"].total == 1
+
+
+def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path) -> None:
+    broken = [True]
+    status = lambda payload, times: 400 if broken[0] and payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
+    with FakeServer(status=status) as server:
+        for _ in range(2):
+            with pytest.raises(DocumentFailed):
+                runner(tmp_path, server).run(documents(2))
+        assert server.asked["text 1"] == 1, "a permanent error is an answer"
+        broken[0] = False
+        runner(tmp_path, server, retry_errors=True).run(documents(2))
+    assert ids(tmp_path) == ["id 0", "id 1"]
+    assert server.asked == {"text 0": 1, "text 1": 2}
+
+
+def test_a_rollout_sees_datatroves_errors_and_may_handle_them(tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        try:
+            return await ask(document, generate)
+        except InferenceError as error:
+            assert "BadRequestError" in str(error)
+            return {"refused": True}
+
+    with FakeServer(status=reject("text 1")) as server:
+        runner(tmp_path, server, rollout).run(documents(2))
+    assert lines(tmp_path)[1]["metadata"]["rollout_results"] == [{"refused": True}]
+
+
+def test_a_rollout_that_swallows_a_dead_servers_error_drops_no_document(tmp_path: Path) -> None:
+    async def careless(document: Document, generate: Any) -> Any:
+        try:
+            return await ask(document, generate)
+        except Exception as error:
+            assert isinstance(error, ServerError)
+            return None
+
+    with FakeServer(status=lambda payload, times: 401) as server, pytest.raises(ServerRefused, match="401"):
+        runner(tmp_path, server, careless).run(documents(2))
+    assert not (tmp_path / "checkpoints" / "00000" / "chunk_00000.jsonl").exists()
+    with FakeServer() as server:
+        runner(tmp_path, server, careless).run(documents(2))
+    assert ids(tmp_path) == ["id 0", "id 1"]
+
+
+def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answered(tmp_path: Path) -> None:
+    fail = [True]
+    turns = iter(range(100))
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        turn = next(turns)
+        result = await generate({"messages": [{"role": "user", "content": f"rollout {turn % 2}"}]})
+        if fail[0] and turn % 2:
+            raise RuntimeError("the second rollout fails")
+        return result
+
+    with FakeServer() as server:
+        step = runner(tmp_path, server, rollout, config={"rollouts_per_document": 2})
+        with pytest.raises(DocumentFailed, match="second rollout"):
+            step.run(documents(1))
+        fail[0] = False
+        step.run(documents(1))
+        assert server.asked["rollout 1"] == 1
+    assert len(lines(tmp_path)[0]["metadata"]["rollout_results"]) == 2
+
+
+def test_a_passing_503_that_quotes_bad_request_is_asked_again(tmp_path: Path) -> None:
+    with FakeServer(status=lambda payload, times: 503 if times == 0 else None) as server:
+        runner(tmp_path, server).run([Document("BadRequestError", "id 0")])
+    assert ids(tmp_path) == ["id 0"]
+
+
+# values --------------------------------------------------------------------------------------------------------------
+
+
+def rich_document() -> Document:
+    return Document(
+        "text",
+        "rich",
+        media=[Media("m", 0, "http://x", media_bytes=b"\x00\xff")],
+        metadata={
+            "score": np.float32(0.5),
+            "count": np.int64(7),
+            "good": np.bool_(True),
+            "when": datetime.datetime(2026, 11, 20, 1, 2, 3, tzinfo=datetime.UTC),
+            "day": datetime.date(2026, 11, 20),
+            "none": None,
+            "nested": {"$py": ["not", "ours"], "list": [1, 2.5, "null"]},
+        },
+    )
+
+
+def test_numpy_bytes_and_dates_are_written_as_datatrove_writes_them(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server, output_writer=writer(tmp_path, save_media_bytes=True)).run([rich_document()])
+    ours = lines(tmp_path)[0]
+    results = ours["metadata"].pop("rollout_results")
+    with JsonlWriter(str(tmp_path / "theirs"), "x.jsonl", compression=None, save_media_bytes=True) as theirs:
+        theirs.write(rich_document())
+    assert ours == json.loads((tmp_path / "theirs" / "x.jsonl").read_text())
+    assert base64.b64decode(ours["media"][0]["media_bytes"]) == b"\x00\xff"
+    assert results[0]["finish_reason"] == "stop"
+
+
+def test_a_value_that_cannot_be_kept_stops_the_rank_and_names_document_and_value(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return {"lock": object()}
+
+    with pytest.raises(DocumentNotSerializable, match=r"'id 0'.*<object object"):
+        runner(tmp_path, server, rollout).run(documents(1))
+
+
+def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_chunk(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        await ask(document, generate)
+        return np.zeros((2, 2))  # kept in the journal, but no JSON
+
+    with pytest.raises(OutputFailed, match=r"'id 0'.*JsonlWriter"):
+        runner(tmp_path, server, rollout).run(documents(2))
+    assert not (tmp_path / "output" / "00000_chunk_00000.jsonl").exists()
+
+    def adapter(self: Any, document: Document) -> dict[str, Any]:
+        return {"id": document.id, "shape": document.metadata["rollout_results"][0].shape}
+
+    mended = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter))
+    mended.run(documents(2))
+    assert lines(tmp_path) == [{"id": "id 0", "shape": [2, 2]}, {"id": "id 1", "shape": [2, 2]}]
+    assert set(server.asked.values()) == {1}
+
+
+# datatrove -----------------------------------------------------------------------------------------------------------
+
+
+class KeepEven:
+    """A step between reader and runner."""
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        yield from (document for document in data if int(document.id.split()[1]) % 2 == 0)
+
+
+def write_inputs(folder: Path, number_of_files: int, per_file: int) -> None:
+    folder.mkdir(parents=True)
+    for file in range(number_of_files):
+        rows = [{"text": f"text {file} {row}", "id": f"id {file * per_file + row}"} for row in range(per_file)]
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_four_tasks_on_two_workers_with_a_filter_in_between(tmp_path: Path, server: FakeServer) -> None:
+    write_inputs(tmp_path / "input", 4, 6)
+    pipeline = [JsonlReader(str(tmp_path / "input")), KeepEven(), runner(tmp_path, server)]
+    executor = LocalPipelineExecutor(pipeline, tasks=4, workers=2, logging_dir=str(tmp_path / "logs"))
+    executor.run()
+    assert ids(tmp_path) == [f"id {index}" for index in range(0, 24, 2)]
+    assert sorted(path.name for path in (tmp_path / "logs" / "completions").iterdir()) == [
+        f"{rank:05d}" for rank in range(4)
+    ]
+    assert set(server.asked.values()) == {1}
+
+
+def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: FakeServer) -> None:
+    step = runner(tmp_path, server)
+    for rank in range(3):
+        step.run(documents(3), rank=rank, world_size=3)
+    assert len(ids(tmp_path)) == 9
+    assert len(commits(tmp_path, 2)) == 2
+
+
+def test_the_step_can_be_copied_and_pickled_before_and_after_a_run(tmp_path: Path, server: FakeServer) -> None:
+    step = runner(tmp_path, server)
+    for number in range(2):
+        step = dill.loads(dill.dumps(copy.deepcopy(step)))
+        step.run(documents(2 + number))
+    assert ids(tmp_path) == ["id 0", "id 1", "id 2"]
+
+
+def test_a_rank_that_fails_is_not_marked_complete(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "input", 1, 3)
+    with FakeServer(status=lambda payload, times: 403) as server:
+        pipeline = [JsonlReader(str(tmp_path / "input")), runner(tmp_path, server)]
+        executor = LocalPipelineExecutor(pipeline, logging_dir=str(tmp_path / "logs"))
+        with pytest.raises(ServerRefused):
+            executor.run()
+    assert not (tmp_path / "logs" / "completions").exists()
+
+
+def test_stats_have_datatroves_names(tmp_path: Path, server: FakeServer) -> None:
+    step = runner(tmp_path, server)
+    step.run(documents(3))
+    stats = step.stats.stats
+    totals = {name: stats[name].total for name in ("documents_processed", "successful_requests", "requests")}
+    assert totals == {"documents_processed": 3, "successful_requests": 3, "requests": 3}
+    assert stats["prompt_tokens"].total == 6
+    assert stats["inference_time"].total > 0
+
+
+# without checkpoints --------------------------------------------------------------------------------------------------
+
+
+def test_without_checkpoints_everything_is_written_and_nothing_is_kept(tmp_path: Path, server: FakeServer) -> None:
+    output = JsonlWriter(str(tmp_path / "output"), "${rank}.jsonl", compression=None)
+    InferenceRunner(ask, config(server), output).run(documents(5))
+    assert sorted(ids(tmp_path)) == [f"id {index}" for index in range(5)]
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "message"), [("${rank}.jsonl", "chunk_index"), ("out_${chunk_index}.jsonl", None)]
+)
+def test_a_template_that_would_lose_data_is_refused(
+    tmp_path: Path, server: FakeServer, template: str, message: str | None
+) -> None:
+    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            runner(tmp_path, server, output_writer=output)
+        return
+    step = runner(tmp_path, server, output_writer=output)
+    step.run(documents(1))
+    with pytest.raises(ConfigError, match=r"2 tasks would write the same files.*\$\{rank\}"):
+        step.run(documents(1), rank=0, world_size=2)
+
+
+PROMPT = "say {}"
+
+
+async def ask_with_prompt(document: Document, generate: Any) -> Any:
+    return await generate({"messages": [{"role": "user", "content": PROMPT.format(document.text)}]})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"config": {"model_name_or_path": "other"}}, 'model: "fake" -> "other"'),
+        ({"records_per_chunk": 3}, "records_per_chunk: 2 -> 3"),
+        ({"config": {"default_generation_params": {"temperature": 1}}}, "default_generation_params"),
+        ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
+        ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
+        ({"rollout": ask}, "rollout_fn"),
+    ],
+)
+def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
+    tmp_path: Path, server: FakeServer, change: dict[str, Any], field: str
+) -> None:
+    runner(tmp_path, server, ask_with_prompt).run(documents(3))
+    before = outputs(tmp_path)
+    changed = {"rollout": ask_with_prompt, **change}
+    with pytest.raises(CheckpointMismatch) as refused:
+        runner(tmp_path, server, **changed).run(documents(3))
+    assert field in str(refused.value)
+    after = outputs(tmp_path)
+    after.pop("checkpoints/00000/lock", None)
+    assert after == before
+
+
+def test_another_prompt_constant_is_another_run(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner(tmp_path, server, ask_with_prompt).run(documents(1))
+    monkeypatch.setitem(globals(), "PROMPT", "shout {}")
+    with pytest.raises(CheckpointMismatch, match=r'rollout_fn.PROMPT: "say \{\}" -> "shout \{\}"'):
+        runner(tmp_path, server, ask_with_prompt).run(documents(1))
+
+
+def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(2))
+    runner(tmp_path, server, config={"model_name_or_path": "other"}, accept_changes=True).run(documents(3))
+    runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(4))
+    record = json.loads((tmp_path / "checkpoints" / "00000" / "run.json").read_text())["accepted_changes"]
+    assert [(change["field"], change["old"], change["new"]) for change in record] == [("model", "fake", "other")]
+
+
+def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(2))
+    changes = {"max_concurrent_generations": 3, "request_timeout": 5, "tp": 1, "server_log_folder": "x", "dp": 2}
+    runner(tmp_path, server, config=changes, sync_seconds=0).run(documents(3))
+    assert len(ids(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("change", ["another text", "shorter", "another metadata"])
+def test_an_input_that_changed_under_finished_documents_is_refused(
+    tmp_path: Path, server: FakeServer, change: str
+) -> None:
+    bad = ["id 4"]
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id in bad:
+            await until_journaled(tmp_path, 4)
+            raise RuntimeError("as asked")
+        return await ask(document, generate)
+
+    step = runner(tmp_path, server, rollout, records_per_chunk=10)
+    with pytest.raises(DocumentFailed):
+        step.run(documents(5))
+    bad.clear()
+    changed = documents(5)
+    if change == "another text":
+        changed[1].text = "changed"
+    elif change == "another metadata":
+        changed[1].metadata["x"] = 1
+    else:
+        changed = changed[:2]
+    with pytest.raises(CheckpointMismatch, match="input"):
+        step.run(changed)
+    assert not list((tmp_path / "output").glob("*.jsonl"))
+
+
+def test_an_output_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path, server: FakeServer) -> None:
+    output = writer(tmp_path)
+    (tmp_path / "output").write_text("a file, not a folder")
+    with pytest.raises(StorageFailed, match=r"Could not .*/output"):
+        runner(tmp_path, server, output_writer=output).run(documents(2))
+    assert not server.asked, "it is known before anything is paid for"
+    (tmp_path / "output").unlink()
+    runner(tmp_path, server, output_writer=output).run(documents(2))
+    assert ids(tmp_path) == ["id 0", "id 1"]
+    assert set(server.asked.values()) == {1}
+
+
+def test_a_second_process_for_a_rank_is_refused_with_host_and_pid(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        with pytest.raises(CheckpointLocked, match=r'"host":".*"pid":\d+'):
+            await asyncio.to_thread(runner(tmp_path, server).run, documents(1))
+        return True
+
+    runner(tmp_path, server, rollout).run(documents(1))
+
+
+def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    theirs = tmp_path / "checkpoints" / "00000"
+    theirs.mkdir(parents=True)
+    (theirs / "chunk_00000.jsonl").write_text('{"text": "t", "id": "i", "media": [], "metadata": {}}\n')
+    with pytest.raises(CheckpointMismatch, match="another program made it"):
+        runner(tmp_path, server).run(documents(1))

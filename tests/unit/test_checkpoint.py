@@ -1,0 +1,268 @@
+"""The rooms of checkpoint/, one by one: lines, journals, commits, the request cache, the storage thread, the lock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
+from datatrove_ckpt.checkpoint.storage import Storage
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
+
+# lines -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sealed_line_is_json_and_gives_back_its_body() -> None:
+    line = seal(b'{"a":1}')
+    assert json.loads(line)["a"] == 1
+    assert unseal(line) == b'{"a":1}'
+
+
+def test_any_changed_byte_of_a_line_is_noticed() -> None:
+    line = seal('{"text":"naïve"}'.encode())
+    for index in range(len(line)):
+        changed = bytearray(line)
+        changed[index] ^= 1
+        assert unseal(bytes(changed)) is None, index
+
+
+def test_every_prefix_of_a_file_is_its_whole_lines_and_a_torn_tail(tmp_path: Path) -> None:
+    whole = [seal(b'{"n":%d}' % number) for number in range(3)]
+    content = b"".join(whole)
+    for size in range(len(content) + 1):
+        (tmp_path / "file").write_bytes(content[:size])
+        found = [line.body for line in read_lines(tmp_path / "file")]
+        assert found == [b'{"n":%d}' % number for number in range(size // len(whole[0]))]
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 100, b"\0\n\0\n", b'{"xxh":"0000000000000000","n":9}\n', b"\xff\n\n"])
+def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path: Path, tail: bytes) -> None:
+    good = seal(b'{"n":0}')
+    (tmp_path / "file").write_bytes(good + tail)
+    assert [line.body for line in read_lines(tmp_path / "file")] == [b'{"n":0}']
+    (tmp_path / "file").write_bytes(good + tail.rstrip(b"\n") + b"\n" + good)
+    with pytest.raises(CheckpointCorrupt, match=r"file, line 2: the line is damaged"):
+        list(read_lines(tmp_path / "file"))
+
+
+# journal -----------------------------------------------------------------------------------------------------------
+
+
+def finished(ordinal: int, outcome: str = "written") -> Finished:
+    return Finished(ordinal, outcome, f"{ordinal:016x}", b'{"id":"%d"}' % ordinal, 1, 2, 3)  # type: ignore[arg-type]
+
+
+def test_a_journal_reads_back_in_input_order_what_finished_in_any_order(tmp_path: Path) -> None:
+    journal = ChunkJournal(tmp_path / "journal", 10)
+    journal.append([finished(12), finished(10)])
+    journal.append([finished(11, "dropped")])
+    expected = [finished(10), finished(11, "dropped"), finished(12)]
+    assert list(journal.read_in_order()) == expected
+    again = ChunkJournal(tmp_path / "journal", 10)
+    assert list(again.read_in_order()) == expected
+    assert again.recovered == {ordinal: f"{ordinal:016x}" for ordinal in (10, 11, 12)}
+
+
+def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path: Path) -> None:
+    journal = ChunkJournal(tmp_path / "journal", 0)
+    journal.append([finished(0)])
+    size = (tmp_path / "journal").stat().st_size
+    journal.append([finished(1)])
+    files.disk.close()
+    content = (tmp_path / "journal").read_bytes()
+    for cut in range(size, len(content)):
+        (tmp_path / "journal").write_bytes(content[:cut])
+        again = ChunkJournal(tmp_path / "journal", 0)
+        assert list(again.recovered) == [0]
+        again.append([finished(1)])
+        files.disk.close()
+        assert (tmp_path / "journal").read_bytes() == content
+
+
+def test_a_document_that_is_missing_or_twice_is_corrupt(tmp_path: Path) -> None:
+    journal = ChunkJournal(tmp_path / "journal", 0)
+    journal.append([finished(1)])
+    with pytest.raises(CheckpointCorrupt, match="document 0 cannot be read back"):
+        list(journal.read_in_order())
+    journal.append([finished(1)])
+    with pytest.raises(CheckpointCorrupt, match="document 1 does not belong there"):
+        ChunkJournal(tmp_path / "journal", 0)
+
+
+def test_more_journals_than_open_files_are_all_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_OPEN_FILES", 2)
+    journals = [ChunkJournal(tmp_path / f"journal {index}", index) for index in range(5)]
+    for turn in range(3):
+        for index, journal in enumerate(journals):
+            journal.append([finished(index + turn)])
+    for index, journal in enumerate(journals):
+        journal.sync()
+        assert [line.ordinal for line in journal.read_in_order()] == [index, index + 1, index + 2]
+
+
+# commits -----------------------------------------------------------------------------------------------------------
+
+
+def commit(chunk_index: int, read: int = 2) -> Commit:
+    output = [OutputFile(f"{chunk_index}.jsonl", 10, "ff")]
+    return Commit(chunk_index, chunk_index * 2, Tally(read=read, written=read), output, {"offset": 7}, "abc")
+
+
+def test_commits_come_back_as_they_were_and_the_unbroken_run_ends_at_the_first_gap(tmp_path: Path) -> None:
+    log = CommitLog(tmp_path / "commits.jsonl")
+    for index in (1, 0, 4, 2):
+        log.append(commit(index))
+    again = CommitLog(tmp_path / "commits.jsonl")
+    assert again.commits == {index: commit(index) for index in (1, 0, 4, 2)}
+    assert [done.chunk_index for done in again.unbroken()] == [0, 1, 2]
+
+
+def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path: Path) -> None:
+    log = CommitLog(tmp_path / "commits.jsonl")
+    log.append(commit(0))
+    log.append(commit(0))
+    with pytest.raises(CheckpointCorrupt, match="chunk 0 is committed twice"):
+        CommitLog(tmp_path / "commits.jsonl")
+
+
+# request cache -----------------------------------------------------------------------------------------------------
+
+
+def request(ordinal: int, occurrence: int = 0, chunk_index: int = 0, error: str | None = None) -> CachedRequest:
+    key = AnswerKey(0, payload_hash(b"{}"), occurrence)
+    answer = Answer(None, error) if error else Answer(b'"%d"' % occurrence, None)
+    return CachedRequest(chunk_index, ordinal, "same id", key, answer)
+
+
+def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path: Path) -> None:
+    cache = RequestCache(tmp_path / "cache")
+    cache.put([request(0), request(0, 1), request(1, chunk_index=1), request(2, error="400 no")])
+    cache.close()
+    cache = RequestCache(tmp_path / "cache")
+    assert cache.ordinals() == {0, 1, 2}
+    assert [answer.result for answer in cache.answers(0).values()] == [b'"0"', b'"1"']
+    assert [answer.error_message for answer in cache.answers(2).values()] == ["400 no"]
+    cache.forget_errors()
+    cache.drop_chunk(1)
+    assert cache.ordinals() == {0}
+    cache.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(CheckpointCorrupt, match=r"cache is no SQLite database\. Remove it"):
+        RequestCache(tmp_path / "cache")
+
+
+def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
+    cache = RequestCache(tmp_path / "cache")
+    cache.put([request(0)])
+    code = (
+        "import sqlite3, sys\n"
+        f"connection = sqlite3.connect({str(tmp_path / 'cache')!r}, timeout=0)\n"
+        "try:\n    connection.execute('SELECT * FROM request_cache').fetchall()\n"
+        "except sqlite3.OperationalError as error:\n    sys.exit('locked' not in str(error))\n"
+        "sys.exit('read what another process owns')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    cache.close()
+
+
+# storage thread ----------------------------------------------------------------------------------------------------
+
+
+def make_storage(folder: Path, sync_seconds: float = 60.0) -> tuple[Storage, dict[int, ChunkJournal]]:
+    journals = {index: ChunkJournal(folder / f"chunk {index}", index * 10) for index in range(3)}
+    cache = RequestCache(folder / "cache")
+    return Storage(cache, journals.__getitem__, sync_seconds, lambda: None), journals
+
+
+def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, journals = make_storage(tmp_path)
+    transactions: list[int] = []
+    put = RequestCache.put
+    monkeypatch.setattr(RequestCache, "put", lambda self, group: (transactions.append(len(group)), put(self, group)))
+    storage.start()
+    hold = threading.Event()
+    storage.call(hold.wait)
+    seen: list[int] = []
+    for ordinal in range(10):
+        storage.put_answer(request(ordinal))
+        storage.put_finished(0, finished(ordinal))
+    storage.call(lambda: seen.append(len(journals[0].recovered) + len(list(journals[0].read_in_order()))))
+    assert storage.backlog > 0
+    hold.set()
+    storage.stop()
+    assert storage.error is None
+    assert (transactions, seen, storage.backlog) == ([10], [10], 0)
+
+
+def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path: Path) -> None:
+    storage, _ = make_storage(tmp_path)
+    changed = threading.Event()
+    storage._on_change = changed.set
+
+    def full(*args: object) -> None:
+        raise StorageFailed("the disk is full")
+
+    storage.start()
+    storage.call(full)
+    changed.wait()
+    storage.stop()
+    with pytest.raises(StorageFailed, match="full"):
+        storage.put_answer(request(0))
+
+
+def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, _ = make_storage(tmp_path, sync_seconds=0.01)
+    synced = threading.Event()
+    monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
+    storage.start()
+    storage.put_answer(request(0))
+    assert synced.wait(10)
+    storage.stop()
+
+
+# files -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:
+    with pytest.raises(StorageFailed, match=r"Could not rename .*/missing to .*/target: No such file"):
+        files.disk.rename(tmp_path / "missing", tmp_path / "target")
+    full = Path("/dev/full")
+    with pytest.raises(StorageFailed, match=r"Could not write to /dev/full: No space left.*Free some space"):
+        files.disk.append(full, b"x")
+
+
+def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path: Path) -> None:
+    lock = files.Lock(tmp_path / "lock")
+    path = str(tmp_path / "lock")
+    code = f"from datatrove_ckpt.checkpoint.files import Lock, Path; Lock(Path({path!r}))"
+    refused = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "CheckpointLocked" in refused.stderr
+    assert '"pid":' in refused.stderr
+    lock.release()
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_lock_on_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
+    first = files.Lock(tmp_path / "lock")
+    first.release(remove=True)
+    second = files.Lock(tmp_path / "lock")
+    with pytest.raises(CheckpointLocked):
+        files.Lock(tmp_path / "lock")
+    second.release()

@@ -70,6 +70,7 @@ class RequestCache:
                 ) from error
             raise
         self.unsynced = False
+        self._name_synced = False
 
     def _open(self) -> sqlite3.Connection:
         # autocommit off: a transaction opens with the first write and ends in ``files.disk.commit``.
@@ -128,6 +129,9 @@ class RequestCache:
         wal = self.path.with_name(self.path.name + "-wal")
         if self.unsynced and wal.exists():
             files.disk.sync(wal)
+            if not self._name_synced:  # SQLite would sync the log's name at its next checkpoint only
+                files.disk.sync_dir(self.path.parent)
+                self._name_synced = True
         self.unsynced = False
 
     def close(self) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.checkpoint import storage
-from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint import files, storage
+from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, assert_same_output_after_disk_errors
+from datatrove_ckpt.testing.disks import PowerLossDisk, copy_tree, disk_in_place
 from tests.jobs import documents, runner, writer
 
 
@@ -63,7 +67,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
             runner(folder, server).run(documents(number))
 
         report = assert_same_output_after_crash(life, folder, torn=torn)
-    print(f"{len(report.points)} crash points, {len(report.states)} states, {report.lives} lives")
+    print(report)
     # The proof is worth what it covers: each step of the commit order must have been crashed at.
     for step in (
         "sync chunk_",
@@ -76,8 +80,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
         assert any(point.startswith(step) for point in report.points), step
 
 
-@pytest.mark.timeout(200)
-def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> None:
+def prove_nothing_is_paid_twice(folder: Path) -> None:
     with FakeServer(delay=slow_start) as server:
         kept: Counter[str] = Counter()
 
@@ -94,6 +97,11 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> 
 
 
 @pytest.mark.timeout(200)
+def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> None:
+    prove_nothing_is_paid_twice(folder)
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet"])
 def test_compressed_and_columnar_output_is_the_same_after_a_crash_at_every_effect(folder: Path, kind: str) -> None:
     with FakeServer(delay=slow_start) as server:
@@ -107,3 +115,129 @@ def test_compressed_and_columnar_output_is_the_same_after_a_crash_at_every_effec
             runner(folder, server, output_writer=output).run(documents(5))
 
         assert_same_output_after_crash(life, folder, recoveries=False, torn=True)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("number", "recoveries"), [(3, False), pytest.param(3, True, marks=pytest.mark.full)], ids=["once", "twice"]
+)
+def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, number: int, recoveries: bool) -> None:
+    with FakeServer(delay=slow_start) as server:
+
+        def life(folder: Path) -> None:
+            runner(folder, server).run(documents(number))
+
+        report = assert_same_output_after_crash(life, folder, power_loss=True, recoveries=recoveries)
+    print(report)
+
+
+def test_output_is_the_same_after_every_disk_error(folder: Path) -> None:
+    with FakeServer(delay=slow_start) as server:
+
+        def life(folder: Path) -> None:
+            runner(folder, server).run(documents(3))
+
+        tried = assert_same_output_after_disk_errors(life, folder)
+    print(f"{len(tried)} disk errors")
+    assert len(tried) > 200
+
+
+# The proofs above are worth something only if a wrong order fails them. Each of these turns two steps around, or
+# leaves one out. ---------------------------------------------------------------------------------------------------
+
+
+def prove(folder: Path, power_loss: bool = False) -> None:
+    with FakeServer(delay=slow_start) as server:
+
+        def life(folder: Path) -> None:
+            runner(folder, server).run(documents(3))
+
+        assert_same_output_after_crash(life, folder, recoveries=False, power_loss=power_loss)
+
+
+def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renames: list[tuple[Path, Path]] = []
+    rename, append, open_ = files.Disk.rename, CommitLog.append, CheckpointManager.open
+
+    def later(self: files.Disk, source: Path, target: Path) -> None:
+        if target.parent.name == "output":
+            renames.append((source, target))
+        else:
+            rename(self, source, target)
+
+    def commit_first(self: CommitLog, commit: Any) -> None:
+        append(self, commit)
+        while renames:
+            source, target = renames.pop()
+            files.disk.make_dir(target.parent)  # an effect between the two
+            rename(files.disk, source, target)
+
+    def open_empty(self: CheckpointManager) -> Any:
+        renames.clear()  # of a dead life
+        return open_(self)
+
+    monkeypatch.setattr(files.Disk, "rename", later)
+    monkeypatch.setattr(files.Disk, "remove_tree", lambda self, path: None)
+    monkeypatch.setattr(CommitLog, "append", commit_first)
+    monkeypatch.setattr(CheckpointManager, "open", open_empty)
+    with pytest.raises(AssertionError, match="files"):
+        prove(folder)
+
+
+def test_deleting_the_journal_before_the_commit_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, forget = CheckpointManager._commit, CheckpointManager._forget
+
+    def forget_first(self: CheckpointManager, chunk: Any, output: Any) -> None:
+        forget(self, chunk)
+        commit(self, chunk, output)
+
+    monkeypatch.setattr(CheckpointManager, "_commit", forget_first)
+    monkeypatch.setattr(CheckpointManager, "_forget", lambda self, chunk: None)
+    with pytest.raises(AssertionError, match="lost a committed chunk"):
+        prove_commits_are_durable(folder)
+
+
+@pytest.mark.parametrize("left_out", ["the output", "its name"])
+def test_leaving_out_a_sync_of_the_output_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, left_out: str
+) -> None:
+    synced = PowerLossDisk._synced
+
+    def forgetful(self: PowerLossDisk, path: Path) -> None:
+        if not (path.name == "output" if left_out == "its name" else "staging" in str(path) and path.is_file()):
+            synced(self, path)
+
+    monkeypatch.setattr(PowerLossDisk, "_synced", forgetful)
+    with pytest.raises(AssertionError):
+        prove(folder, power_loss=True)
+
+
+def prove_commits_are_durable(folder: Path) -> int:
+    """A chunk whose journal was deleted is committed in whatever survives a power loss."""
+    fresh = folder.with_name("fresh")
+    copy_tree(folder, fresh)
+    checked = 0
+    with FakeServer(delay=slow_start) as server:
+        for number in itertools.count():
+            copy_tree(fresh, folder)
+            disk = PowerLossDisk(number, folder)
+            with disk_in_place(disk):
+                runner(folder, server).run(documents(3))
+            if disk.crashed_at is None:
+                return checked
+            gone = {int(label[-11:-6]) for label in disk.happened if label.startswith("remove chunk_")}
+            for survivor in disk.survivors():
+                found = set(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
+                assert gone <= found, f"{number} {disk.crashed_at} {survivor}: lost a committed chunk"
+                checked += len(gone)
+    raise AssertionError
+
+
+def test_power_loss_never_costs_a_committed_chunk(folder: Path) -> None:
+    assert prove_commits_are_durable(folder) > 100
+
+
+def test_leaving_out_the_sync_of_the_commit_log_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.AppendFile, "sync", lambda self: None)
+    with pytest.raises(AssertionError, match="lost a committed chunk"):
+        prove_commits_are_durable(folder)

@@ -1,0 +1,96 @@
+"""A server that answers and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+import xxhash
+from aiohttp import web
+
+
+class FakeServer:
+    """An OpenAI-compatible server in a thread of its own, which counts what it is asked.
+
+    Args:
+        answer: gives the text for a payload and the number of times this payload was asked before. By default the
+            same payload always gets the same text.
+        status: gives an HTTP status other than 200, or None, likewise.
+        delay: gives seconds to wait before answering, likewise.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[dict[str, Any], int], str] | None = None,
+        status: Callable[[dict[str, Any], int], int | None] = lambda payload, times: None,
+        delay: Callable[[dict[str, Any], int], float] = lambda payload, times: 0.0,
+    ) -> None:
+        self.asked: Counter[str] = Counter()
+        """How often each payload was asked, by its last message or prompt."""
+        self.payloads: list[dict[str, Any]] = []
+        self._answer = answer or (lambda payload, times: f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
+        self._status = status
+        self._delay = delay
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="fake server", daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = self._loop.run_until_complete(self._start())
+        self._started.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/completions", self._complete)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True)
+        await site.start()
+        self._port = runner.addresses[0][1]
+        return runner
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        payload = orjson.loads(await request.read())
+        question = payload["messages"][-1]["content"] if "messages" in payload else payload["prompt"]
+        times = self.asked[question]
+        self.asked[question] += 1
+        self.payloads.append(payload)
+        await asyncio.sleep(self._delay(payload, times))
+        status = self._status(payload, times)
+        if status is not None:
+            return web.json_response({"error": {"message": f"refused with {status}"}}, status=status)
+        text = self._answer(payload, times)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+        choice |= {"message": {"role": "assistant", "content": text}} if "messages" in payload else {"text": text}
+        usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
+        body = orjson.dumps({"id": "fake", "choices": [choice], "usage": usage})
+        return web.Response(body=body, content_type="application/json")

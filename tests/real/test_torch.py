@@ -1,0 +1,155 @@
+"""A torch training loop stops and goes on in the middle of an epoch: no sample twice, none left out.
+
+Needs torch and torchdata: ``uv pip install -e .[torch]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchdata")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import JsonlReader, ParquetReader, SeekingReader, jsonl
+from datatrove_ckpt.torch import ReaderDataset
+
+pytestmark = [
+    # torchdata 0.11 calls what torch 2.13 calls deprecated.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    # Small machines have fewer cores than the loader has workers here.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+DOCUMENTS = 97
+
+
+@pytest.fixture(params=["2 JSONL files", "20 JSONL files", "2 Parquet files"])
+def reader(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeekingReader:
+    """More shares than files, fewer shares than files (but with 4 workers on 3 ranks), and rows in groups."""
+    count, kind, _ = request.param.split()
+    texts = [f"text {i}" for i in range(DOCUMENTS)]
+    monkeypatch.setattr(jsonl, "_BLOCK", 256)
+    tmp_path = tmp_path / "input"
+    tmp_path.mkdir()
+    for number in range(int(count)):
+        mine = texts[number :: int(count)]
+        if kind == "JSONL":
+            (tmp_path / f"{number:02}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in mine))
+        else:
+            pq.write_table(pa.table({"text": mine}), tmp_path / f"{number:02}.parquet", row_group_size=7)
+    return (JsonlReader if kind == "JSONL" else ParquetReader)(tmp_path.as_posix())
+
+
+def loader(reader: SeekingReader, workers: int, rank: int, ranks: int, epoch: int = 0, **options: Any) -> Any:
+    dataset = ReaderDataset(reader, rank, ranks, shuffle_seed=1)
+    dataset.set_epoch(epoch)
+    return StatefulDataLoader(dataset, batch_size=3, num_workers=workers, **options)
+
+
+def texts(batches: Any) -> list[str]:
+    return [text for batch in batches for text in batch["text"]]
+
+
+def in_pieces(reader: SeekingReader, workers: int, rank: int, ranks: int, stops: list[int]) -> Iterator[list[str]]:
+    """The samples of an epoch, by one loader after the other; each takes so many batches and is thrown away."""
+    state = None
+    for stop in [*stops, None]:
+        # The state tells the epoch: the loop that goes on need not have set it.
+        current = loader(reader, workers, rank, ranks, epoch=2 if state is None else 0)
+        if state is not None:
+            current.load_state_dict(state)
+        batches = iter(current)
+        taken = [batch for _, batch in zip(range(stop), batches, strict=False)] if stop else list(batches)
+        yield texts(taken)
+        state = current.state_dict()
+        json.dumps(state["_snapshot"]["_worker_snapshots"] if workers else state["dataset_state"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_several_stops_give_the_samples_of_a_run_without_stops(reader: SeekingReader, workers: int, ranks: int) -> None:
+    everything = []
+    for rank in range(ranks):
+        whole = texts(loader(reader, workers, rank, ranks, epoch=2))
+        for stops in ([1], [2, 1, 3]) if rank == 0 else ([2, 2],):
+            pieces = list(in_pieces(reader, workers, rank, ranks, stops))
+            assert list(itertools.chain(*pieces)) == whole
+        everything += whole
+    assert len(everything) == DOCUMENTS
+    assert len(set(everything)) == DOCUMENTS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(reader: SeekingReader, workers: int) -> None:
+    persistent = {"persistent_workers": True} if workers else {}
+    current = loader(reader, workers, 0, 1, **persistent)
+    epochs = []
+    for epoch in (0, 1, 0):
+        current.dataset.set_epoch(epoch)
+        epochs.append(texts(current))
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_after_a_resumed_one_is_whole(reader: SeekingReader, workers: int) -> None:
+    current = loader(reader, workers, 0, 1)
+    batches = iter(current)
+    first = texts([next(batches), next(batches)])
+    state = current.state_dict()
+    resumed = loader(reader, workers, 0, 1)
+    resumed.load_state_dict(state)
+    assert sorted(first + texts(resumed)) == sorted(f"text {i}" for i in range(DOCUMENTS))
+    at_the_end = resumed.state_dict()
+    resumed.dataset.set_epoch(1)
+    assert len(texts(resumed)) == DOCUMENTS
+    again = loader(reader, workers, 0, 1, epoch=1)
+    again.load_state_dict(at_the_end)
+    assert len(texts(again)) in (0, DOCUMENTS), "torchdata begins the next epoch, or ends this one"
+    assert len(texts(again)) == DOCUMENTS
+
+
+def test_without_a_seed_the_order_is_the_readers(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10)))
+    dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), transform=lambda document: document.text)
+    assert list(dataset) == [str(i) for i in range(10)]
+    assert list(dataset) == [str(i) for i in range(10)]
+
+
+def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
+    current = loader(reader, 0, 0, 1)
+    next(iter(current))
+    state = current.state_dict()
+    other = loader(reader, 0, 0, 2)
+    other.load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="shard"):
+        list(other)
+    with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
+        ReaderDataset(reader, shuffle_seed=2).load_state_dict(state["dataset_state"])
+    with pytest.raises(ConfigError, match="can't seek"):
+        ReaderDataset(OriginalJsonl("/"))
+    with pytest.raises(ConfigError, match="rank"):
+        ReaderDataset(reader, 2, 2)
+
+
+def test_a_state_goes_through_torch_save(reader: SeekingReader, tmp_path: Path) -> None:
+    current = loader(reader, 2, 0, 1)
+    batches = iter(current)
+    next(batches)
+    torch.save(current.state_dict(), tmp_path / "loader.pt")
+    rest = texts(batches)
+    resumed = loader(reader, 2, 0, 1)
+    resumed.load_state_dict(torch.load(tmp_path / "loader.pt"))
+    assert texts(resumed) == rest

@@ -1,0 +1,790 @@
+"""Readers that seek: the same documents as datatrove's, from every place on, and never from another input."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import dill
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from datatrove.data import Document
+from datatrove.io import DataFolder
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers import IpcReader as OriginalIpc
+from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
+from datatrove.pipeline.readers import ParquetReader as OriginalParquet
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import (
+    DamagedLine,
+    IpcReader,
+    JsonlReader,
+    ParquetReader,
+    PositionedDocument,
+    Reading,
+    SeekingReader,
+    Stateful,
+    jsonl,
+    position_state,
+    tables,
+)
+from datatrove_ckpt.readers.inputs import Digest
+
+Read = Callable[..., SeekingReader]
+
+ODD_LINES = [
+    b'{"text": "plain", "id": "own id", "lang": "en"}\n',
+    b'{"text": "carriage return and line feed"}\r\n',
+    b"\n",
+    b"   \t \r\n",
+    b'{"text": "", "id": "empty text"}\n',
+    b'{"id": "no text"}\n',
+    b'{"text": "torn\n',
+    b"not json at all\n",
+    '{"text": "line\u2028separator, next\u0085line, form feed \\f, \\u2028"}\n'.encode(),
+    b'{"text": "old mac"}\r{"text": "second of one byte line"}\r\r\n',
+    b'{"text":\r "two lines for datatrove"}\n',
+    b'{"text": "metadata", "metadata": {"a": [1, null], "file_path": "mine"}, "b": {"c": 1.5}}\n',
+    b'{"text": "metadata as text", "metadata": "{\\"a\\": 1}"}\n',
+    b'{"text": "metadata of another kind", "metadata": 3}\n',
+    b'{"text": "media", "media": [{"id": "m", "type": 0, "url": "u", "media_bytes": "AAEC"},'
+    b' {"id": "n", "type": 1, "url": "v", "media_bytes": null}]}\n',
+    b'{"text": "\\ud83d\\ude00", "id": 7}\n',
+    b'{"text": "no final line feed"}',
+]
+BYTE_ORDER_MARK = b'\xef\xbb\xbf{"text": "after a byte order mark"}\n{"text": "second"}\n'
+NAMES = {None: "jsonl", "gzip": "jsonl.gz", "zstd": "jsonl.zst"}
+COMPRESS: dict[str | None, Callable[[bytes], bytes]] = {
+    None: bytes,
+    "gzip": gzip.compress,
+    "zstd": zstandard.compress,
+}
+
+
+@pytest.fixture(params=[None, 64], ids=["usual blocks", "tiny blocks"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(jsonl, "_BLOCK", request.param)
+        monkeypatch.setattr(tables, "_ROWS", 3)
+
+
+def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
+    """Every seventh without text; no ids, so the default ones are compared."""
+    return [{"text": f"text {i}" if i % 7 else "", "number": i} for i in range(first, first + count)]
+
+
+def write_jsonl(folder: Path, codec: str | None = None) -> None:
+    files = {
+        "a": b"".join(ODD_LINES),
+        "b": b"",
+        "c": b"".join(json.dumps(row).encode() + b"\n" for row in rows(12)),
+        "d": BYTE_ORDER_MARK,
+        "sub/e": b"".join(ODD_LINES[::-1]),
+    }
+    for name, content in files.items():
+        path = folder / f"{name}.{NAMES[codec]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(COMPRESS[codec](content))
+
+
+def write_tables(folder: Path, kind: str) -> None:
+    """Groups of several sizes, empty ones among them, and a file without rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, sizes in enumerate([(5, 1, 0, 9), (), (3,), (7, 7)]):
+        groups = [pa.Table.from_pylist(rows(size, 10 * i), schema=SCHEMA) for i, size in enumerate(sizes)]
+        path = folder / f"{number}.{kind}"
+        if kind == "parquet":
+            with pq.ParquetWriter(path, SCHEMA) as writer:
+                for group in groups:
+                    writer.write_table(group)
+            continue
+        new = pa.ipc.new_stream if kind == "arrows" else pa.ipc.new_file
+        with new(path, SCHEMA) as writer:
+            for group in groups:
+                for batch in group.to_batches() or [pa.RecordBatch.from_pylist([], schema=SCHEMA)]:
+                    writer.write_batch(batch)
+
+
+SCHEMA = pa.schema([("text", pa.string()), ("number", pa.int64())])
+
+
+def write(folder: Path, kind: str) -> None:
+    if kind.startswith("jsonl"):
+        write_jsonl(folder, {"jsonl": None, "jsonl gzip": "gzip", "jsonl zstd": "zstd"}[kind])
+    else:
+        write_tables(folder, kind)
+
+
+def reader(folder: Any, kind: str, **options: Any) -> SeekingReader:
+    if kind.startswith("jsonl"):
+        return JsonlReader(folder, **options)
+    if kind == "parquet":
+        return ParquetReader(folder, **{"batch_size": 4} | options)
+    return IpcReader(folder, stream=kind == "arrows", **options)
+
+
+def original(folder: Any, kind: str, **options: Any) -> Any:
+    if kind.startswith("jsonl"):
+        return OriginalJsonl(folder, **options)
+    if kind == "parquet":
+        return OriginalParquet(folder, **{"batch_size": 4} | options)
+    return OriginalIpc(folder, stream=kind == "arrows", **options)
+
+
+KINDS = ["jsonl", "jsonl gzip", "jsonl zstd", "parquet", "arrow", "arrows"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"limit": 9, "skip": 4},
+    {"shuffle_seed": 3},
+    {"shuffle_seed": 4, "skip": 1, "limit": 11},
+]
+
+
+def through_json(state: Any) -> Any:
+    text = json.dumps(state)
+    assert len(text) < 1000, text
+    return json.loads(text)
+
+
+def state_of(document: Document) -> Any:
+    return through_json(position_state(document))
+
+
+def plain(documents: Any) -> list[dict[str, Any]]:
+    return [asdict(document) for document in documents]
+
+
+# The same documents ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"limit": 0},
+        {"limit": 5},
+        {"skip": 3, "limit": 4},
+        {"skip": 1000},
+        {"recursive": False},
+        {"glob_pattern": "*[ac0-2].*"},
+        {"default_metadata": {"lang": "de", "default": True}, "text_key": "lang", "id_key": "text"},
+        {"adapter": lambda self, data, path, at: {"text": path, "id": f"{at}", "metadata": data}},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("_blocks")
+def test_documents_are_those_of_datatrove_in_their_order(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    write(tmp_path, kind)
+    for rank, world_size in [(0, 1), (0, 3), (2, 3)]:
+        ours, theirs = reader(tmp_path.as_posix(), kind, **options), original(tmp_path.as_posix(), kind, **options)
+        assert plain(ours.run(None, rank, world_size)) == plain(theirs.run(None, rank, world_size))
+        assert totals(ours) == totals(theirs)
+
+
+def totals(step: Any) -> dict[str, float]:
+    """Of the stats both have. Files count when they are begun, and datatrove begins one more to find its limit."""
+    ours_alone = ("damaged_lines", "input_files")
+    return {name: stat.total for name, stat in step.stats.stats.items() if stat.total and name not in ours_alone}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "data", kind)
+    names = sorted(DataFolder(f"{tmp_path}/data").list_files(), reverse=True)
+    (tmp_path / "paths.txt").write_text("\n".join(names))
+    options: dict[str, Any] = {"paths_file": f"{tmp_path}/paths.txt"}
+    if kind.startswith("jsonl"):
+        options["add_file_path"] = False
+    for rank in range(2):
+        ours = reader(f"{tmp_path}/data", kind, **options).run(None, rank, 2)
+        assert plain(ours) == plain(original(f"{tmp_path}/data", kind, **options).run(None, rank, 2))
+
+
+def test_the_reader_of_datatrove_can_read_metadata_or_not_and_so_can_ours(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"], "id": ["1", "2"], "more": [1, 2]}), tmp_path / "a.parquet")
+    for read_metadata in (True, False):
+        ours = ParquetReader(tmp_path.as_posix(), read_metadata=read_metadata)
+        assert plain(ours.run()) == plain(OriginalParquet(tmp_path.as_posix(), read_metadata=read_metadata).run())
+
+
+def test_no_files_at_all_is_an_error_and_none_for_this_rank_is_not(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="No files found"):
+        list(JsonlReader(tmp_path.as_posix()).run())
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n')
+    assert list(JsonlReader(tmp_path.as_posix()).run(None, 1, 2)) == []
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_bytes_that_are_not_utf_8_cost_their_line_and_not_the_file(tmp_path: Path, codec: str | None) -> None:
+    path = tmp_path / f"a.{NAMES[codec]}"
+    path.write_bytes(COMPRESS[codec](b'{"text": "a"}\n{"text": "\xff"}\n[1]\n{"text": "b"}\n'))
+    ours = JsonlReader(tmp_path.as_posix())
+    assert [document.text for document in ours.run()] == ["a", "b"]
+    assert ours.stats.stats["damaged_lines"].total == 2
+
+
+def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_path: Path) -> None:
+    for codec in ("zstd", "gzip"):
+        parts = [COMPRESS[codec](b'{"text": "%d"}\n' % i) for i in range(3)]
+        (tmp_path / f"a.{NAMES[codec]}").write_bytes(b"".join(parts))
+    assert [document.text for document in JsonlReader(tmp_path.as_posix()).run()] == ["0", "1", "2"] * 2
+
+
+def test_damaged_lines_are_counted_and_logged_and_stop_the_reader_on_request(tmp_path: Path, log: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": \n{"text": "b"}\n')
+    ours = JsonlReader(tmp_path.as_posix())
+    assert len(list(ours.run())) == 2
+    assert ours.stats.stats["damaged_lines"].total == 1
+    assert any("`a.jsonl`, line 3" in line for line in log if line.startswith("WARNING"))
+    with pytest.raises(DamagedLine, match=r"`a.jsonl`, line 3: .*stop_on_bad_line"):
+        list(JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True).run())
+    with pytest.raises(DamagedLine, match=r"`a.jsonl`, the line at byte 15"):
+        list(JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True, shuffle_seed=1).run())
+
+
+# From every place on ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.usefixtures("_blocks")
+def test_the_rest_is_the_same_after_a_stop_after_each_document(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    write(tmp_path, kind)
+    documents = list(reader(tmp_path.as_posix(), kind, **options).run())
+    assert len(documents) > 8
+    positions = [document.position for document in documents]
+    assert all(before < after for before, after in itertools.pairwise(positions))
+    for done, document in enumerate(documents, start=1):
+        fresh = reader(tmp_path.as_posix(), kind, **options)
+        fresh.load_state_dict(state_of(document))
+        rest = list(fresh.run())
+        assert plain(rest) == plain(documents[done:])
+        assert [state_of(later) for later in rest] == [state_of(later) for later in documents[done:]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.usefixtures("_blocks")
+def test_shares_are_the_whole_and_go_on_from_every_place(tmp_path: Path, kind: str, seed: int | None) -> None:
+    write(tmp_path, kind)
+    whole = sorted(document.text for document in reader(tmp_path.as_posix(), kind, shuffle_seed=seed).run())
+    for of in (1, 3, 7):
+        texts = []
+        for index in range(of):
+            documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed).share(index, of))
+            texts += [document.text for document in documents]
+            for done, document in enumerate(documents, start=1):
+                fresh = reader(tmp_path.as_posix(), kind, shuffle_seed=seed)
+                fresh.load_state_dict(state_of(document))
+                assert plain(fresh.share(index, of)) == plain(documents[done:])
+        assert sorted(texts) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shuffling_depends_on_the_seed_alone_and_loses_nothing(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_BLOCK", 128)
+    write(tmp_path, kind)
+    in_order = [document.text for document in reader(tmp_path.as_posix(), kind).run()]
+    orders = []
+    for seed in (1, 1, 2):
+        documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed).run())
+        assert sorted(document.text for document in documents) == sorted(in_order)
+        ids = [document.id for document in documents if "@" in str(document.id)]
+        assert len(set(ids)) == len(ids)
+        orders.append([document.text for document in documents])
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != in_order
+
+
+def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path: Path) -> None:
+    def order(count: int) -> list[str]:
+        for i in range(count):
+            (tmp_path / f"{i:02}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
+        return [document.text for document in JsonlReader(tmp_path.as_posix(), shuffle_seed=1).run()]
+
+    few, more = order(10), order(20)
+    assert [text for text in more if text in few] == few
+    assert few != sorted(few)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_works_on_any_file_system_of_fsspec(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, kind)
+    memory = MemoryFileSystem()
+    memory.put(f"{tmp_path}/", f"/{tmp_path.name}/", recursive=True)
+    folder = f"memory://{tmp_path.name}"
+    documents = list(reader(folder, kind).run())
+    assert plain(documents) == plain(original(folder, kind).run())
+    for done in range(1, len(documents), 5):
+        fresh = reader(folder, kind)
+        fresh.load_state_dict(state_of(documents[done - 1]))
+        assert plain(fresh.run()) == plain(documents[done:])
+    memory.rm(f"/{tmp_path.name}", recursive=True)
+
+
+class Counted:
+    """A file that adds up how much of it is read."""
+
+    def __init__(self, file: Any, read: list[int]) -> None:
+        self._file, self._read = file, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Counted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, *args: Any) -> Any:
+        data = self._file.read(*args)
+        self._read.append(len(data))
+        return data
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{i * 7919**3 % 10**12:012}" for i in range(100_000)]
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    elif kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=1000)
+    else:
+        with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string())])) as writer:
+            writer.write_table(pa.table({"text": texts}), max_chunksize=1000)
+    *_, before_last, _last = reader(tmp_path.as_posix(), kind).run()
+    ours = reader(tmp_path.as_posix(), kind)
+    ours.load_state_dict(state_of(before_last))
+    read: list[int] = []
+    open_file = DataFolder.open
+    monkeypatch.setattr(DataFolder, "open", lambda *args, **options: Counted(open_file(*args, **options), read))
+    assert [document.text for document in ours.run()] == texts[-1:]
+    size = next(tmp_path.iterdir()).stat().st_size
+    assert size > 1_000_000
+    assert 0 < sum(read) < size / 5
+
+
+# States ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, kind)
+    ours = reader(tmp_path.as_posix(), kind)
+    assert isinstance(ours, Stateful)
+    beginning = through_json(ours.state_dict())
+    documents = list(ours.run())
+    ours.load_state_dict(beginning)
+    assert ours.state_dict() == beginning
+    running = ours.run()
+    for document in documents[:5]:
+        assert next(running) == document
+        assert through_json(ours.state_dict()) == state_of(document)
+    saved = through_json(ours.state_dict())
+    ours.load_state_dict(saved)
+    running = ours.run()
+    assert ours.state_dict() == saved, "a generator has not begun before its first document is asked for"
+    assert plain(running) == plain(documents[5:])
+    assert through_json(ours.state_dict()) == state_of(documents[-1])
+    assert plain(ours.run()) == plain(documents), "the state was for one run"
+    ours.load_state_dict(state_of(documents[-1]))
+    assert list(ours.run()) == []
+    assert through_json(ours.state_dict()) == state_of(documents[-1])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
+    tmp_path: Path, world_size: int
+) -> None:
+    for i in range(10_000):
+        (tmp_path / f"{i:05}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
+    ours = JsonlReader(tmp_path.as_posix(), glob_pattern=f"[{'0123456789' * 30}]*.jsonl", shuffle_seed=7, skip=1)
+    *_, before_last, last = ours.run(None, 0, world_size)
+    ours.load_state_dict(state_of(before_last))
+    assert plain(ours.run(None, 0, world_size)) == [asdict(last)]
+
+
+def test_a_state_is_small_with_a_name_as_long_as_names_get(tmp_path: Path) -> None:
+    for i in range(40):
+        folder = tmp_path / ("ä" * 100) / ("ö" * 100)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{i:02}{'ü' * 110}.jsonl").write_bytes(b'{"text": "a"}\n')
+    *_, before_last, last = JsonlReader(tmp_path.as_posix()).run()
+    ours = JsonlReader(tmp_path.as_posix())
+    ours.load_state_dict(state_of(before_last))
+    assert plain(ours.run()) == [asdict(last)]
+
+
+def test_the_position_is_no_field_of_the_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "id": "b", "c": 1}\n')
+    [ours] = JsonlReader(tmp_path.as_posix()).run()
+    [theirs] = OriginalJsonl(tmp_path.as_posix()).run()
+    assert list(asdict(ours)) == ["text", "id", "media", "metadata"]
+    assert "position=" not in repr(ours)
+    assert ours == theirs
+    assert theirs == ours
+    theirs.text = "other"
+    assert ours != theirs
+    assert ours != "a"
+    assert position_state(theirs) is None
+    assert position_state(PositionedDocument("a", "b")) is None
+    for copied in (copy.copy(ours), copy.deepcopy(ours), dill.loads(dill.dumps(ours))):
+        assert copied == ours
+        assert position_state(copied) == position_state(ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: dill.loads(dill.dumps(step))], ids=["deepcopy", "dill"])
+def test_a_reader_can_be_copied_and_pickled_at_any_time(
+    tmp_path: Path, kind: str, copied: Callable[[Any], Any]
+) -> None:
+    write(tmp_path, kind)
+    ours = reader(tmp_path.as_posix(), kind, shuffle_seed=1)
+    documents = list(copied(ours).run())
+    running = ours.run()
+    for _ in range(3):
+        next(running)
+    twin = copied(ours)
+    assert twin.state_dict() == ours.state_dict()
+    assert plain(twin.run()) == plain(documents), "a copy starts anew"
+    twin.load_state_dict(ours.state_dict())
+    assert plain(copied(twin).run()) == plain(documents[3:])
+    assert plain(running) == plain(documents[3:]), "and does not disturb the one it was made of"
+
+
+# Another input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> Path:
+    """Six files of three documents."""
+    for i in range(6):
+        (tmp_path / f"f{i}.jsonl").write_bytes(b"".join(b'{"text": "%d.%d"}\n' % (i, j) for j in range(3)))
+    return tmp_path
+
+
+def stop(folder: Path, after: int = 11, **options: Any) -> Any:
+    """After the second document of ``f3.jsonl``, if not elsewhere."""
+    documents = JsonlReader(folder.as_posix(), **options).run()
+    for _ in range(after):
+        document = next(documents)
+    return state_of(document)
+
+
+def go_on(folder: Path, state: Any, **options: Any) -> list[str]:
+    ours = JsonlReader(folder.as_posix(), **options)
+    ours.load_state_dict(state)
+    return [document.text for document in ours.run()]
+
+
+REST = ["3.2", "4.0", "4.1", "4.2", "5.0", "5.1", "5.2"]
+
+
+def overwrite(path: Path, old: bytes, new: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "gone": (lambda f: (f / "f1.jsonl").unlink(), "'f1.jsonl'.* is gone"),
+    "current gone": (lambda f: (f / "f3.jsonl").unlink(), "'f3.jsonl'.* is gone"),
+    "last before gone": (lambda f: (f / "f2.jsonl").unlink(), "'f2.jsonl'.* is gone"),
+    "new": (lambda f: (f / "f1a.jsonl").write_text(""), "'f1a.jsonl' is new"),
+    "new first": (lambda f: (f / "a.jsonl").write_text(""), "'a.jsonl' is new"),
+    "new just before": (lambda f: (f / "f2a.jsonl").write_text(""), "'f2a.jsonl' is new"),
+    "grown": (lambda f: overwrite(f / "f2.jsonl", b"2.1", b"2.11"), "'f2.jsonl' had 48 bytes, and has 49"),
+    "shrunk": (lambda f: (f / "f0.jsonl").write_text(""), "'f0.jsonl' had 48 bytes, and has 0"),
+    "renamed": (lambda f: (f / "f1.jsonl").rename(f / "f1b.jsonl"), "'f1.jsonl' is now 'f1b.jsonl'"),
+    "renamed to the end": (lambda f: (f / "f1.jsonl").rename(f / "z.jsonl"), "'f1.jsonl'.* is gone"),
+    "current renamed": (lambda f: (f / "f3.jsonl").rename(f / "f3a.jsonl"), "'f3.jsonl'.*has another name"),
+    "two changes": (lambda f: ((f / "f1.jsonl").unlink(), (f / "f2.jsonl").write_text("")), "at 'f2.jsonl'"),
+    "current shrunk": (lambda f: os.truncate(f / "f3.jsonl", 40), "'f3.jsonl' had 48 bytes, and has 40"),
+    "current changed": (lambda f: overwrite(f / "f3.jsonl", b"3.0", b"3.x"), "content of .*'f3.jsonl' has changed"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_input_that_is_no_continuation_is_refused_by_the_name_of_the_file(six: Path, change: str) -> None:
+    state = stop(six)
+    assert go_on(six, state) == REST
+    make, message = CHANGES[change]
+    make(six)
+    with pytest.raises(CheckpointMismatch, match=message):
+        go_on(six, state)
+
+
+@pytest.mark.parametrize("change", ["gone", "new", "renamed", "resized"])
+def test_the_file_is_named_among_a_thousand(tmp_path: Path, change: str) -> None:
+    for i in range(1000):
+        (tmp_path / f"{i:04}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
+    state = stop(tmp_path, after=901)
+    path = tmp_path / "0421.jsonl"
+    if change == "gone":
+        path.unlink()
+    elif change == "new":
+        path = tmp_path / "0421.a.jsonl"
+        path.write_text("")
+    elif change == "renamed":
+        path.rename(tmp_path / "0421.b.jsonl")
+    else:
+        path.write_text("")
+    with pytest.raises(CheckpointMismatch, match=path.name):
+        go_on(tmp_path, state)
+
+
+def test_several_changes_are_refused_at_the_first_of_them(tmp_path: Path) -> None:
+    for i in range(100):
+        (tmp_path / f"{i:04}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
+    state = stop(tmp_path, after=90)
+    for i in (41, 50):
+        (tmp_path / f"{i:04}.jsonl").write_text("")
+    with pytest.raises(CheckpointMismatch, match=r"among the 4 files from '0040.jsonl' on"):
+        go_on(tmp_path, state)
+
+
+def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    paths = tmp_path_factory.mktemp("paths") / "paths.txt"
+    names = [f"f{i}.jsonl" for i in range(6)]
+    paths.write_text("\n".join(names))
+    state = stop(six, paths_file=paths.as_posix())
+    assert go_on(six, state, paths_file=paths.as_posix()) == REST
+    names[1], names[2] = names[2], names[1]
+    paths.write_text("\n".join(names))
+    with pytest.raises(CheckpointMismatch, match=r"first difference is at 'f2.jsonl'"):
+        go_on(six, state, paths_file=paths.as_posix())
+    (six / "f2.jsonl").unlink()
+    with pytest.raises(CheckpointMismatch, match=r"'f2.jsonl' is gone"):
+        go_on(six, state, paths_file=paths.as_posix())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_current_file_with_other_content_of_the_same_size_is_refused(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, kind)
+    documents = list(reader(tmp_path.as_posix(), kind).run())
+    first = sorted(path for path in tmp_path.iterdir() if path.is_file())[0]
+    content = bytearray(first.read_bytes())
+    content[-12] ^= 1
+    first.write_bytes(content)
+    fresh = reader(tmp_path.as_posix(), kind)
+    fresh.load_state_dict(state_of(documents[1]))
+    with pytest.raises(CheckpointMismatch, match=f"'{first.name}' has changed"):
+        list(fresh.run())
+
+
+def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(b'{"text": "%06d"}\n' % i for i in range(10_000)))
+    state = stop(tmp_path, after=8000)
+    assert len(go_on(tmp_path, state)) == 2000
+    overwrite(path, b"007999", b"007998")
+    with pytest.raises(CheckpointMismatch, match=r"'a.jsonl' is another before byte 152000"):
+        go_on(tmp_path, state)
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
+def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path: Path, end: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "b"}' + end)
+    states = [stop(tmp_path, after=after) for after in (1, 2)]
+    with path.open("ab") as file:
+        file.write((b"" if end else b"\r\n") + b'{"text": "c"}\n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "d"}\n')
+    documents = list(JsonlReader(tmp_path.as_posix()).run())
+    for done, state in enumerate(states, start=1):
+        ours = JsonlReader(tmp_path.as_posix())
+        ours.load_state_dict(state)
+        assert plain(ours.run()) == plain(documents[done:])
+
+
+def test_a_last_line_that_went_on_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "b"}')
+    state = stop(tmp_path, after=2)
+    with path.open("ab") as file:
+        file.write(b' {"text": "c"}\n')
+    with pytest.raises(CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that begins at byte 14"):
+        go_on(tmp_path, state)
+
+
+@pytest.mark.parametrize("kind", ["jsonl gzip", "jsonl zstd", "arrows"])
+def test_a_file_of_another_kind_may_not_grow(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, kind)
+    documents = list(reader(tmp_path.as_posix(), kind).run())
+    first = sorted(path for path in tmp_path.iterdir() if path.is_file())[0]
+    first.write_bytes(first.read_bytes() * 2)
+    fresh = reader(tmp_path.as_posix(), kind)
+    fresh.load_state_dict(state_of(documents[1]))
+    with pytest.raises(CheckpointMismatch, match=f"'{first.name}' had .* bytes, and has"):
+        list(fresh.run())
+
+
+@pytest.mark.parametrize(
+    ("option", "old", "new"),
+    [("shuffle_seed", 1, 2), ("shuffle_seed", None, 2), ("skip", 0, 1), ("glob_pattern", None, "f*"),
+     ("recursive", True, False), ("compression", "infer", None)],
+)  # fmt: skip
+def test_an_option_that_changes_the_order_is_refused_by_its_name(six: Path, option: str, old: Any, new: Any) -> None:
+    state = stop(six, **{option: old})
+    with pytest.raises(CheckpointMismatch, match=re.escape(f"{option}={old!r}, now {new!r}")):
+        go_on(six, state, **{option: new})
+
+
+def test_a_state_of_another_reader_or_rank_is_refused(six: Path) -> None:
+    state = stop(six)
+    other = ParquetReader(six.as_posix())
+    other.load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match=r"'jsonl' \(version 1\), and this is 'parquet'"):
+        list(other.run())
+    ours = JsonlReader(six.as_posix())
+    ours.load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match=r"shard=\[0, 1\], now \[0, 2\]"):
+        list(ours.run(None, 0, 2))
+    with pytest.raises(CheckpointMismatch, match="version 2"):
+        go_on(six, state | {"version": 2})
+
+
+def test_a_higher_limit_goes_on(six: Path) -> None:
+    state = stop(six, limit=11)
+    assert go_on(six, state, limit=11) == []
+    assert go_on(six, state, limit=12) == ["3.2"]
+
+
+def test_shuffle_files_is_refused_and_the_error_names_what_to_use() -> None:
+    for make in (JsonlReader, ParquetReader, IpcReader):
+        with pytest.raises(ConfigError, match="shuffle_seed"):
+            make("/", shuffle_files=True)
+        with pytest.raises(ConfigError, match="shuffle_seed must be an integer"):
+            make("/", shuffle_seed="one")
+
+
+def test_a_digest_groups_its_files_without_seeing_them_again() -> None:
+    digest, groups = Digest(), []
+    for i in range(5000):
+        digest.add(f"{i}", i)
+        groups.append(len(digest.groups))
+    assert max(groups) == 32
+    assert digest.per_group == 256
+    assert len(json.dumps(digest.state())) < 500
+
+
+# Reader and runner -----------------------------------------------------------------------------------------------
+
+
+def chain(*steps: Any) -> Iterator[Document]:
+    data: Any = None
+    for step in steps:
+        data = step.run(data, 0, 1)
+    return iter(data)
+
+
+def three_folders(tmp_path: Path) -> list[JsonlReader]:
+    for name in "abc":
+        (tmp_path / name).mkdir(exist_ok=True)
+        for i in range(2):
+            content = b"".join(b'{"text": "%s%d%d"}\n' % (name.encode(), i, j) for j in range(3))
+            (tmp_path / name / f"{i}.jsonl").write_bytes(content)
+    return [JsonlReader(f"{tmp_path}/{name}") for name in "abc"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_chained_readers_behind_filters_go_on_from_every_document(tmp_path: Path, batch_size: int) -> None:
+    class Ahead(PipelineStep):  # type: ignore[misc]
+        """A filter that takes documents in batches before it lets any pass."""
+
+        def __init__(self, keep: Callable[[Document], bool]) -> None:
+            super().__init__()
+            self.keep = keep
+
+        def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+            while batch := list(itertools.islice(data, batch_size)):
+                yield from filter(self.keep, batch)
+
+    def pipeline() -> Iterator[Document]:
+        a, b, c = three_folders(tmp_path)
+        return chain(a, Ahead(lambda document: "1" in document.text), b, c, Ahead(lambda d: d.text != "c00"))
+
+    with Reading() as reading:
+        documents = list(pipeline())
+    assert not reading.taken
+    positions = [document.position for document in documents]
+    assert positions == sorted(positions)
+    assert [position[0] for position in positions] == [0] * 4 + [1] * 6 + [2] * 5
+    for done, document in enumerate(documents, start=1):
+        reading = Reading(state_of(document))
+        rest = pipeline()
+        left = []
+        while True:
+            with reading:
+                following = next(rest, None)
+            assert reading.taken
+            if following is None:
+                break
+            left.append(following)
+        assert plain(left) == plain(documents[done:])
+        assert [state_of(later) for later in left] == [state_of(later) for later in documents[done:]]
+
+
+def test_a_reader_that_stands_aside_still_checks_its_input(tmp_path: Path) -> None:
+    with Reading():
+        last = list(chain(*three_folders(tmp_path)))[-1]
+    (tmp_path / "a" / "1.jsonl").write_bytes(b"")
+    readers = [JsonlReader(f"{tmp_path}/{name}") for name in "abc"]
+    with Reading(state_of(last)), pytest.raises(CheckpointMismatch, match=f"{tmp_path}/a"):
+        list(chain(*readers))
+
+
+def test_a_reading_is_for_its_own_thread_and_its_own_time(tmp_path: Path) -> None:
+    ours, *_ = three_folders(tmp_path)
+    documents = list(ours.run())
+    reading = Reading(state_of(documents[1]))
+    with reading, ThreadPoolExecutor(1) as other:
+        assert plain(other.submit(lambda: list(ours.run())).result()) == plain(documents)
+    assert not reading.taken
+    lazy = ours.run()
+    with reading:
+        pass
+    assert plain(lazy) == plain(documents), "a generator that was made, but not asked, has not started"
+    with reading:
+        assert plain(ours.run()) == plain(documents[2:])
+    assert reading.taken
+
+
+def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path: Path) -> None:
+    with Reading():
+        last = list(chain(*three_folders(tmp_path)))[-1]
+    with Reading(state_of(last)) as reading:
+        assert len(list(OriginalJsonl(f"{tmp_path}/a").run())) == 6
+    assert not reading.taken
+    with Reading(state_of(last)) as reading:
+        assert list(JsonlReader(f"{tmp_path}/a").run()) == []
+    with pytest.raises(CheckpointMismatch, match="reader 2 of the pipeline"):
+        _ = reading.taken
+
+
+def test_one_step_runs_several_ranks_without_mixing_them_up(tmp_path: Path) -> None:
+    ours, *_ = three_folders(tmp_path)
+    first, second = list(ours.run(None, 0, 2)), list(ours.run(None, 1, 2))
+    with Reading(state_of(first[0])):
+        assert plain(ours.run(None, 0, 2)) == plain(first[1:])
+    with Reading(state_of(second[1])):
+        assert plain(ours.run(None, 1, 2)) == plain(second[2:])
+    with Reading():
+        assert plain(ours.run(None, 0, 2)) == plain(first)

@@ -1,5 +1,7 @@
 """datatrove-ckpt: build the executor that a YAML file describes, run it, and end with one clear message.
 
+What looks at a checkpoint afterwards (status, verify, repair) is in commands.py.
+
 Exit codes: 0 done; 1 stopped by an error, the same command goes on from there; 2 a mistake in the file or on the
 command line, nothing was started; 130 interrupted.
 
@@ -21,6 +23,7 @@ from typing import Any
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
+from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, load, read_value, show
@@ -37,8 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     rest, overrides = _split_overrides(given)
-    arguments = _parser().parse_args(rest)
-    return _run(arguments.config, overrides, arguments.dry_run, shlex.join(["datatrove-ckpt", *given]))
+    parser = _parser()
+    arguments = parser.parse_args(rest)
+    if "handler" not in arguments:
+        return _run(arguments, overrides, shlex.join(["datatrove-ckpt", *given]))
+    if overrides:
+        parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
+    return _handle(arguments)
+
+
+def _handle(arguments: argparse.Namespace) -> int:
+    try:
+        return int(arguments.handler(arguments))
+    except ConfigError as error:
+        return _fail(error, 2)
+    except (CkptError, OSError) as error:
+        return _fail(error, 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
     run.add_argument("--dry-run", action="store_true", help="build everything, print it, run nothing")
+    run.add_argument(
+        "--retry-dead-letters",
+        action="store_true",
+        help="process the dead letters of a finished run, into output files of their own, instead of the input",
+    )
+    add_commands(commands)
     return parser
 
 
@@ -70,17 +93,20 @@ def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return rest, overrides
 
 
-def _run(config: str, overrides: list[str], dry_run: bool, command: str) -> int:
+def _run(arguments: argparse.Namespace, overrides: list[str], command: str) -> int:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     try:
-        content = load(config)
+        content = load(arguments.config)
         for override in overrides:
             _override(content, override)
         executor = build(content)
-        if dry_run:
+        if arguments.dry_run:
             print("\n".join(_describe(content)))
             return 0
-        _check_inputs(executor)
+        if arguments.retry_dead_letters:
+            _retry_dead_letters(executor)
+        else:
+            _check_inputs(executor)
     except ConfigError as error:
         return _fail(error, 2)
     return _execute(executor, command)
@@ -104,12 +130,37 @@ def _execute(executor: Any, command: str) -> int:
     return 0
 
 
+def _retry_dead_letters(executor: Any) -> None:
+    """Has every rank run once more: datatrove skips ranks that are complete, and marks those that ran as complete.
+
+    Raises:
+        ConfigError: a rank is not complete, and would be marked so although its input isn't done.
+    """
+    incomplete = executor.get_incomplete_ranks(skip_completed=True)
+    if incomplete:
+        raise ConfigError(
+            f"--retry-dead-letters: {len(incomplete)} of {executor.world_size} ranks are not finished (rank "
+            f"{incomplete[0]} is the first). Finish them first: run the same command without it."
+        )
+    executor.skip_completed = False
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner):
+            step.retry_dead_letters = True
+
+
 def _summary(step: InferenceRunner, command: str) -> str:
     """The closing line: all ranks, all lives."""
     tally, files = Tally(), 0
     for log in sorted(Path(step.checkpoints_local_dir or "").glob("*/commits.jsonl")):
         for commit in read_commits(log).values():
             tally.add(commit.tally)
+            files += len(commit.files)
+    for log in sorted(Path(step.checkpoints_local_dir or "").glob("retry-*/*/commits.jsonl")):
+        for commit in read_commits(log).values():
+            tally.written += commit.tally.written
+            tally.dropped += commit.tally.dropped
+            tally.dead += commit.tally.dead - commit.tally.read  # they were dead letters before
+            tally.requests += commit.tally.requests
             files += len(commit.files)
     return (
         f"{tally.written} of {tally.read} documents are in {files} files in "

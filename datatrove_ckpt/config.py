@@ -77,6 +77,17 @@ class InferenceConfig:
         trust_remote_code: let vLLM and SGLang run code that comes with the model. Off: it is somebody else's code.
         request_max_attempts: attempts per request before it is given up (429, 5xx, resets, timeouts, torn answers).
         server_stop_timeout_sec: seconds a server gets to end by itself before it is killed.
+        replicas: servers to launch on this node, each on its own tp * dp * pp GPUs. ``max_concurrent_generations``
+            counts the requests of all of them together.
+        server_max_restarts: how often one server may be restarted within ``server_restart_window_sec`` seconds. The
+            run ends when every server has used that up.
+        server_restart_window_sec: see there.
+        hang_timeout: seconds after which a server that has requests, and neither answered any nor counted a new token
+            in its metrics, is killed and started again.
+        target_waiting: keep this many requests waiting inside each engine, as its metrics show them, instead of
+            always sending ``max_concurrent_generations``, which is then the upper limit. vLLM, SGLang, llamacpp.
+        server_python: the Python interpreter that starts vLLM, SGLang or a custom script, when that is not ours: the
+            engine may then live in a virtual environment of its own.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -110,6 +121,12 @@ class InferenceConfig:
     trust_remote_code: bool = False
     request_max_attempts: int = 8
     server_stop_timeout_sec: float = 10.0
+    replicas: int = 1
+    server_max_restarts: int = 3
+    server_restart_window_sec: float = 3600.0
+    hang_timeout: float = 600.0
+    target_waiting: int | None = None
+    server_python: str | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -134,6 +151,12 @@ class InferenceConfig:
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is given together with api_key; give one of them.")
+        if self.server_type == "endpoint" and self.replicas > 1:
+            raise ConfigError("replicas: launches servers; for several endpoints give endpoint_url as a list.")
+        if self.target_waiting is not None and self.server_type not in _WITH_METRICS:
+            raise ConfigError(f"target_waiting: needs a server with metrics: {', '.join(_WITH_METRICS)}.")
+        if self.server_python is not None and self.server_type not in _WITH_INTERPRETER:
+            raise ConfigError(f"server_python: is for {', '.join(_WITH_INTERPRETER)} only.")
 
     def _check_numbers(self) -> None:
         for name in _POSITIVE:
@@ -144,8 +167,9 @@ class InferenceConfig:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
-        if self.server_start_max_retries < 0:
-            raise ConfigError(f"server_start_max_retries must be >= 0; it is {self.server_start_max_retries!r}.")
+        for name in _AT_LEAST_ZERO:
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be >= 0; it is {getattr(self, name)!r}.")
 
     @property
     def endpoint_urls(self) -> list[str]:
@@ -180,6 +204,8 @@ _POSITIVE = (
     "server_start_timeout_sec",
     "server_ready_delay_sec",
     "server_stop_timeout_sec",
+    "server_restart_window_sec",
+    "hang_timeout",
 )
 _AT_LEAST_ONE = (
     "tp",
@@ -190,4 +216,9 @@ _AT_LEAST_ONE = (
     "max_concurrent_documents",
     "server_ready_max_attempts",
     "request_max_attempts",
+    "replicas",
+    "target_waiting",
 )
+_AT_LEAST_ZERO = ("server_start_max_retries", "server_max_restarts")
+_WITH_METRICS = ("vllm", "sglang", "llamacpp")
+_WITH_INTERPRETER = ("vllm", "sglang", "custom")

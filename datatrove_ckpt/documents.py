@@ -67,9 +67,9 @@ def decode(data: bytes) -> Document:
     return Document(**fields)
 
 
-def fingerprint(document: Document) -> str:
-    """xxh64 of the document as it is now, as 16 hexadecimal digits."""
-    return str(xxhash.xxh3_64_hexdigest(encode(document)))
+def fingerprint(data: bytes) -> str:
+    """xxh64 of an encoded document, as 16 hexadecimal digits."""
+    return str(xxhash.xxh3_64_hexdigest(data))
 
 
 def _array(value: np.ndarray[Any, Any]) -> list[Any]:

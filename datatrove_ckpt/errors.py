@@ -6,18 +6,21 @@ CkptError
 │   ├── CheckpointCorrupt      a checkpoint file that no crash of ours can explain; names file and line
 │   ├── CheckpointMismatch     the checkpoint belongs to another run, or the input changed under it
 │   ├── CheckpointLocked       another process works on this rank
+│   │   └── Fenced             another process has taken this rank over meanwhile
 │   └── StorageFailed          the disk refused a write, a sync or a rename
 ├── DocumentError
 │   ├── DocumentFailed         a rollout raised, or a request of it could not be answered
 │   ├── DocumentNotSerializable  a value in a document that cannot be kept or written
+│   ├── TooManyDeadLetters     more documents failed than max_dead_letters allows
 │   └── OutputFailed           a finished chunk could not be written or published
 ├── ServerError
 │   ├── ServerStartFailed      never became ready; holds the command, the exit code and the log's tail
-│   ├── ServerDied             was ready, and is gone
+│   ├── ServerDied             was ready, is gone, and may not be restarted once more
 │   └── ServerRefused          401, 403, 404: no request of this run can succeed
 └── RequestError
     ├── RequestRejected        400, 413, 422: this request can never succeed; kept in the request cache
-    └── RequestFailed          given up after every retry; asked for again by the next run
+    ├── RequestFailed          given up after every retry; asked for again by the next run
+    └── RequestPoisoned        kills the server: it did so alone, after several deaths it had a part in
 
 What a rollout sees are datatrove's own ``InferenceError`` and ``ServerError``, whose ``error`` attribute holds one
 of these. This module imports nothing, so every room may import it.
@@ -50,6 +53,10 @@ class CheckpointLocked(CheckpointError):
     """Another process holds this rank's checkpoint."""
 
 
+class Fenced(CheckpointLocked):
+    """Another process has taken this rank over since this one started. This one writes nothing more."""
+
+
 class StorageFailed(CheckpointError):
     """The disk refused an effect. Nothing that was saved before is lost; the same command resumes."""
 
@@ -66,6 +73,10 @@ class DocumentNotSerializable(DocumentError):
     """A document holds a value that can be neither kept in the journal nor written."""
 
 
+class TooManyDeadLetters(DocumentError):
+    """More documents became dead letters than the user allows: something is wrong with all of them."""
+
+
 class OutputFailed(DocumentError):
     """A finished chunk could not be written to the output folder. Its journal is kept."""
 
@@ -79,7 +90,7 @@ class ServerStartFailed(ServerError):
 
 
 class ServerDied(ServerError):
-    """The server was ready and is gone."""
+    """The server was ready and is gone; inside a run that means: more often than ``server_max_restarts`` allows."""
 
 
 class ServerRefused(ServerError):
@@ -107,3 +118,7 @@ class RequestRejected(RequestError):
 
 class RequestFailed(RequestError):
     """A request was given up after its last retry."""
+
+
+class RequestPoisoned(RequestError):
+    """A request that was in flight at several deaths of servers, and then killed one that had nothing else to do."""

@@ -28,7 +28,8 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
-from datatrove_ckpt.errors import CkptError, DocumentFailed, RequestFailed, RequestRejected, ServerError
+from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError
+from datatrove_ckpt.failures import Failures
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.source import DocumentSource, Read
@@ -45,7 +46,7 @@ class Checkpoint(Protocol):
     tally: Tally
     on_change: Callable[[], None]
 
-    def admit(self, fingerprint: str, position: dict[str, Any] | None = None) -> Place | None: ...
+    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = ...) -> Place | None: ...
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
     def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
     def finish(self, place: Place, finished: Finished) -> None: ...
@@ -60,6 +61,7 @@ class Checkpoint(Protocol):
 class Observer(Protocol):
     """Is told what happens, for stats and progress."""
 
+    def serving(self) -> None: ...
     def answered(self, completion: Completion) -> None: ...
     def request_failed(self) -> None: ...
     def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None: ...
@@ -76,7 +78,7 @@ class Generation:
         connect: Connect,
         observer: Observer,
         metadata_key: str,
-        skip_bad_requests: bool,
+        failures: Failures,
     ) -> None:
         self.rollout_fn = rollout_fn
         self.config = config
@@ -84,7 +86,7 @@ class Generation:
         self.observer = observer
         self._connect = connect
         self._metadata_key = metadata_key
-        self._skip_bad_requests = skip_bad_requests
+        self._failures = failures
         self._rollouts = config.rollouts_per_document
         self._places = asyncio.Semaphore(config.max_concurrent_documents or 1)
         self._needed = asyncio.Event()
@@ -99,6 +101,8 @@ class Generation:
         self.client: asyncio.Future[CompletionClient] = loop.create_future()
         self._change: asyncio.Future[None] = loop.create_future()
         self.checkpoint.on_change = lambda: _call_soon(loop, self._changed)
+        if self.checkpoint.resumed.interrupted:
+            self._needed.set()  # the server loads its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
             tasks = [background.create_task(self._serve()), background.create_task(self._watch_checkpoint())]
             async with asyncio.TaskGroup() as documents:
@@ -113,7 +117,7 @@ class Generation:
         await source.skip(self.checkpoint.resumed)
         async for batch in source.batches():
             for read in batch:
-                place = self.checkpoint.admit(read.fingerprint)
+                place = self.checkpoint.admit(read.fingerprint, read.position)
                 if place is None:
                     continue
                 self._needed.set()
@@ -127,6 +131,7 @@ class Generation:
         # Not before something is to be asked: a finished rank, or one without documents, loads no model.
         await self._needed.wait()
         async with self._connect() as (client, watch):
+            self.observer.serving()
             self.client.set_result(client)
             await watch()
 
@@ -163,20 +168,17 @@ class Generation:
         requests = [Requests(self, answers, index) for index in range(self._rollouts)]
         try:
             results = await self._run_rollouts(document, requests)
+            answers.raise_fatal()
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a rollout that made None of its own cancellation drops no document
+            kept = [result for result in results if result is not None]
+            document.metadata[self._metadata_key] = kept
+            data = encode(document) if kept else b"null"
         except Exception as error:
             answers.raise_fatal()
-            rejected = _rejection(error)
-            if rejected is None or not self._skip_bad_requests:
-                raise _document_failed(document, place, error) from error
-            return self._finished(read, place, "dead", dead_letter(document, place, rejected), requests)
-        answers.raise_fatal()
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError  # a rollout that made None of its own cancellation drops no document
-        kept = [result for result in results if result is not None]
-        if not kept:
-            return self._finished(read, place, "dropped", b"null", requests)
-        document.metadata[self._metadata_key] = kept
-        return self._finished(read, place, "written", encode(document), requests, len(kept))
+            letter = self._failures.letter_or_raise(read, place, error, [request.last_hash for request in requests])
+            return self._finished(read, place, "dead", letter, requests)
+        return self._finished(read, place, "written" if kept else "dropped", data, requests, len(kept))
 
     async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[Any]:
         if len(requests) == 1:
@@ -235,6 +237,7 @@ class Requests:
 
     def __init__(self, generation: Generation, answers: _Answers, rollout_idx: int) -> None:
         self.count = 0
+        self.last_hash = ""
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self._generation = generation
@@ -255,7 +258,7 @@ class Requests:
             body = orjson.dumps(payload, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
         except TypeError as error:
             raise InferenceError(None, error, payload=payload) from error
-        digest = payload_hash(body)
+        self.last_hash = digest = payload_hash(body)
         key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
         self._occurrences[digest] += 1
         self.count += 1
@@ -274,7 +277,7 @@ class Requests:
             generation.observer.request_failed()
             await self._keep(key, Answer(None, f"{error.status} {error.body}"))
             raise InferenceError(None, error, payload=payload) from error
-        except RequestFailed as error:
+        except (RequestFailed, RequestPoisoned) as error:
             generation.observer.request_failed()
             raise InferenceError(None, error, payload=payload) from error
         except ServerError as error:
@@ -306,31 +309,6 @@ def _to_json(completion: Completion) -> bytes:
             "reasoning": completion.reasoning,
         }
     )
-
-
-def _rejection(error: BaseException | None) -> RequestRejected | None:
-    """The refused request an error comes from, whatever the rollout wrapped it in."""
-    while error is not None:
-        if isinstance(error, RequestRejected):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _document_failed(document: Document, place: Place, error: Exception) -> CkptError:
-    if isinstance(error, CkptError):
-        return error
-    cause = error.error if isinstance(error, InferenceError) else error
-    text = str(cause) if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {cause}"
-    return DocumentFailed(
-        f"Document {document.id!r} (number {place.ordinal} of this rank) failed: {text}. What other documents got is "
-        "saved; mend the cause and run the same command again."
-    )
-
-
-def dead_letter(document: Document, place: Place, error: RequestRejected) -> bytes:
-    """A line of dead_letters.jsonl, without its line break."""
-    return orjson.dumps({"ordinal": place.ordinal, "id": str(document.id), "error": str(error)})
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:

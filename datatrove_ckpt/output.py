@@ -14,6 +14,7 @@ import copy
 import gzip
 import io
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,16 +80,18 @@ class ChunkOutput:
     Args:
         writer: the user's, never opened itself.
         scratch: where files for a remote output folder are staged.
+        prefix: before the chunk index in files' names.
     """
 
-    def __init__(self, writer: DiskWriter, rank: int, scratch: Path) -> None:
+    def __init__(self, writer: DiskWriter, rank: int, scratch: Path, prefix: str = "") -> None:
+        self._prefix = prefix
         self._writer = writer
         self._rank = rank
         self._target: _Target
         if writer.output_folder.is_local():
             self._target = _LocalFolder(Path(writer.output_folder.resolve_paths("")).absolute(), rank)
         else:
-            self._target = _RemoteFolder(writer.output_folder, scratch / "staging")
+            self._target = _RemoteFolder(writer.output_folder, scratch / "staging" / _owner())
 
     def prepare(self) -> None:
         """Removes what earlier lives staged and never published, and makes the staging folder.
@@ -96,13 +99,13 @@ class ChunkOutput:
         Raises:
             StorageFailed: the output folder cannot be written, which is better known before anything is paid for.
         """
-        files.disk.remove_tree(self._target.staging)
+        files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging)
 
     def finish(self) -> None:
         """Removes the staging folder, once nothing will be staged any more."""
-        files.disk.remove_tree(self._target.staging)
-        files.disk.remove_dir(self._target.staging.parent)
+        files.disk.remove_tree(self._target.staging.parent)
+        files.disk.remove_dir(self._target.staging.parent.parent)
 
     def write_chunk(self, chunk_index: int, documents: Iterator[Finished]) -> list[OutputFile]:
         """Steps 2 and 3 of a commit.
@@ -128,7 +131,7 @@ class ChunkOutput:
         for finished in documents:
             document = decode(finished.document)
             try:
-                writer.write(document, rank=self._rank, chunk_index=f"{chunk_index:05d}")
+                writer.write(document, rank=self._rank, chunk_index=f"{self._prefix}{chunk_index:05d}")
             except CkptError:
                 raise
             except Exception as error:
@@ -232,6 +235,11 @@ def _compressed(file: Any, filename: str, compression: str | None) -> Any:
     return fsspec.compression.compr[compression](file, mode="wb")
 
 
+def _owner() -> str:
+    """A folder of its own for each process: one that lost its rank to another must not touch what that one stages."""
+    return secrets.token_hex(4)
+
+
 @dataclass
 class _Target:
     staging: Path
@@ -245,7 +253,7 @@ class _Target:
 
 class _LocalFolder(_Target):
     def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder / STAGING / f"{rank:05d}")
+        super().__init__(folder / STAGING / f"{rank:05d}" / _owner())
         self._folder = folder
 
     def publish(self, staged: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import multiprocess
 from loguru import logger
 from tqdm import tqdm
 
@@ -97,6 +98,6 @@ class Progress:
             self._bar.close()
 
 
-def wants_bar(world_size: int) -> bool:
-    """Bars of several tasks would overwrite each other."""
-    return world_size == 1 and sys.stderr.isatty()
+def wants_bar() -> bool:
+    """On a terminal, unless this is one of several workers, whose bars would overwrite each other."""
+    return sys.stderr.isatty() and multiprocess.parent_process() is None

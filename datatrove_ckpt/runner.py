@@ -7,11 +7,11 @@ the user's settings and nothing else; everything a rank needs is made in ``run``
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from datatrove.data import Document
 from datatrove.io import get_datafolder
@@ -22,11 +22,14 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.dead_letters import Retry
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.failures import Failures, OnDocumentError
 from datatrove_ckpt.generation import Generation
-from datatrove_ckpt.identity import run_identity
-from datatrove_ckpt.inference.client import CompletionClient
-from datatrove_ckpt.inference.server import make_server
+from datatrove_ckpt.identity import code_identity, run_identity
+from datatrove_ckpt.inference.link import follow
+from datatrove_ckpt.inference.nodes import Nodes
+from datatrove_ckpt.inference.pool import connect
 from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
 from datatrove_ckpt.progress import Progress, wants_bar
 from datatrove_ckpt.source import DocumentSource
@@ -54,6 +57,11 @@ class InferenceRunner(PipelineStep):
         metadata_key: where the results go in the document's metadata.
         skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 422) becomes a dead letter,
             instead of stopping the rank.
+        on_document_error: "stop" the rank when a rollout raises or a request cannot be answered, or make the document
+            a "dead_letter" and go on. A request that kills servers is a dead letter either way.
+        max_dead_letters: the rank stops when more documents than this have failed. None: no limit.
+        retry_dead_letters: process the dead letters of earlier runs instead of the input, into output files of their
+            own. The rank must be finished.
         sync_seconds: how many seconds of answers a power loss may cost. kill -9 costs none.
         retry_errors: ask again where an earlier run got a permanent error.
         accept_changes: go on with a checkpoint that was made with other settings, and record that in its run.json.
@@ -75,6 +83,9 @@ class InferenceRunner(PipelineStep):
         records_per_chunk: int = 6000,
         metadata_key: str = "rollout_results",
         skip_bad_requests: bool = False,
+        on_document_error: OnDocumentError = "stop",
+        max_dead_letters: int | None = None,
+        retry_dead_letters: bool = False,
         sync_seconds: float = 1.0,
         retry_errors: bool = False,
         accept_changes: bool = False,
@@ -86,6 +97,10 @@ class InferenceRunner(PipelineStep):
             raise ConfigError(f"records_per_chunk: records_per_chunk must be positive; it is {records_per_chunk}.")
         if not sync_seconds >= 0:
             raise ConfigError(f"sync_seconds: must be >= 0; it is {sync_seconds}.")
+        if on_document_error not in get_args(OnDocumentError):
+            raise ConfigError(f"on_document_error: {on_document_error!r} is not one of stop, dead_letter.")
+        if checkpoints_local_dir is None and (on_document_error != "stop" or retry_dead_letters):
+            raise ConfigError("on_document_error: dead letters are kept with checkpoints; set checkpoints_local_dir.")
         check_writer(output_writer, checkpoints=checkpoints_local_dir is not None)
         self.rollout_fn = rollout_fn
         self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
@@ -95,9 +110,13 @@ class InferenceRunner(PipelineStep):
         self.records_per_chunk = records_per_chunk
         self.metadata_key = metadata_key
         self.skip_bad_requests = skip_bad_requests
+        self.on_document_error = on_document_error
+        self.max_dead_letters = max_dead_letters
+        self.retry_dead_letters = retry_dead_letters
         self.sync_seconds = sync_seconds
         self.retry_errors = retry_errors
         self.accept_changes = accept_changes
+        self._code_when_made = code_identity(rollout_fn, shared_context)
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
         """Processes every document of ``data``; returning means that all of them are in the output.
@@ -106,36 +125,59 @@ class InferenceRunner(PipelineStep):
             CkptError: see errors.py. What was finished is saved; the same call resumes.
         """
         check_rank_in_template(self.output_writer, world_size)
+        nodes = Nodes.from_environment()
+        if nodes.rank > 0:  # the first node reads and writes
+            asyncio.run(follow(self.config, rank, nodes))
+            return
         with self.track_time(unit="total"):
-            checkpoint, output = self._checkpoint(rank, world_size)
-            checkpoint.open()
-            completed = False
-            try:
-                if output is not None:
-                    output.clean()
-                progress = Progress(
-                    self.stat_update, checkpoint.tally, self.config.metric_interval, wants_bar(world_size)
-                )
-                asyncio.run(self._run(data or [], rank, checkpoint, progress))
-                completed = True
-            except BaseExceptionGroup as group:
-                error = _first(group)
-                raise error from error.__cause__
-            finally:
-                checkpoint.close(completed)
-            checkpoint.raise_failure()
-            if output is not None:
-                output.finish()
-            self._say_done(rank, checkpoint, progress)
+            if self.checkpoints_local_dir is None:
+                self._process(data or [], rank, Uncheckpointed(self.output_writer, rank, self.records_per_chunk), None)
+            elif not self.retry_dead_letters:
+                root = Path(self.checkpoints_local_dir).absolute()
+                self._process(data or [], rank, *self._checkpoint(root, rank, world_size))
+            else:
+                self._retry(rank, world_size)
 
-    def _checkpoint(self, rank: int, world_size: int) -> tuple[Any, ChunkOutput | None]:
-        if self.checkpoints_local_dir is None:
-            return Uncheckpointed(self.output_writer, rank, self.records_per_chunk), None
-        root = Path(self.checkpoints_local_dir).absolute()
-        output = ChunkOutput(self.output_writer, rank, root / f"{rank:05d}")
+    def _retry(self, rank: int, world_size: int) -> None:
+        root = Path(self.checkpoints_local_dir or "").absolute()
+        retry = Retry.next(root, rank)
+        if retry is None:
+            logger.info(f"Rank {rank}: there are no dead letters to retry.")
+            return
+        checkpoint, output = self._checkpoint(retry.root, rank, world_size, retry.prefix)
+        self._process(retry.documents(), rank, checkpoint, output)
+
+    def _process(self, data: Iterable[Document], rank: int, checkpoint: Any, output: ChunkOutput | None) -> None:
+        checkpoint.open()
+        if not checkpoint.has_locks:
+            logger.warning(
+                f"{self.checkpoints_local_dir} has no working file locks: start no second process for rank {rank}. One "
+                "that is started all the same takes the rank over, and this one stops before its next write."
+            )
+        completed = False
+        try:
+            if output is not None:
+                output.prepare()
+            progress = Progress(self.stat_update, checkpoint.tally, self.config.metric_interval, wants_bar())
+            asyncio.run(self._generate(data, rank, checkpoint, progress))
+            completed = True
+        except BaseExceptionGroup as group:
+            error = _first(group)
+            raise error from error.__cause__
+        finally:
+            checkpoint.close(completed)
+        checkpoint.raise_failure()
+        if output is not None:
+            output.finish()
+        self._say_done(rank, checkpoint, progress)
+
+    def _checkpoint(
+        self, root: Path, rank: int, world_size: int, prefix: str = ""
+    ) -> tuple[CheckpointManager, ChunkOutput]:
+        output = ChunkOutput(self.output_writer, rank, root / f"{rank:05d}", prefix)
         identity = run_identity(
-            self.rollout_fn,
-            self.shared_context,
+            code_identity(self.rollout_fn, self.shared_context),
+            self._code_when_made,
             self.config,
             self.output_writer,
             self.records_per_chunk,
@@ -154,14 +196,17 @@ class InferenceRunner(PipelineStep):
         )
         return manager, output
 
-    async def _run(self, data: Iterable[Document], rank: int, checkpoint: Any, progress: Progress) -> None:
+    async def _generate(self, data: Iterable[Document], rank: int, checkpoint: Any, progress: Progress) -> None:
         point = checkpoint.resumed
         if not point.is_fresh:
             logger.info(
                 f"Resuming: {checkpoint.tally.read} documents are done, {len(point.journals)} chunks are unfinished, "
                 f"{len(point.cached)} documents have answers waiting."
             )
-        source = DocumentSource(data)
+        failures = Failures(
+            self.on_document_error, self.skip_bad_requests, checkpoint.tally.dead, self.max_dead_letters
+        )
+        source = DocumentSource(data, failures.keep_as_read)
         reporter = asyncio.create_task(progress.report())
         try:
             with self._inference_timer(), self._shared() as shared:
@@ -169,24 +214,16 @@ class InferenceRunner(PipelineStep):
                     rollout_fn=partial(self.rollout_fn, **shared),
                     config=self.config,
                     checkpoint=checkpoint,
-                    connect=partial(self._connect, rank),
+                    connect=partial(connect, self.config, rank),
                     observer=progress,
                     metadata_key=self.metadata_key,
-                    skip_bad_requests=self.skip_bad_requests,
+                    failures=failures,
                 )
                 await generation.run(source)
         finally:
             reporter.cancel()
             progress.close()
             source.close()
-
-    @asynccontextmanager
-    async def _connect(self, rank: int) -> AsyncIterator[tuple[CompletionClient, Callable[[], Awaitable[None]]]]:
-        async with (
-            make_server(self.config, rank) as server,
-            CompletionClient(self.config, server.urls, server.api_key) as client,
-        ):
-            yield client, server.watch
 
     @contextmanager
     def _shared(self) -> Iterator[dict[str, Any]]:

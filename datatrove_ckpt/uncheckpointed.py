@@ -27,6 +27,7 @@ class Uncheckpointed:
     """Writes finished documents in a thread of its own, in the order in which they finish."""
 
     def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int) -> None:
+        self.has_locks = True  # it needs none
         self.resumed = ResumePoint()
         self.tally = Tally()
         self.on_change: Callable[[], None] = lambda: None
@@ -52,7 +53,7 @@ class Uncheckpointed:
         else:
             self._abandon()
 
-    def admit(self, fingerprint: str, position: dict[str, Any] | None = None) -> Place | None:
+    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> Place | None:
         place = Place(self._admitted, self._admitted // self._records_per_chunk, cached=False)
         self._admitted += 1
         return place

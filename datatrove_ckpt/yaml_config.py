@@ -35,9 +35,10 @@ from datatrove_ckpt.errors import ConfigError
 
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig",
+    "datatrove_ckpt.readers": "IpcReader JsonlReader ParquetReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout chat",
     "datatrove.executor": "LocalPipelineExecutor SlurmPipelineExecutor RayPipelineExecutor",
-    "datatrove.pipeline.readers": "CSVReader HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader WarcReader",
+    "datatrove.pipeline.readers": "CSVReader HuggingFaceDatasetReader WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter ParquetWriter",
     "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter FastTextClassifierFilter "
     "FineWebQualityFilter GopherQualityFilter GopherRepetitionFilter LambdaFilter LanguageFilter RegexFilter "

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, StorageFailed
+from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 # A chunk that waits for one slow document keeps its journal open, and there may be as many such chunks as documents
 # in work. Far below every default limit on open files, far above what a sane records_per_chunk needs.
@@ -126,9 +126,15 @@ class Disk:
 
     # made of effects -----------------------------------------------------------------------------------------
 
-    def append(self, path: Path, data: bytes) -> None:
-        """Adds ``data`` at the end of the file, which is made if it is missing."""
-        self.write(self._descriptor(path), data, path)
+    def append(self, path: Path, data: bytes) -> int:
+        """Adds ``data`` at the end of the file, which is made if it is missing; returns where it starts.
+
+        Where locks do not work, a process that was fenced off may have added something since the last time; so the
+        place is asked for, not reckoned.
+        """
+        fd = self._descriptor(path)
+        self.write(fd, data, path)
+        return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
 
     def make_dirs(self, path: Path) -> None:
         """Makes the folder and its missing parents, all of which survive power loss."""
@@ -137,6 +143,13 @@ class Disk:
         self.make_dirs(path.parent)
         self.make_dir(path)
         self.sync_dir(path.parent)
+
+    def detach(self, path: Path) -> None:
+        """The file becomes a copy of itself: another process that has it open writes to what nobody reads."""
+        if path.exists():
+            with explained("read", path):
+                data = path.read_bytes()
+            self.replace(path, data)
 
     def replace(self, path: Path, data: bytes) -> None:
         """The file holds ``data`` from here on, or what it held before; never a mixture."""
@@ -192,10 +205,12 @@ class AppendFile:
         self._unsynced_name = True
         self._unsynced_data = self.size > 0
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes) -> int:
+        """Returns the offset at which ``data`` starts."""
         self._unsynced_data = True
-        disk.append(self.path, data)
-        self.size += len(data)
+        offset = disk.append(self.path, data)
+        self.size = offset + len(data)
+        return offset
 
     def sync(self) -> None:
         """Does nothing when nothing was appended since the last time."""
@@ -242,13 +257,15 @@ class HashedFile(io.RawIOBase):
 class Lock:
     """An exclusive lock on a rank's folder, held by this process until ``release`` or its end, however it ends.
 
+    ``works`` is False on a file system without locks, where only the fence (``identity.py``) keeps two processes apart.
+
     Raises:
         CheckpointLocked: another process holds it; the message names its host and pid.
-        CheckpointError: the file system has no working locks.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.works = True
         self._fd = self._acquire()
         holder = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
         with explained("write to", path):
@@ -261,10 +278,6 @@ class Lock:
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A holder removes the file when its rank is finished. A lock on the removed file locks nobody out.
-                if self._is_current(fd):
-                    return fd
-                os.close(fd)
             except BlockingIOError:
                 holder = os.pread(fd, 1000, 0).decode(errors="replace") or "unknown"
                 os.close(fd)
@@ -272,12 +285,12 @@ class Lock:
                     f"Another process works on this rank: {holder} holds {self.path}. "
                     "Wait for it to end, or stop it, and run the same command again."
                 ) from None
-            except OSError as error:
-                os.close(fd)
-                raise CheckpointError(
-                    f"Could not lock {self.path}: {error.strerror}. Two processes writing one rank lose data; "
-                    "put checkpoints_local_dir on a file system with working locks (a local disk, for instance)."
-                ) from error
+            except OSError:
+                self.works = False
+            # A holder removes the file when its rank is finished. A lock on the removed file locks nobody out.
+            if self._is_current(fd):
+                return fd
+            os.close(fd)
 
     def _is_current(self, fd: int) -> bool:
         try:

@@ -1,71 +1,146 @@
-"""One run, one identity: what a checkpoint was made with, in ``run.json``.
+"""One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, made by the caller; this module only keeps and compares it.
+The identity is a flat dict of plain JSON values, made by the caller; this module keeps and compares it.
+
+The owner is the process that started last. Each start takes the next fencing number, and a process that finds another
+owner's in the file stops before it writes anything more. Locks (``files.Lock``) keep a second process from starting
+at all; the fence is for where they do not: file systems without locks, and clusters that give a lost node's job to
+another one while the old process still runs. Between a look at the fence and the write that follows there are
+microseconds in which both may write; each would write whole, valid lines and files.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
+import secrets
+import socket
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 
 FORMAT = 1
 """Version of everything in a rank's folder."""
 
 
-def check_identity(folder: Path, identity: dict[str, Any], accept_changes: bool = False) -> None:
-    """Writes ``run.json`` on the first start, compares it on every other.
+class Fence:
+    """This process's claim on a rank. See ``Claim``."""
 
-    ``accept_changes``: a difference is recorded in ``run.json``, with the time, instead of refused.
+    def __init__(self, path: Path, owner: dict[str, Any]) -> None:
+        self._path = path
+        self._owner = owner
+        self._seen = self._stamp()
+
+    def check(self, thorough: bool = False) -> None:
+        """Looks whether this process is still the owner: a microsecond, or, ``thorough``, an open and a read.
+
+        Raises:
+            Fenced: another process has started since.
+        """
+        # A network file system may keep attributes for seconds; opening a file asks for them again.
+        if not thorough and self._stamp() == self._seen:
+            return
+        with files.explained("read", self._path):
+            owner = orjson.loads(self._path.read_bytes()).get("owner", {})
+        if owner != self._owner:
+            raise Fenced(
+                f"Another process has taken over {self._path.parent}: {owner.get('host')} pid {owner.get('pid')}, "
+                f"start number {owner.get('fence')}; this one, number {self._owner['fence']}, writes nothing more. "
+                "What it saved before is kept."
+            )
+        self._seen = self._stamp()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """A failure of the disk may be the new owner's doing: it removes what the old one staged."""
+        if isinstance(error, StorageFailed):
+            try:
+                self.check(thorough=True)
+            except Fenced as fenced:
+                return fenced
+            except StorageFailed:
+                pass
+        return error
+
+    def _stamp(self) -> tuple[int, int]:
+        with files.explained("look at", self._path):
+            status = self._path.stat()
+        return status.st_ino, status.st_mtime_ns
+
+
+class Claim:
+    """An identity that fits the folder; ``take`` makes this process the rank's owner.
+
+    ``accept_changes``: a difference is recorded, with the time, instead of refused.
 
     Raises:
         CheckpointMismatch: the checkpoint belongs to another run; the message names each field with both values.
         CheckpointCorrupt: ``run.json`` cannot be read.
     """
-    path = folder / "run.json"
-    # Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0.
-    new = orjson.loads(orjson.dumps({"format": FORMAT, **identity}))
-    if path.exists():
-        _check(path, new, accept_changes)
-        return
+
+    def __init__(self, folder: Path, identity: dict[str, Any], accept_changes: bool = False) -> None:
+        self._path = folder / "run.json"
+        # Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0.
+        self._identity = orjson.loads(orjson.dumps({"format": FORMAT, **identity}))
+        self._fence = 0
+        self._accepted: list[dict[str, Any]] = []
+        self.is_first = not self._path.exists()
+        """No process has ever owned the rank."""
+        if not self.is_first:
+            old = _read(self._path)
+            self._fence = old.pop("owner", {}).get("fence", 0)
+            self._accepted = old.pop("accepted_changes", [])
+            self._accepted += _changes(folder, old, self._identity, accept_changes)
+        else:
+            _refuse_foreign(folder)
+
+    def take(self) -> Fence:
+        """Writes ``run.json``; a process that owned the rank before finds that out before its next write."""
+        owner = {
+            "fence": self._fence + 1,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "nonce": secrets.token_hex(8),
+        }
+        kept = {**self._identity, "owner": owner}
+        if self._accepted:
+            kept["accepted_changes"] = self._accepted
+        files.disk.replace(self._path, orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        return Fence(self._path, owner)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read ({error}). Restore it from a copy.") from error
+    return content
+
+
+def _refuse_foreign(folder: Path) -> None:
     foreign = [name for name in ("commits.jsonl", "replay.sqlite3", "chunk_00000.jsonl") if (folder / name).exists()]
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no run.json: another program made it (datatrove's own "
             "InferenceRunner?). Choose another checkpoints_local_dir."
         )
-    _write(path, new)
 
 
-def _write(path: Path, identity: dict[str, Any]) -> None:
-    files.disk.replace(path, orjson.dumps(identity, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-
-
-def _check(path: Path, new: dict[str, Any], accept_changes: bool) -> None:
-    try:
-        old = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise CheckpointCorrupt(f"{path} cannot be read ({error}). Restore it from a copy.") from error
-    accepted = old.pop("accepted_changes", [])
+def _changes(folder: Path, old: dict[str, Any], new: dict[str, Any], accept: bool) -> list[dict[str, Any]]:
     changed = [name for name in dict.fromkeys([*old, *new]) if old.get(name, ...) != new.get(name, ...)]
-    if not changed:
-        return
-    if "format" in changed or not accept_changes:
+    if changed and ("format" in changed or not accept):
         lines = [f"  {name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed]
         raise CheckpointMismatch(
-            f"The checkpoint {path.parent} was made by another run:\n"
+            f"The checkpoint {folder} was made by another run:\n"
             + "\n".join(lines)
             + "\nGo on with the old settings, choose another checkpoints_local_dir (and output) for the new ones, or "
             "set accept_changes=True to mix the two."
         )
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    changes = [{"when": when, "field": name, "old": old.get(name), "new": new.get(name)} for name in changed]
-    _write(path, {**new, "accepted_changes": accepted + changes})
+    return [{"when": when, "field": name, "old": old.get(name), "new": new.get(name)} for name in changed]
 
 
 def _shown(identity: dict[str, Any], name: str) -> str:

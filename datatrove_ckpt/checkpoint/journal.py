@@ -87,27 +87,30 @@ class ChunkJournal:
         size = 0
         for line in read_lines(self.path):
             finished = Finished.from_body(line.body)
-            if self._has(finished.ordinal) or finished.ordinal < self.first_ordinal:
+            size = line.offset + line.length
+            known = self.recovered.get(finished.ordinal)
+            if known == finished.fingerprint:
+                continue  # a process that was fenced off finished it, too; the first one counts
+            if known is not None or finished.ordinal < self.first_ordinal:
                 raise CheckpointCorrupt(
                     f"{self.path}, at byte {line.offset}: document {finished.ordinal} does not belong there. "
                     "Restore the file from a copy, or remove the rank's folder to start this rank over."
                 )
             self._remember(finished.ordinal, line.offset, line.length)
             self.recovered[finished.ordinal] = finished.fingerprint
-            size = line.offset + line.length
         if self.path.exists() and self.path.stat().st_size > size:
             files.disk.truncate(self.path, size)
 
     def append(self, group: Iterable[Finished]) -> None:
         """One write for the whole group."""
-        lines = []
-        offset = self._file.size
+        ordinals, lines = [], []
         for finished in group:
-            line = finished.to_line()
-            self._remember(finished.ordinal, offset, len(line))
-            lines.append(line)
+            ordinals.append(finished.ordinal)
+            lines.append(finished.to_line())
+        offset = self._file.append(b"".join(lines))
+        for ordinal, line in zip(ordinals, lines, strict=True):
+            self._remember(ordinal, offset, len(line))
             offset += len(line)
-        self._file.append(b"".join(lines))
 
     def sync(self) -> None:
         self._file.sync()
@@ -127,10 +130,6 @@ class ChunkJournal:
 
     def remove(self) -> None:
         files.disk.remove(self.path)
-
-    def _has(self, ordinal: int) -> bool:
-        index = ordinal - self.first_ordinal
-        return 0 <= index < len(self._offsets) and self._offsets[index] >= 0
 
     def _remember(self, ordinal: int, offset: int, length: int) -> None:
         missing = ordinal - self.first_ordinal + 1 - len(self._offsets)

@@ -21,12 +21,12 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
-from datatrove_ckpt.checkpoint.identity import check_identity
+from datatrove_ckpt.checkpoint.identity import Claim
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, journal_path, recover, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, Storage
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
 
 # Chunks that wait to be published, beyond which admission waits: journals would pile up on the disk.
 MAX_PUBLISHING = 4
@@ -52,7 +52,8 @@ class _Chunk:
     read: int = 0
     finished: int = 0
     full: bool = False
-    position: dict[str, Any] | None = None
+    position: Callable[[], dict[str, Any] | None] = lambda: None
+    saved_position: dict[str, Any] | None = None
     last_input: str = ""
     tally: Tally = field(default_factory=Tally)
     dead_letters: list[bytes] = field(default_factory=list)
@@ -123,23 +124,51 @@ class CheckpointManager:
         self._lock = files.Lock(self.folder / "lock")
         with ExitStack() as undo:
             undo.callback(self._lock.release)
-            check_identity(self.folder, self._identity, self._accept_changes)
-            self._log = CommitLog(self.folder / "commits.jsonl")
-            self._cache = RequestCache(self.folder / "replay.sqlite3")
+            claim = Claim(self.folder, self._identity, self._accept_changes)
+            interrupted = (self.folder / "replay.sqlite3").exists()  # a rank that ends removes it
+            if self._lock.works and not claim.is_first:
+                # SQLite has a lock of its own: whoever holds that one is left in peace, too.
+                self._cache = RequestCache(self.folder / "replay.sqlite3")
+                self._fence = claim.take()
+            else:
+                self._fence = claim.take()
+                if not self._lock.works:
+                    self._detach()
+                self._cache = RequestCache(self.folder / "replay.sqlite3")
             undo.callback(self._cache.close)
+            self._log = CommitLog(self.folder / "commits.jsonl")
             if self._retry_errors:
                 self._cache.forget_errors()
             point = recover(self.folder, self._last_chunk_file, self._log, self._cache, self._records_per_chunk)
             self._dead_letters = files.AppendFile(self.folder / "dead_letters.jsonl")
             undo.pop_all()
+        point.interrupted = interrupted
         self.resumed = point
         self.tally.add(point.tally)
         self._next_chunk = self._unbroken = point.next_chunk
         self._next_ordinal = point.next_ordinal
-        self._storage = Storage(self._cache, self._journal, self._sync_seconds, lambda: self.on_change())
+        self._storage = Storage(
+            self._cache,
+            self._journal,
+            self._sync_seconds,
+            lambda: self.on_change(),
+            self._fence.check,
+            self._fence.explain,
+        )
         self._storage.start()
         self._publisher.start()
         return point
+
+    def _detach(self) -> None:
+        """Without locks, an earlier owner may still have these files open, until it looks at the fence."""
+        for path in sorted(self.folder.glob("chunk_*.jsonl")) + sorted(self.folder.glob("replay.sqlite3*")):
+            files.disk.detach(path)
+        files.disk.detach(self.folder / "commits.jsonl")
+
+    @property
+    def has_locks(self) -> bool:
+        """False: the file system has no locks, and only the fence keeps two processes apart."""
+        return self._lock.works
 
     def close(self, completed: bool = False) -> None:
         """Writes down what was handed over, and lets go. ``completed``: every document of the input is committed.
@@ -155,6 +184,8 @@ class CheckpointManager:
         try:
             if completed:
                 self._cache.remove()
+            elif isinstance(self.error, Fenced):
+                self._cache.abandon()
             else:
                 self._cache.close()
         finally:
@@ -163,8 +194,10 @@ class CheckpointManager:
 
     # the caller's side -----------------------------------------------------------------------------------------
 
-    def admit(self, fingerprint: str, position: dict[str, Any] | None = None) -> Place | None:
+    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> Place | None:
         """The place of the next document of the input; None if it is done already.
+
+        ``position`` gives the reader's state right after the document. It is called for the last one of a chunk.
 
         Raises:
             CheckpointMismatch: an earlier life finished another document at this place.
@@ -256,6 +289,7 @@ class CheckpointManager:
 
     def _fill(self, chunk: _Chunk) -> None:
         chunk.full = True
+        chunk.saved_position = chunk.position()
         self._current = None
         self._next_ordinal = chunk.first_ordinal + chunk.read
         self._close_if_complete(chunk)
@@ -297,6 +331,7 @@ class CheckpointManager:
         self._to_publish.put(chunk)
 
     def _commit(self, chunk: _Chunk, output: list[OutputFile]) -> None:
+        self._fence.check(thorough=True)
         if chunk.dead_letters:
             self._dead_letters.append(b"".join(chunk.dead_letters))
             self._dead_letters.sync()
@@ -306,7 +341,7 @@ class CheckpointManager:
                 first_ordinal=chunk.first_ordinal,
                 tally=chunk.tally,
                 files=output,
-                position=chunk.position,
+                position=chunk.saved_position,
                 last_input=chunk.last_input,
                 dead_letters_size=self._dead_letters.size,
             )
@@ -342,7 +377,7 @@ class CheckpointManager:
         except _Stopping:
             return
         except BaseException as error:  # whatever failed here must reach the event loop
-            self.error = error
+            self.error = self._fence.explain(error)
             self.on_change()
 
     def _written(self, chunk: _Chunk) -> Iterator[Finished]:
@@ -355,3 +390,5 @@ class CheckpointManager:
                 chunk.dead_letters.append(finished.document + b"\n")
             elif finished.outcome == "written":
                 yield finished
+        # The last moment before the caller publishes.
+        self._fence.check(thorough=True)

@@ -53,6 +53,8 @@ class ResumePoint:
     cached: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     dead_letters_size: int = 0
+    interrupted: bool = False
+    """An earlier life did not come to its end, so there is something left to do."""
 
     @property
     def is_fresh(self) -> bool:

@@ -8,6 +8,7 @@ writes the log on every commit and syncs it only now and then: a commit survives
 
 from __future__ import annotations
 
+import ctypes
 import sqlite3
 from collections.abc import Iterable
 from importlib import resources
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import xxhash
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 
 
 def payload_hash(payload: bytes) -> str:
@@ -63,6 +64,11 @@ class RequestCache:
             with files.explained("open", path):
                 self._connection = self._open()
         except StorageFailed as error:
+            if "database is locked" in str(error.__cause__):
+                raise CheckpointLocked(
+                    f"Another process works on this rank: it has {path} open. Wait for it to end, or stop it, and run "
+                    "the same command again."
+                ) from error
             if isinstance(error.__cause__, sqlite3.DatabaseError) and "not a database" in str(error.__cause__):
                 raise CheckpointCorrupt(
                     f"{path} is no SQLite database. Remove it (and its -wal file) and run the same command again: "
@@ -136,6 +142,14 @@ class RequestCache:
 
     def close(self) -> None:
         self._connection.close()
+
+    def abandon(self) -> None:
+        """Lets go of a database that another process owns by now.
+
+        Closing it, which its last reference does too, would write the log into the database under that process's
+        feet. So it is never closed: one reference more than anybody holds (Python 3.11 has no setting for it).
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
     def remove(self) -> None:
         """Closes the database and removes its files."""

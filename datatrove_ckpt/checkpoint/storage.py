@@ -32,7 +32,8 @@ class Storage:
     """Runs what is submitted, in order, in a thread of its own.
 
     ``journal(chunk_index)`` gives the journal a finished document goes to. ``on_change`` is called, in this thread,
-    after each group and when the thread fails.
+    after each group and when the thread fails. ``may_write`` raises when this process must not write any more,
+    and ``explain`` may know a better reason for a failure than the failure itself.
     """
 
     def __init__(
@@ -41,12 +42,16 @@ class Storage:
         journal: Callable[[int], ChunkJournal],
         sync_seconds: float,
         on_change: Callable[[], None],
+        may_write: Callable[[], None] = lambda: None,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
         self.error: BaseException | None = None
         self._cache = cache
         self._journal = journal
         self._sync_seconds = sync_seconds
         self._on_change = on_change
+        self._may_write = may_write
+        self._explain = explain
         self._queue: queue.SimpleQueue[tuple[int, Finished] | CachedRequest | Call | None] = queue.SimpleQueue()
         self._submitted = 0
         self._written = 0
@@ -97,7 +102,7 @@ class Storage:
                 self._on_change()
             self._sync()
         except BaseException as error:  # what failed here must reach the event loop, whatever it is
-            self.error = error
+            self.error = self._explain(error)
         self._on_change()
 
     def _work(self) -> bool:
@@ -133,6 +138,7 @@ class Storage:
     def _write(self, answers: list[CachedRequest], documents: dict[int, list[Finished]]) -> None:
         if not answers and not documents:
             return
+        self._may_write()
         if not self._has_unsynced:
             self._next_sync = time.monotonic() + self._sync_seconds
         if answers:

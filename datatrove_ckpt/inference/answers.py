@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 _NOT_AN_ENDING = (None, "abort", "error")
+_BUSY = (502, 503, 504, 529)
 _MAX_RETRY_AFTER = 120.0
 
 
@@ -32,12 +33,24 @@ class TryAgain(Exception):
     Attributes:
         retry_after: seconds the server asks us to wait.
         unreachable: the failure says something about the server, not about the request.
+        status: the HTTP status, 0 if none came.
     """
 
-    def __init__(self, cause: str, retry_after: float = 0.0, *, unreachable: bool = False) -> None:
+    def __init__(self, cause: str, retry_after: float = 0.0, *, unreachable: bool = False, status: int = 0) -> None:
         super().__init__(cause)
         self.retry_after = retry_after
         self.unreachable = unreachable
+        self.status = status
+
+    @property
+    def is_sound(self) -> bool:
+        """The server is well, and only asks for patience."""
+        return 400 <= self.status < 500
+
+    @property
+    def is_busy(self) -> bool:
+        """The server says that it has too much to do, or is not ready."""
+        return self.status in _BUSY
 
 
 def parse_chat(raw: bytes) -> Completion:

@@ -6,40 +6,49 @@
     408, 409, 425, 429, 5xx; refused, reset, torn connections;       tried again, at most request_max_attempts times
     timeouts; bodies that are no completion; no choices;             in all, then RequestFailed
     finish_reason null, "abort", "error"
+    the server we launched died, or hangs                            sent again, without using up an attempt
+    it died of this request alone, after two other deaths            RequestPoisoned
 
 Only the HTTP status decides, never words in a body: a body may quote the document, and documents say anything.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After says (at most 120 s).
 A sleeping request holds no slot. There is no task and no log line per request: about 0.1 ms of CPU each, which at
 thousands of requests per second is what the event loop has.
+
+An answer that comes from a server that is given up is thrown away, complete as it may look: servers that are told to
+stop have answered 200 with half a text.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from yarl import URL
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
-from datatrove_ckpt.inference.answers import Completion, TryAgain, parse_chat, parse_completion, parse_retry_after
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    RequestFailed,
+    RequestPoisoned,
+    RequestRejected,
+    ServerRefused,
+)
+from datatrove_ckpt.inference.answers import Completion, TryAgain, parse_chat, parse_completion
+from datatrove_ckpt.inference.keys import Key
+from datatrove_ckpt.inference.routing import Check, Request, Router, ServerLost, Target
+from datatrove_ckpt.inference.transport import needs_proxy, post, shown_url, under
 
-_RETRIED = frozenset({408, 409, 425, 429})
-_REFUSED = frozenset({401, 403, 404})
 _DEFAULT_TIMEOUT = 3600.0
 _CONNECT_TIMEOUT = 30.0
 _FIRST_BACKOFF = 0.5
 _MAX_BACKOFF = 30.0
-_SHOWN_BODY = 2000  # characters
 # Seconds a URL is passed over after its connection failed. Without it a dead server, which fails at once and so
 # always has the fewest requests in flight, would draw all requests to itself.
 _COOLDOWN = 5.0
@@ -47,8 +56,6 @@ _COOLDOWN = 5.0
 # into a closing connection is a failed attempt.
 _KEEPALIVE = 4.0
 _READ_BUFFER = 1 << 18
-# Above this size aiohttp warns about plain bytes and wants a stream that it can send in pieces.
-_STREAMED_SIZE = 1 << 20
 
 
 @dataclass(slots=True)
@@ -58,24 +65,16 @@ class ClientStats:
     Attributes:
         requests: attempts sent.
         retries: attempts that failed and were followed by another one.
+        resent: attempts that were lost with their server, and sent again.
         answers: completions received.
         in_flight: attempts under way now.
     """
 
     requests: int = 0
     retries: int = 0
+    resent: int = 0
     answers: int = 0
     in_flight: int = 0
-
-
-@dataclass(slots=True)
-class _Target:
-    """One server: where to post, and how busy it is."""
-
-    url: URL
-    headers: dict[str, str] = field(repr=False)
-    in_flight: int = 0
-    cools_until: float = 0.0
 
 
 class CompletionClient:
@@ -83,12 +82,13 @@ class CompletionClient:
 
     Args:
         config: timeouts, attempts, slots; ``use_chat`` chooses the path.
-        urls: base URLs, without /v1.
+        urls: base URLs, without /v1, of servers that are there to stay. Others come and go with ``up`` and ``died``.
         api_key: bearer token, or None.
         sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
 
     Attributes:
         stats: counters.
+        router: who is up, and who waits.
 
     Raises:
         ConfigError: a URL that cannot be used.
@@ -98,54 +98,78 @@ class CompletionClient:
         self,
         config: InferenceConfig,
         urls: list[str],
-        api_key: str | None,
+        api_key: Key | str | None,
         *,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.stats = ClientStats()
+        self.router = Router(config.max_concurrent_generations)
         self._config = config
         self._sleep = sleep
         self._parse = parse_chat if config.use_chat else parse_completion
-        self._slots = asyncio.Semaphore(config.max_concurrent_generations)
-        self._session: aiohttp.ClientSession | None = None
-        self._targets: list[_Target] = []
-        self.retarget(urls, api_key)
+        self._path = "v1/chat/completions" if config.use_chat else "v1/completions"
         self._proxied = config.server_type == "endpoint" and needs_proxy(urls)
-
-    def retarget(self, urls: list[str], api_key: str | None) -> None:
-        """Send all further attempts elsewhere: a restarted server has another port and another key."""
-        path = "v1/chat/completions" if self._config.use_chat else "v1/completions"
-        headers = {"Content-Type": "application/json"}
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
-        self._targets = [_Target(under(url, path), headers) for url in urls]
-        for target in self._targets:
-            if api_key and target.url.user is not None:
-                shown = shown_url(target.url)
-                raise ConfigError(f"endpoint_url: {shown} has credentials inside, and there is an API key too.")
+        self._fixed = urls
+        self._key = Key.wrap(api_key)
+        for url in urls:
+            if self._key is not None and under(url, "").user is not None:
+                raise ConfigError(
+                    f"endpoint_url: {shown_url(url)} has credentials inside, and there is an API key too."
+                )
 
     async def __aenter__(self) -> Self:
-        config = self._config
+        for url in self._fixed:
+            self.up(self.add(), url, self._key)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for target in self.router.targets:
+            target.up = False
+            await _close(target)
+
+    def add(self, check: Check | None = None) -> Target:
+        """A further target, not up yet.
+
+        Args:
+            check: see ``Check``; called after a failure that may mean that the server is dead.
+        """
+        target = Target(check)
+        self.router.targets.append(target)
+        return target
+
+    def up(self, target: Target, url: str, api_key: Key | None) -> None:
+        """From now on requests are sent to this URL. A restarted server has another port and another key."""
         timeout = aiohttp.ClientTimeout(
-            total=config.request_timeout or _DEFAULT_TIMEOUT, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT
+            total=self._config.request_timeout or _DEFAULT_TIMEOUT,
+            connect=_CONNECT_TIMEOUT,
+            sock_connect=_CONNECT_TIMEOUT,
         )
-        self._session = aiohttp.ClientSession(
+        # A session per server: it is closed with its server, and it holds the key, so that no call has to.
+        target.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
             cookie_jar=aiohttp.DummyCookieJar(),
+            headers=api_key.headers() if api_key is not None else None,
             timeout=timeout,
             read_bufsize=_READ_BUFFER,
             # A proxy in the environment is never meant for 127.0.0.1. For endpoints it is, but aiohttp then asks
             # the environment in a thread per request: only where a proxy applies.
             trust_env=self._proxied,
         )
-        return self
+        target.url = under(url, self._path)
+        target.up = True
+        self.router.admit()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+    def died(self, target: Target, cause: str) -> int:
+        """A server is gone, or will be killed now: what it has in flight is sent again. How many that are."""
+        return self.router.died(target, cause)
+
+    async def disconnect(self, target: Target) -> None:
+        """Close all connections to a server that has ``died``."""
+        while target.attempts:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # they were told to end, and do when it is their turn
+        await _close(target)
 
     async def complete(self, body: bytes) -> Completion:
         """The answer to one request.
@@ -155,124 +179,99 @@ class CompletionClient:
 
         Raises:
             RequestRejected: this request can never succeed.
-            ServerRefused: no request of this run can succeed.
+            RequestPoisoned: this request kills servers.
             RequestFailed: every attempt failed.
+            ServerRefused: no request of this run can succeed.
+            ServerDied: the server is gone for good.
         """
-        last = self._config.request_max_attempts
-        attempt = 1
+        request = Request()
+        failures = 0
         while True:
+            target = await self.router.acquire(request)
+            alone = request.is_suspect
             try:
-                async with self._slots:
-                    return await self._attempt(body)
+                return await self._attempt(target, request, body)
+            except ServerLost:
+                if alone and request.is_suspect:
+                    raise self._poisoned(request) from None
+                self.stats.resent += 1
+                continue
             except TryAgain as failure:
-                if attempt >= last:
-                    raise RequestFailed(
-                        f"Given up after {attempt} attempts (request_max_attempts={last}). Last cause: {failure}"
-                    ) from None
-                delay = max(failure.retry_after, _backoff(attempt))
-            attempt += 1
+                failures += 1
+                delay = self._delay(failure, failures)
+            finally:
+                self.router.release(target)
             self.stats.retries += 1
             await self._sleep(delay)
 
-    async def _attempt(self, body: bytes) -> Completion:
-        target = self._least_busy()
-        target.in_flight += 1
+    def _delay(self, failure: TryAgain, failures: int) -> float:
+        """Seconds until the next attempt.
+
+        Raises:
+            RequestFailed: there is none.
+        """
+        last = self._config.request_max_attempts
+        if failures >= last:
+            raise RequestFailed(
+                f"Given up after {failures} attempts (request_max_attempts={last}). Last cause: {failure}"
+            ) from None
+        return max(failure.retry_after, _backoff(failures))
+
+    def _poisoned(self, request: Request) -> RequestPoisoned:
+        self.router.explain(request)
+        deaths = request.deaths
+        return RequestPoisoned(
+            f"This request was in flight at {len(deaths)} deaths of its server, the last time with nothing else in "
+            f"flight. Last cause: {deaths[-1].cause}"
+        )
+
+    async def _attempt(self, target: Target, request: Request, body: bytes) -> Completion:
+        if not target.up:  # it died between the moment it was given to us and this one
+            raise ServerLost
+        attempt = target.begin(request)
         self.stats.in_flight += 1
         self.stats.requests += 1
         try:
-            answer = self._parse(await self._post(target, body))
-        except TryAgain as failure:
-            if failure.unreachable:
-                target.cools_until = time.monotonic() + _COOLDOWN
+            async with attempt.scope:
+                answer = await self._ask(target, body, attempt.began)
+        except (TimeoutError, TryAgain, CkptError):
+            if attempt.lost:
+                raise ServerLost from None
             raise
         finally:
-            target.in_flight -= 1
+            target.attempts.discard(attempt)
             self.stats.in_flight -= 1
+        if attempt.lost:
+            raise ServerLost
         self.stats.answers += 1
         return answer
 
-    def _least_busy(self) -> _Target:
-        if len(self._targets) == 1:
-            return self._targets[0]
-        now = time.monotonic()
-        return min(self._targets, key=lambda target: (target.cools_until > now, target.in_flight))
-
-    async def _post(self, target: _Target, body: bytes) -> bytes:
-        """The body of a 2xx answer.
-
-        Raises:
-            RequestRejected, ServerRefused, TryAgain: see the table above.
-        """
-        assert self._session is not None, "use the client as `async with CompletionClient(...)`"
-        data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
+    async def _ask(self, target: Target, body: bytes, began: float) -> Completion:
+        assert target.session is not None
         try:
-            async with self._session.post(
-                target.url, data=data, headers=target.headers, allow_redirects=False
-            ) as response:
-                if 200 <= response.status < 300:
-                    return await response.read()
-                raise await self._error(response, target)
-        except TimeoutError as error:
-            kind = "connect" if isinstance(error, aiohttp.ConnectionTimeoutError) else "answer"
-            raise TryAgain(f"no {kind} in time from {shown_url(target.url)}", unreachable=True) from None
-        except (aiohttp.ClientError, OSError) as error:
-            cause = f"{type(error).__name__} from {shown_url(target.url)}: {error}"
-            raise TryAgain(cause, unreachable=True) from None
-
-    async def _error(self, response: aiohttp.ClientResponse, target: _Target) -> TryAgain | CkptError:
-        status = response.status
-        text = await _error_text(response)
-        if status in _RETRIED or status >= 500:
-            wait = parse_retry_after(response.headers.get("Retry-After", ""))
-            return TryAgain(f"HTTP {status} from {shown_url(target.url)}: {text}", wait)
-        if status in _REFUSED or status < 400:
-            return ServerRefused(
-                f"{shown_url(target.url)} answered HTTP {status} for model {self._config.model_name_or_path!r}. "
-                f"{_hint(status)} The server says: {text or '(nothing)'}"
-            )
-        return RequestRejected(status, text)
+            raw = await post(target.session, target.url, body, self._config.model_name_or_path)
+            answer = self._parse(raw)
+            target.alive(began)
+            return answer
+        except (RequestRejected, ServerRefused):
+            target.alive(began)
+            raise
+        except TryAgain as failure:
+            if failure.is_sound:
+                target.alive(began)
+            if failure.unreachable:
+                target.cools_until = time.monotonic() + _COOLDOWN
+            if target.check is not None and not failure.is_sound:
+                await target.check(began, not failure.is_busy)
+            raise
 
 
-def under(base: str, path: str) -> URL:
-    """``path`` below the base URL, whose query string (some gateways want one) is kept.
-
-    Raises:
-        ConfigError: not a URL.
-    """
-    try:
-        url = URL(base)
-        return url.joinpath(*path.split("/")).with_query(url.query)
-    except ValueError as error:
-        raise ConfigError(f"endpoint_url: {base!r} is not a URL ({error}).") from None
-
-
-def shown_url(url: str | URL) -> str:
-    """The URL for people: without credentials and query string, which may hold secrets."""
-    return str(URL(url).with_user(None).with_query(None).with_fragment(None))
-
-
-def needs_proxy(urls: list[str]) -> bool:
-    """Whether the environment (HTTPS_PROXY, NO_PROXY and so on) names a proxy for one of the URLs."""
-    proxies = getproxies()
-    return any(URL(url).scheme in proxies and not proxy_bypass(URL(url).host or "") for url in urls)
-
-
-def _hint(status: int) -> str:
-    if status == 404:
-        return "Check model_name_or_path, endpoint_url (without /v1) and use_chat."
-    if status in (401, 403):
-        return "Check api_key or api_key_env, and that the key may use this model."
-    return "Redirects are not followed: give the final address in endpoint_url."
+async def _close(target: Target) -> None:
+    session, target.session = target.session, None
+    if session is not None:
+        await session.close()
 
 
 def _backoff(attempt: int) -> float:
     """Seconds to sleep after the ``attempt``-th failure; full jitter, so that waiting requests do not come at once."""
     return random.uniform(0, min(_MAX_BACKOFF, _FIRST_BACKOFF * 2.0 ** min(attempt - 1, 30)))
-
-
-async def _error_text(response: aiohttp.ClientResponse) -> str:
-    try:
-        raw = await response.read()
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return ""  # the status is known, and it alone decides
-    return raw[: 4 * _SHOWN_BODY].decode(errors="replace")[:_SHOWN_BODY]

@@ -41,7 +41,11 @@ _KNOWN: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
         (
             r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) argument"
             r"|arguments are required|ignored explicit argument|invalid \w+ value:",
-            Cause("The server does not know a flag or its value. Check model_kwargs against its --help.", True),
+            Cause(
+                "The server does not know a flag or its value. Check model_kwargs against its --help; a flag of ours "
+                "that an old version lacks is left out with model_kwargs {flag: null}.",
+                True,
+            ),
         ),
         (
             r"address already in use|errno 98\b|couldn't bind|could not bind|failed to bind",

@@ -12,8 +12,9 @@ from yarl import URL
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client import needs_proxy, shown_url, under
 from datatrove_ckpt.inference.interface import Server, wait_until_cancelled
+from datatrove_ckpt.inference.keys import Key
+from datatrove_ckpt.inference.transport import needs_proxy, shown_url, under
 
 # Nobody starts these servers for us, so a long wait helps nobody: seconds, at most.
 _WINDOW = 30.0
@@ -32,7 +33,7 @@ class ExternalServers(Server):
     def __init__(self, config: InferenceConfig) -> None:
         self.config = config
         self.urls = config.endpoint_urls
-        self.api_key = config.endpoint_api_key()
+        self.api_key = Key.wrap(config.endpoint_api_key())
 
     async def start(self) -> None:
         """Wait until one of the URLs answers GET /v1/models.
@@ -46,7 +47,7 @@ class ExternalServers(Server):
         window = min(_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
         deadline = time.monotonic() + window
         delay = _FIRST_DELAY
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers = self.api_key.headers() if self.api_key else None
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT, window))
         proxy = needs_proxy(self.urls)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=proxy) as session:

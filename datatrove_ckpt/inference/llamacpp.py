@@ -17,7 +17,8 @@ import sys
 from typing import Any
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.engines import API_KEY_VARIABLE, HOST, resolve_model_path
+from datatrove_ckpt.inference.engines import API_KEY_VARIABLE, HOST
+from datatrove_ckpt.inference.installed import resolve_model_path
 
 # llama.cpp's own levels: 2 is warnings and errors. At its default, 3, a log grows by a page per request.
 _WARNINGS = 2

@@ -10,12 +10,14 @@ A server can be started again after ``stop``: port and key are new then, so ``ur
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +31,9 @@ from datatrove_ckpt.inference.diagnosis import Cause, find_cause, read_log, repo
 from datatrove_ckpt.inference.endpoint import ExternalServers
 from datatrove_ckpt.inference.engines import HOST, EngineCommand, engine_command
 from datatrove_ckpt.inference.interface import Server, wait_until_cancelled
+from datatrove_ckpt.inference.keys import HiddenDict, Key
+from datatrove_ckpt.inference.nodes import ALONE, Nodes
+from datatrove_ckpt.inference.slots import Slot
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind minutes after we chose, and until then
 # no outgoing connection of any process can be given this port.
@@ -55,17 +60,33 @@ class InferenceServer(Server):
 
     Args:
         config: which engine, which model, how long to wait.
-        rank: names the log file.
+        rank, replica: name the log file.
+        slot: what it may use of the node.
+        nodes: the nodes that serve the model together, this one among them.
+        on_launch: called at each launch: the other nodes launch with us.
     """
 
-    def __init__(self, config: InferenceConfig, rank: int) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        rank: int,
+        replica: int = 0,
+        slot: Slot | None = None,
+        *,
+        nodes: Nodes = ALONE,
+        on_launch: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config = config
-        self.rank = rank
+        self.name = f"rank_{rank:05d}" + (f"_replica_{replica}" if config.replicas > 1 else "")
+        self.name += f"_node_{nodes.rank}" if nodes.count > 1 else ""
+        self._nodes = nodes
+        self._on_launch = on_launch
+        self._slot = slot or Slot()
         self.urls = []
         self.api_key = None
         self._process: asyncio.subprocess.Process | None = None
         self._leash: int | None = None
-        self._command = EngineCommand((), {})
+        self._command = EngineCommand((), HiddenDict())
         self._log_path: Path | None = None
         self._log_start = 0
 
@@ -97,50 +118,58 @@ class InferenceServer(Server):
         """
         await self.stop()
         try:
-            await self._launch()
+            await self.launch()
             await self._until_ready()
         except BaseException:
             await self.stop()  # cancelled or failed: either way no process and no file stays
             raise
 
-    async def _launch(self) -> None:
+    async def launch(self) -> None:
+        """Make the process. ``start`` does that and waits until it is ready."""
         port = free_port()
-        key = secrets.token_urlsafe(32)
+        key = Key(secrets.token_urlsafe(32))
         # Checks of files and packages, which may lie on a slow shared disk.
-        self._command = await asyncio.to_thread(engine_command, self.config, port, key)
+        self._command = await asyncio.to_thread(engine_command, self.config, port, key, self._nodes)
         self.api_key = key if self._command.takes_key else None
         self.urls = [f"http://{HOST}:{port}"]
         logger.info(f"starting {shown_command(self._command.argv)}")
         log = await asyncio.to_thread(self._open_log)
+        self._on_launch()
         leash_end, self._leash = os.pipe()
+        limit = self.config.server_start_timeout_sec
         try:
-            async with asyncio.timeout(self.config.server_start_timeout_sec):
+            async with asyncio.timeout(limit):
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guardian.__file__),
                     *("--stop-timeout", str(self.config.server_stop_timeout_sec), "--", *self._command.argv),
                     stdin=leash_end,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **self._command.env},
+                    env=self._environment(),
+                    pass_fds=self._slot.locks,  # held until the last process of the server is gone
                     start_new_session=True,  # Ctrl-C in the terminal is for the runner
                 )
         except TimeoutError:
-            limit = self.config.server_start_timeout_sec
-            raise _StartAttemptFailed(
-                f"No process could be made within server_start_timeout_sec={limit}.", None
-            ) from None
+            text = f"No process could be made within server_start_timeout_sec={limit}."
+            raise _StartAttemptFailed(text, None) from None
+        except OSError as error:
+            # Not passed on as it is: the frames it comes from hold the environment, and tracebacks show that.
+            raise _StartAttemptFailed(f"No process could be made: {error}", None) from None
         finally:
             os.close(leash_end)
             os.close(log)
 
+    def _environment(self) -> HiddenDict:
+        return HiddenDict({**os.environ, **self._slot.env, **self._command.env})
+
     def _open_log(self) -> int:
         """A file descriptor that appends to this rank's log."""
         if self.config.server_log_folder is None:
-            descriptor, name = tempfile.mkstemp(prefix=f"server_rank_{self.rank:05d}_", suffix=".log")
+            descriptor, name = tempfile.mkstemp(prefix=f"server_{self.name}_", suffix=".log")
             os.close(descriptor)
             self._log_path = Path(name)
         else:
-            self._log_path = Path(self.config.server_log_folder) / f"server_rank_{self.rank:05d}.log"
+            self._log_path = Path(self.config.server_log_folder) / f"server_{self.name}.log"
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._log_start = os.fstat(descriptor).st_size
@@ -169,7 +198,7 @@ class InferenceServer(Server):
         logger.info(f"{self.config.server_type} server ready on {self.url} after {time.monotonic() - began:.1f} s")
 
     async def _until_answer(self) -> None:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers = self.api_key.headers() if self.api_key else None
         delay = min(_FIRST_POLL, self.config.server_ready_delay_sec)
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
@@ -185,9 +214,13 @@ class InferenceServer(Server):
         assert self._log_path is not None
         log = read_log(self._log_path, self._log_start)
         if self.api_key:
-            log = log.replace(self.api_key, "***")
+            log = log.replace(self.api_key.reveal(), "***")
         cause = find_cause(exit_code, log)
         return report(what, self._command.argv, self._log_path, log, cause), cause
+
+    async def report(self, what: str) -> str:
+        """``what`` the server does wrong, with the command and the log's tail."""
+        return (await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", None))[0]
 
     async def watch(self) -> NoReturn:
         process = self._process
@@ -197,6 +230,13 @@ class InferenceServer(Server):
                 what = f"The {self.config.server_type} server died with exit code {code}."
                 raise ServerDied((await asyncio.to_thread(self._report, what, code))[0])
         await wait_until_cancelled()  # stopped on purpose: nothing to report, ever
+
+    async def kill(self) -> None:
+        """Stop it without giving it time to end by itself: it hangs, or is half dead."""
+        if self._leash is not None:
+            with contextlib.suppress(BrokenPipeError):  # its guardian is gone already
+                os.write(self._leash, guardian.AT_ONCE)
+        await self.stop()
 
     async def stop(self) -> None:
         process, self._process = self._process, None

@@ -22,6 +22,7 @@ class FakeServer:
             same payload always gets the same text.
         status: gives an HTTP status other than 200, or None, likewise.
         delay: gives seconds to wait before answering, likewise.
+        hold_after: so many requests are answered; later ones wait for ``release``.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class FakeServer:
         answer: Callable[[dict[str, Any], int], str] | None = None,
         status: Callable[[dict[str, Any], int], int | None] = lambda payload, times: None,
         delay: Callable[[dict[str, Any], int], float] = lambda payload, times: 0.0,
+        hold_after: int | None = None,
     ) -> None:
         self.asked: Counter[str] = Counter()
         """How often each payload was asked, by its last message or prompt."""
@@ -36,6 +38,8 @@ class FakeServer:
         self._answer = answer or (lambda payload, times: f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
         self._status = status
         self._delay = delay
+        self._hold_after = hold_after
+        self._released = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake server", daemon=True)
@@ -52,8 +56,14 @@ class FakeServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.release()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def release(self) -> None:
+        """Lets the requests go on that ``hold_after`` holds."""
+        self._hold_after = None
+        self._loop.call_soon_threadsafe(self._released.set)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -84,6 +94,8 @@ class FakeServer:
         times = self.asked[question]
         self.asked[question] += 1
         self.payloads.append(payload)
+        if self._hold_after is not None and len(self.payloads) > self._hold_after:
+            await self._released.wait()
         await asyncio.sleep(self._delay(payload, times))
         status = self._status(payload, times)
         if status is not None:

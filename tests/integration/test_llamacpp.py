@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +19,15 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.server import make_server
+from tests.real.faults import (
+    Fault,
+    Job,
+    Life,
+    check_fault,
+    check_killed_runner,
+    server_process,
+    terminate_server,
+)
 
 pytest.importorskip("xllamacpp")
 
@@ -83,3 +94,42 @@ def test_a_missing_gguf_is_one_clear_line() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("model_name_or_path: there is no file /nowhere.gguf")
     assert done.stderr.count("\n") == 1
+
+
+def job(folder: Path, too_long: int = 0, hang_timeout: float = 600.0) -> Job:
+    settings = {
+        "server_type": "llamacpp",
+        "model_name_or_path": GGUF,
+        "model_max_context": 256,
+        "use_chat": False,
+        "hang_timeout": hang_timeout,
+        "model_kwargs": {"threads": 1},
+        "server_stop_timeout_sec": 2.0,
+    }
+    return Job(folder, settings, documents=24, too_long=too_long, tokens=8, concurrency=8)
+
+
+def kill_server(process: Life) -> None:
+    os.kill(server_process(process), signal.SIGKILL)
+
+
+def stop_server(process: Life) -> None:
+    os.kill(server_process(process), signal.SIGSTOP)
+
+
+def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
+    letters = job(tmp_path, too_long=1)
+    letters.run()
+    letters.check("plain run", restarts=0)
+    assert "HTTP 400" in letters.dead_letters()["too-long-0"]
+
+
+@pytest.mark.parametrize("fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__)
+def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Path) -> None:
+    # Not less than any batch of answers takes on a busy machine, except where the hang is what is to be seen.
+    hang_timeout = 4.0 if fault is stop_server else 600.0
+    check_fault(job(tmp_path, hang_timeout=hang_timeout), fault.__name__, fault, after=9)
+
+
+def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=9)

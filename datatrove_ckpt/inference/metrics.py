@@ -1,0 +1,61 @@
+"""What an engine says about itself on /metrics, in Prometheus' text format: who runs, who waits, tokens so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import aiohttp
+
+# Per engine: running, waiting, and the counters that grow while it works (long prompts count, too).
+_NAMES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "vllm": (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
+    ),
+    "sglang": (
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+        ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
+    ),
+    "llamacpp": (
+        "llamacpp:requests_processing",
+        "llamacpp:requests_deferred",
+        ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One look at an engine. All of its data-parallel parts are added up."""
+
+    running: float
+    waiting: float
+    tokens: float
+
+
+def parse_metrics(server_type: str, text: str) -> Metrics | None:
+    """None when the text holds none of what we look for."""
+    running, waiting, tokens = _NAMES[server_type]
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in (running, waiting, *tokens):
+            value = line[line.rindex("}") + 1 :] if "}" in line else line[len(name) :]
+            found[name] = found.get(name, 0.0) + float(value.split()[0])
+    if not found:
+        return None
+    return Metrics(found.get(running, 0.0), found.get(waiting, 0.0), sum(found.get(name, 0.0) for name in tokens))
+
+
+async def read_metrics(session: aiohttp.ClientSession, url: str, server_type: str, seconds: float) -> Metrics | None:
+    """None when the engine has no metrics, or does not answer in time."""
+    if server_type not in _NAMES:
+        return None
+    try:
+        limit = aiohttp.ClientTimeout(total=seconds)
+        async with session.get(f"{url}/metrics", timeout=limit) as response:
+            return parse_metrics(server_type, await response.text()) if response.status == 200 else None
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        return None

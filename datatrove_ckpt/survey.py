@@ -1,0 +1,225 @@
+"""What every rank of a checkpoint left on disk: read, never changed, and also while a run is on.
+
+``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, in which dead letters were tried again; their
+output goes to the same folder. ``Rank.root`` says which of them a rank belongs to; "" is CHECKPOINTS itself.
+
+A run removes a rank's lock file and its request cache once every document of the input is committed. So a rank
+without either, and without a journal, is finished; any other is not. ``repair`` leaves the lock file behind: that is
+how a rank that has something to do again is told from one that is done.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import Commit, Tally, read_commits
+from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.lines import read_lines
+from datatrove_ckpt.checkpoint.recovery import journal_path
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+
+_BLOCK = 1 << 20
+_JOURNAL_NAME = re.compile(r"chunk_(\d{5,})\.jsonl")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's folder."""
+
+    root: str
+    number: int
+    folder: Path
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.root, self.number
+
+    @property
+    def commits_file(self) -> Path:
+        return self.folder / "commits.jsonl"
+
+    @property
+    def dead_letters_file(self) -> Path:
+        return self.folder / "dead_letters.jsonl"
+
+    @property
+    def last_chunk_file(self) -> Path:
+        return self.folder.parent / "last_chunk" / f"{self.number:05d}.txt"
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What ``run.json`` holds; nothing if there is none.
+
+        Raises:
+            CheckpointCorrupt: it cannot be read.
+        """
+        path = self.folder / "run.json"
+        if not path.exists():
+            return {}
+        try:
+            with files.explained("read", path):
+                found = orjson.loads(path.read_bytes())
+        except orjson.JSONDecodeError as error:
+            raise CheckpointCorrupt(f"{path} cannot be read ({error}). Restore it from a copy.") from error
+        if not isinstance(found, dict):
+            raise CheckpointCorrupt(f"{path} holds no JSON object. Restore it from a copy.")
+        if found.get("format") != FORMAT:
+            raise CheckpointCorrupt(f"{path} is of another version of this program. Use that version.")
+        return found
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of what ``run.json`` holds, the identity: what all ranks of a run have in common."""
+        return {name: value for name, value in self.identity.items() if name not in ("owner", "accepted_changes")}
+
+    def commits(self) -> dict[int, Commit]:
+        """The commits, by chunk index, in the order in which they came.
+
+        Raises:
+            CheckpointCorrupt: the log is damaged.
+        """
+        try:
+            with files.explained("read", self.commits_file):
+                return read_commits(self.commits_file)
+        except (KeyError, TypeError, ValueError) as error:  # whole lines, but not of this format
+            raise CheckpointCorrupt(
+                f"{self.commits_file} holds lines that another version of this program wrote ({error!r}). "
+                "Use that version."
+            ) from error
+
+    def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
+        """What lies between these places of the dead letters, in blocks."""
+        if end <= start or not self.dead_letters_file.exists():
+            return
+        with files.explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
+            file.seek(start)
+            while start < end and (block := file.read(min(_BLOCK, end - start))):
+                yield block
+                start += len(block)
+
+    def count_dead_letters(self, start: int, end: int) -> int:
+        """How many lie between these places."""
+        return sum(block.count(b"\n") for block in self.dead_letters(start, end))
+
+    def journals(self) -> list[int]:
+        """The chunks that have a journal."""
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _JOURNAL_NAME.fullmatch(path.name)))
+
+    def documents_in_journal(self, chunk_index: int) -> int:
+        """How many finished documents a journal holds; 0 if a run has just removed it.
+
+        Raises:
+            CheckpointCorrupt: the journal is damaged.
+        """
+        path = journal_path(self.folder, chunk_index)
+        try:
+            return sum(1 for _ in read_lines(path))
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def is_finished(self) -> bool:
+        open_ends = any((self.folder / name).exists() for name in ("lock", "replay.sqlite3"))
+        return (self.folder / "run.json").exists() and not open_ends and not self.journals()
+
+    def holder(self) -> dict[str, Any] | None:
+        """Host and pid of the process that works on this rank now; None if there is none."""
+        try:
+            fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            # Shared, and for microseconds: two that look at once do not see each other.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            return _holder(os.pread(fd, 1000, 0))
+        except OSError:  # no locks on this file system, so no run either
+            return None
+        finally:
+            os.close(fd)
+
+
+def _holder(content: bytes) -> dict[str, Any]:
+    try:
+        found = orjson.loads(content)
+    except orjson.JSONDecodeError:  # it has the lock, and is about to write its name
+        found = None
+    return found if isinstance(found, dict) else {"host": "unknown", "pid": None}
+
+
+def find_ranks(checkpoints: Path) -> list[Rank]:
+    """Every rank that has a folder, those of ``checkpoints`` itself first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = list(_ranks("", checkpoints))
+    for retry in sorted(checkpoints.glob("retry-*")):
+        found += _ranks(retry.name, retry)
+    if not found:
+        raise ConfigError(
+            f"{checkpoints} holds no checkpoint: there is no folder like 00000 in it. Give the folder that "
+            "checkpoints_local_dir names."
+        )
+    return found
+
+
+def _ranks(root: str, folder: Path) -> Iterable[Rank]:
+    if not folder.is_dir():
+        return []
+    numbers = sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"\d{5,}", path.name))
+    return [Rank(root, number, folder / f"{number:05d}") for number in numbers]
+
+
+@dataclass(slots=True)
+class Summary:
+    """One rank in a few numbers.
+
+    ``state``: "running", "finished", "unfinished", or "damaged" (see ``error``). ``tally`` and ``chunks``: what is
+    committed. ``journals``: how many documents the journal of each uncommitted chunk holds.
+    """
+
+    root: str
+    rank: int
+    state: str
+    chunks: int = 0
+    tally: Tally = field(default_factory=Tally)
+    journals: dict[int, int] = field(default_factory=dict)
+    last_commit: str | None = None
+    holder: dict[str, Any] | None = None
+    error: str | None = None
+
+
+def summarise(rank: Rank) -> tuple[Summary, dict[int, Commit]]:
+    """One rank in a few numbers, and the commits they come from."""
+    summary = Summary(rank.root, rank.number, "damaged", holder=rank.holder())
+    # The state is taken first: what a run finishes meanwhile is then unfinished, which is no problem, rather than lost.
+    state = "running" if summary.holder else "finished" if rank.is_finished else "unfinished"
+    try:
+        _ = rank.identity
+        journals = {index: rank.documents_in_journal(index) for index in rank.journals()}
+        commits = rank.commits()
+    except CheckpointCorrupt as error:
+        summary.error = str(error)
+        return summary, {}
+    summary.state = state
+    for commit in commits.values():
+        summary.tally.add(commit.tally)
+    summary.chunks = len(commits)
+    summary.journals = {index: number for index, number in journals.items() if index not in commits}
+    if commits:
+        changed = datetime.datetime.fromtimestamp(rank.commits_file.stat().st_mtime, datetime.UTC)
+        summary.last_commit = changed.isoformat(timespec="seconds")
+    return summary, commits

@@ -1,0 +1,170 @@
+"""Documents that fail: the rank stops, or they become dead letters that hold all a second try needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.cli import main
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, TooManyDeadLetters
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.jobs import ask, documents, runner
+
+BAD = {"id 1", "id 4"}
+
+
+async def fails_on_bad(document: Document, generate: Any) -> Any:
+    document.metadata["touched"] = True
+    result = await ask(document, generate)
+    if document.id in BAD:
+        raise RuntimeError(f"cannot make sense of {document.id}")
+    return result
+
+
+def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
+    path = folder / "checkpoints" / root / "00000" / "dead_letters.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ids(folder: Path, pattern: str = "*.jsonl") -> list[str]:
+    files = sorted((folder / "output").glob(pattern))
+    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
+
+
+def test_by_default_the_rank_stops_at_the_first_failure(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(DocumentFailed, match=r"'id 1' \(number 1 of this rank\) failed: RuntimeError: cannot make"):
+        runner(tmp_path, server, fails_on_bad).run(documents(6))
+
+
+def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, server: FakeServer) -> None:
+    step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
+    step.run(documents(6))
+    assert ids(tmp_path) == ["id 0", "id 2", "id 3", "id 5"]
+    assert [(letter["id"], letter["ordinal"], letter["attempts"]) for letter in letters(tmp_path)] == [
+        ("id 1", 1, 1),
+        ("id 4", 4, 1),
+    ]
+    letter = letters(tmp_path)[0]
+    assert letter["error"] == "RuntimeError: cannot make sense of id 1"
+    assert letter["kind"] == "RuntimeError"
+    assert "in fails_on_bad" in letter["traceback"]
+    assert letter["document"] == {"text": "text 1", "id": "id 1", "media": [], "metadata": {}}
+    assert len(letter["payload_hashes"]) == 1
+
+
+def test_a_result_that_cannot_be_kept_is_a_dead_letter_too(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return object()
+
+    runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(1))
+    assert letters(tmp_path)[0]["kind"] == "DocumentNotSerializable"
+
+
+def test_too_many_dead_letters_stop_the_rank(tmp_path: Path, server: FakeServer) -> None:
+    settings = {"on_document_error": "dead_letter", "max_dead_letters": 1}
+    with pytest.raises(TooManyDeadLetters, match=r"2 documents .* max_dead_letters=1 .*cannot make sense"):
+        runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
+
+
+def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"on_document_error": "dead_letter"}
+    runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
+    before = ids(tmp_path)
+    server.asked.clear()
+
+    monkeypatch.setattr("tests.integration.test_dead_letters.BAD", {"id 4"})
+    runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
+    assert ids(tmp_path, "00000_chunk_0*") == before
+    assert ids(tmp_path, "00000_chunk_retry1_*") == ["id 1"]
+    assert set(server.asked) == {"text 1", "text 4"}
+    assert [(x["ordinal"], x["attempts"]) for x in letters(tmp_path, "retry-00001")] == [(4, 2)]
+
+    monkeypatch.setattr("tests.integration.test_dead_letters.BAD", set())
+    runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
+    assert ids(tmp_path, "00000_chunk_retry2_*") == ["id 4"]
+    server.asked.clear()
+    runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
+    assert not server.asked, "nothing is left to retry"
+
+
+def test_a_rank_that_is_not_finished_is_not_retried(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(DocumentFailed):
+        runner(tmp_path, server, fails_on_bad).run(documents(6))
+    with pytest.raises(CheckpointMismatch, match="not finished"):
+        runner(tmp_path, server, fails_on_bad, retry_dead_letters=True).run([])
+
+
+def test_the_command_line_retries_finished_ranks_and_refuses_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "input").mkdir()
+    for task in range(2):
+        rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 3, task * 3 + 3)]
+        (tmp_path / "input" / f"{task}.jsonl").write_text("\n".join(rows))
+    refused = [True]
+    status = lambda payload, times: 400 if refused and payload["messages"][-1]["content"] == "text 4" else None  # noqa: E731
+    with FakeServer(status=status) as server:
+        (tmp_path / "job.yaml").write_text(
+            f"""
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: 2
+    workers: 1
+    logging_dir: {tmp_path}/logs
+    pipeline:
+      - {{class_path: JsonlReader, init_args: {{data_folder: {tmp_path}/input}}}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: chat
+          config: {{server_type: endpoint, endpoint_url: "{server.url}", model_name_or_path: fake}}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {{output_folder: {tmp_path}/output, output_filename: "${{rank}}_chunk_${{chunk_index}}.jsonl",
+                         compression: null}}
+          checkpoints_local_dir: {tmp_path}/checkpoints
+          skip_bad_requests: true
+"""
+        )
+        job = str(tmp_path / "job.yaml")
+        assert main(["run", job, "--retry-dead-letters"]) == 2
+        assert "2 of 2 ranks are not finished" in capsys.readouterr().err
+        assert main(["run", job]) == 0
+        assert "5 of 6 documents are in 2 files" in capsys.readouterr().out
+        refused.clear()
+        assert main(["run", job, "--retry-dead-letters", "--pipeline.1.retry_errors=true"]) == 0
+        assert "6 of 6 documents are in 3 files" in capsys.readouterr().out
+    assert ids(tmp_path, "*_retry1_*") == ["id 4"]
+
+
+def test_dead_letters_need_a_checkpoint(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(ConfigError, match="set checkpoints_local_dir"):
+        type(runner(tmp_path, server))(ask, runner(tmp_path, server).config, runner(tmp_path, server).output_writer,
+                                       on_document_error="dead_letter")  # fmt: skip
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("retrying", [False, True])
+def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
+    ram: Path, server: FakeServer, retrying: bool
+) -> None:
+    folder = ram / "job"
+    folder.mkdir()
+    settings: dict[str, Any] = {"on_document_error": "dead_letter"}
+    if retrying:
+        runner(folder, server, fails_on_bad, **settings).run(documents(6))
+
+    def life(folder: Path) -> None:
+        runner(folder, server, fails_on_bad, retry_dead_letters=retrying, **settings).run(documents(6))
+        if retrying:
+            # A retry that was interrupted is gone on with; one that is complete is followed by another.
+            assert [letter["attempts"] for letter in letters(folder, "retry-00001")] == [2, 2]
+        assert [letter["ordinal"] for letter in letters(folder)] == [1, 4]
+
+    assert_same_output_after_crash(life, folder, recoveries=False, torn=True)

@@ -1,0 +1,112 @@
+"""Two real processes for one rank: with locks the second is refused; without, it takes over and the first stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.testing import FakeServer
+
+JOB = """
+import fcntl, errno, os, sqlite3, sys
+folder, url, locks = sys.argv[1:]
+if locks == "none":
+    def flock(fd, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    fcntl.flock = flock
+elif locks == "local":
+    fcntl.flock = lambda fd, how: None  # each node sees only its own, of SQLite, too
+    connect = sqlite3.connect
+    sqlite3.connect = lambda path, **settings: connect(f"file:{path}?vfs=unix-none", uri=True, **settings)
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import CkptError, InferenceConfig, InferenceRunner
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+writer = JsonlWriter(folder + "/output", "${rank}_${chunk_index}.jsonl", compression=None)
+config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=4)
+runner = InferenceRunner(rollout, config, writer, checkpoints_local_dir=folder + "/checkpoints", records_per_chunk=5)
+try:
+    runner.run(Document(f"text {n}", f"id {n}") for n in range(60))
+except CkptError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.fixture
+def server() -> Any:
+    texts = lambda payload, times: f"answer {times} to {payload['messages'][-1]['content']}"  # noqa: E731
+    with FakeServer(texts, delay=lambda payload, times: 0.02, hold_after=12) as running:
+        yield running
+
+
+def start(folder: Path, server: FakeServer, locks: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", JOB, str(folder), server.url, locks]
+    return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+
+
+def until_asked(server: FakeServer, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while sum(server.asked.values()) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def assert_whole(folder: Path) -> None:
+    """Every document once, and each file the one its commit speaks of."""
+    commits = read_commits(folder / "checkpoints/00000/commits.jsonl").values()
+    found = []
+    for commit in sorted(commits, key=lambda commit: commit.chunk_index):
+        (file,) = commit.files
+        content = (folder / "output" / file.path).read_bytes()
+        assert len(content) == file.size
+        found += [json.loads(line)["id"] for line in content.splitlines()]
+    assert found == [f"id {number}" for number in range(60)]
+
+
+def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_path: Path, server: FakeServer) -> None:
+    first = start(tmp_path, server, "real")
+    until_asked(server, 12 + 4)
+    second = start(tmp_path, server, "real")
+    _, error = second.communicate(timeout=30)
+    assert second.returncode == 1
+    assert "CheckpointLocked: Another process works on this rank" in error
+    assert f'"host":"{os.uname().nodename}","pid":{first.pid}' in error
+    server.release()
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == 0, error
+    assert_whole(tmp_path)
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.parametrize("locks", ["none", "local"])
+@pytest.mark.parametrize("asleep", [True, False], ids=["stopped", "running"])
+def test_without_locks_the_process_that_started_first_stops_before_it_writes_anything_more(
+    tmp_path: Path, server: FakeServer, locks: str, asleep: bool
+) -> None:
+    first = start(tmp_path, server, locks)
+    until_asked(server, 12 + 4)
+    if asleep:
+        os.kill(first.pid, signal.SIGSTOP)  # a node that was lost, and comes back later
+    second = start(tmp_path, server, locks)
+    until_asked(server, 12 + 4 + 4)  # it has taken over, and asks
+    server.release()
+    os.kill(first.pid, signal.SIGCONT)
+    _, first_error = first.communicate(timeout=60)
+    _, second_error = second.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "Fenced: Another process has taken over" in first_error
+    assert f"pid {second.pid}" in first_error
+    assert second.returncode == 0, second_error
+    assert_whole(tmp_path)

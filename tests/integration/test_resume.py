@@ -1,0 +1,220 @@
+"""Where a resumed run goes on: by seeking, where readers can, else by counting; never at a wrong place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.readers import JsonlReader as CountingReader
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentFailed
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.jobs import ask, runner
+
+NUMBER = 20
+
+
+@pytest.fixture
+def folder(ram: Path) -> Path:
+    """Three files of documents, below an empty job."""
+    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(NUMBER)]
+    (ram / "job" / "input").mkdir(parents=True)
+    for index, part in enumerate((rows[:9], rows[9:10], rows[10:])):
+        (ram / "job" / "input" / f"{index}.jsonl").write_text("\n".join(part) + "\n")
+    return ram / "job"
+
+
+def read(
+    folder: Path, reader: Any = JsonlReader, step: Any = None, counter: list[str] | None = None
+) -> Iterator[Document]:
+    data = reader(str(folder / "input"), add_file_path=False).run()
+    data = step(data) if step else data
+    for document in data:
+        if counter is not None:
+            counter.append(document.id)
+        yield document
+
+
+class StopsAt:
+    """A rollout that fails at one document until it is told otherwise."""
+
+    def __init__(self, bad: str, folder: Path | None = None) -> None:
+        self.state = {"bad": bad}
+        self.folder = folder
+
+    async def __call__(self, document: Document, generate: Any) -> Any:
+        if document.id == self.state["bad"]:
+            while self.folder and not committed(self.folder):
+                await asyncio.sleep(0.001)
+            raise RuntimeError("as asked")
+        return await ask(document, generate)
+
+
+def interrupted(folder: Path, server: FakeServer, data: Iterator[Document], bad: str = "id 15") -> Any:
+    """A step whose first life ended at a document."""
+    rollout = StopsAt(bad, folder)
+    step = runner(folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1})
+    with pytest.raises(DocumentFailed):
+        step.run(data)
+    rollout.state["bad"] = ""
+    return step
+
+
+def committed(folder: Path) -> int:
+    """How many documents lie in the unbroken run of commits; everything beyond is read again."""
+    commits = read_commits(folder / "checkpoints" / "00000" / "commits.jsonl")
+    return max((commit.next_ordinal for commit in commits.values()), default=0)
+
+
+def ids(folder: Path) -> list[str]:
+    return [
+        json.loads(line)["id"]
+        for path in sorted((folder / "output").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+
+
+def drop_odd(data: Iterator[Document]) -> Iterator[Document]:
+    yield from (document for document in data if int(document.id.split()[1]) % 2 == 0)
+
+
+def in_batches(data: Iterator[Document]) -> Iterator[Document]:
+    """A filter that reads ahead."""
+    batch = []
+    for document in data:
+        batch.append(document)
+        if len(batch) == 3:
+            yield from batch
+            batch = []
+    yield from batch
+
+
+@pytest.mark.parametrize("step", [None, drop_odd, in_batches])
+def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
+    folder: Path, server: FakeServer, log: list[str], step: Any
+) -> None:
+    again = interrupted(folder, server, read(folder, step=step), "id 14")
+    done = committed(folder)
+    seen: list[str] = []
+    again.run(read(folder, step=step, counter=seen))
+    assert done >= 4
+    assert seen[0] == f"id {2 * done if step is drop_odd else done}"
+    expected = [f"id {index}" for index in range(NUMBER) if step is not drop_odd or index % 2 == 0]
+    assert ids(folder) == expected
+    assert set(server.asked.values()) == {1}
+    assert any("Went on after" in line for line in log)
+
+
+def test_a_plain_reader_counts_and_one_line_says_what_that_costs(
+    folder: Path, server: FakeServer, log: list[str]
+) -> None:
+    again = interrupted(folder, server, read(folder, CountingReader))
+    done = committed(folder)
+    again.run(read(folder, CountingReader))
+    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
+    (line,) = [line for line in log if "cannot seek" in line]
+    assert f"Read past {done} documents" in line
+    assert "datatrove_ckpt.readers" in line
+
+
+@pytest.mark.parametrize(("first", "second"), [(JsonlReader, CountingReader), (CountingReader, JsonlReader)])
+def test_readers_may_be_exchanged_between_lives(folder: Path, server: FakeServer, first: Any, second: Any) -> None:
+    again = interrupted(folder, server, read(folder, first))
+    again.run(read(folder, second))
+    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
+    assert set(server.asked.values()) == {1}
+
+
+def reverse_pairs(data: Iterator[Document]) -> Iterator[Document]:
+    for first in data:
+        second = next(data, None)
+        yield from ([second, first] if second else [first])
+
+
+def twice(data: Iterator[Document]) -> Iterator[Document]:
+    for document in data:
+        yield document
+        yield document
+
+
+@pytest.mark.parametrize("step", [reverse_pairs, twice])
+def test_documents_that_do_not_come_in_order_are_counted(
+    folder: Path, server: FakeServer, log: list[str], step: Any
+) -> None:
+    undisturbed = [document.id for document in read(folder, step=step)]
+    again = interrupted(folder, server, read(folder, step=step))
+    again.run(read(folder, step=step))
+    assert ids(folder) == undisturbed
+    assert any("reorders documents, or makes several of one" in line for line in log)
+
+
+def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Path, server: FakeServer) -> None:
+    def last_first_again(data: Iterator[Document]) -> Iterator[Document]:
+        kept = list(data)
+        yield from [*kept, kept[0]]
+
+    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(500)]
+    (folder / "input" / "3.jsonl").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match="a position that was saved is wrong"):
+        runner(folder, server, records_per_chunk=4).run(read(folder, step=last_first_again))
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "sorts first", "grown", "new at the end"])
+def test_an_input_that_changed_is_refused_or_continued(folder: Path, server: FakeServer, change: str) -> None:
+    again = interrupted(folder, server, read(folder))
+    files = folder / "input"
+    new = json.dumps({"id": "new", "text": "new"}) + "\n"
+    if change == "removed":
+        (files / "0.jsonl").unlink()
+    elif change == "replaced":
+        (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
+    elif change == "sorts first":
+        (files / "!.jsonl").write_text(new)
+    elif change == "grown":
+        (files / "2.jsonl").write_text((files / "2.jsonl").read_text() + new)
+    else:
+        (files / "3.jsonl").write_text(new)
+    if change in ("grown", "new at the end"):
+        again.run(read(folder))
+        assert ids(folder) == [*(f"id {index}" for index in range(NUMBER)), "new"]
+        assert set(server.asked.values()) == {1}
+    else:
+        before = ids(folder)
+        with pytest.raises(CheckpointMismatch, match=r"\.jsonl"):
+            again.run(read(folder))
+        assert ids(folder) == before
+
+
+@pytest.mark.timeout(200)
+def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder: Path, server: FakeServer) -> None:
+    def life(folder: Path) -> None:
+        runner(folder, server, records_per_chunk=8).run(read(folder))
+
+    assert_same_output_after_crash(life, folder, recoveries=False)
+
+
+def test_wherever_it_stops_it_goes_on_there(ram: Path, server: FakeServer) -> None:
+    """Many short lives, each ended at another document, by seeking and by counting in turn."""
+    chance = random.Random(5)
+    job = ram / "job"
+    (job / "input").mkdir(parents=True)
+    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(200)]
+    (job / "input" / "0.jsonl").write_text("\n".join(rows))
+    rollout = StopsAt("")
+    step = runner(job, server, rollout, records_per_chunk=7, config={"max_concurrent_generations": 3})
+    for bad in sorted(chance.sample(range(200), 12)):
+        rollout.state["bad"] = f"id {bad}"
+        with pytest.raises(CkptError, match="as asked"):
+            step.run(read(job, chance.choice([JsonlReader, CountingReader])))
+    rollout.state["bad"] = ""
+    step.run(read(job))
+    assert ids(job) == [f"id {index}" for index in range(200)]
+    assert max(server.asked.values()) <= 3, "asked again only what was in flight when a life ended"

@@ -1,0 +1,616 @@
+"""Servers that die, hang and come back, while requests run: nothing is lost, nothing wrong is kept, nobody is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import CkptError, RequestFailed, RequestPoisoned, ServerDied, ServerStartFailed
+from datatrove_ckpt.inference import pool, replica, server
+from datatrove_ckpt.inference.answers import Completion
+from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.pool import ServerPool
+
+# An engine that does what a prompt says. It notes each prompt in ./asked, and its own id in ./engines when it starts.
+# Without an HTTP library, whose import would take most of the time of these tests.
+ENGINE = """
+import asyncio, json, os, pathlib, signal, sys
+here = pathlib.Path.cwd()
+gate = here / "gate"
+sick = 200
+draining = False
+async def serve(reader, writer):
+    try:
+        while True:
+            head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
+            size = int(head.partition("content-length:")[2].split()[0]) if "content-length" in head else 0
+            body = await reader.readexactly(size)
+            status, answer = (await complete(json.loads(body))) if head.startswith("post") else (sick, {})
+            data = json.dumps(answer).encode()
+            writer.write(b"HTTP/1.1 %d X\\r\\nContent-Length: %d\\r\\n\\r\\n" % (status, len(data)) + data)
+            await writer.drain()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+def first_time(what):
+    if (here / what).exists():
+        return False
+    (here / what).touch()
+    return True
+async def complete(payload):
+    global sick
+    question = payload["messages"][0]["content"]
+    with (here / "asked").open("a") as asked:
+        asked.write(f"{os.getpid()} {question}\\n")
+    if question == "die" or (question == "die once" and first_time("died")):
+        os._exit(41)
+    if question == "sick once" and first_time("was sick"):
+        sick = 500
+    if question == "deaf once" and first_time("was deaf"):
+        listener.close()
+        await asyncio.Event().wait()
+    while question.startswith("wait") and not gate.exists():
+        await asyncio.sleep(0.01)
+    if sick != 200 or (draining and question.startswith("new")):
+        return 500, {"error": "EngineDeadError"}
+    message = {"content": f"{os.getpid()} says {question}"}
+    return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {}}
+async def drain():
+    global draining
+    draining = True
+    while not gate.exists():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    os._exit(0)
+async def main():
+    global listener
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(drain()))
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    listener = await asyncio.start_server(serve, "127.0.0.1", port)
+    with (here / "engines").open("a") as engines:
+        engines.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\\n")
+    print("serving", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
+    monkeypatch.setattr(replica, "_FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(replica, "_PROBE_INTERVAL", 0.1)
+    monkeypatch.setattr(replica, "_PROBE_PAUSE", 0.02)
+    monkeypatch.setattr(replica, "_DRAIN_MARGIN", 0.0)
+    (tmp_path / "engine.py").write_text(ENGINE)
+
+
+def config(**settings: Any) -> InferenceConfig:
+    """One attempt per request: what is sent again because of a server must not use any up."""
+    settings = {"request_max_attempts": 1, "server_start_max_retries": 0, "server_stop_timeout_sec": 2.0, **settings}
+    return InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **settings)
+
+
+class Run:
+    """A pool of servers, and what was asked of it."""
+
+    def __init__(self, client: CompletionClient, servers: ServerPool) -> None:
+        self.client = client
+        self.servers = servers
+
+    def ask(self, question: str) -> asyncio.Task[Completion]:
+        body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
+        return asyncio.create_task(self.client.complete(body))
+
+    async def texts(self, tasks: list[asyncio.Task[Completion]]) -> list[str]:
+        return [completion.text.partition(" says ")[2] for completion in await asyncio.gather(*tasks)]
+
+
+@asynccontextmanager
+async def running(settings: InferenceConfig) -> AsyncIterator[Run]:
+    async with CompletionClient(settings, [], None) as client, ServerPool(settings, 0, client) as servers:
+        yield Run(client, servers)
+
+
+def asked() -> Counter[str]:
+    return Counter(line.partition(" ")[2] for line in lines("asked")) if Path("asked").exists() else Counter()
+
+
+def engines() -> list[int]:
+    return [int(line.split()[0]) for line in lines("engines")]
+
+
+def lines(name: str) -> list[str]:
+    return Path(name).read_text().splitlines()
+
+
+def open_gate() -> None:
+    """Let the engines answer what begins with "wait"."""
+    Path("gate").touch()
+
+
+def break_engine() -> None:
+    Path("engine.py").write_text("import sys; sys.exit('out of luck')")
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """For what other processes write into files: there is no event for that."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def play(script: Callable[[Run], Any], **settings: Any) -> None:
+    async def run() -> None:
+        async with running(config(**settings)) as started:
+            await script(started)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
+    async def script(run: Run) -> None:
+        tasks = [run.ask(f"wait {n}") for n in range(3)]
+        await until(lambda: sum(asked().values()) == 3)
+        os.kill(engines()[0], signal.SIGKILL)
+        await until(lambda: not run.client.router.targets[0].up)
+        late = run.ask("late")  # waits while there is no server
+        await until(lambda: len(engines()) == 2)
+        open_gate()
+        assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
+        assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
+        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 3, 0)
+
+    play(script)
+
+
+def test_a_server_that_is_stopped_hangs_and_is_restarted() -> None:
+    async def script(run: Run) -> None:
+        tasks = [run.ask(f"wait {n}") for n in range(3)]
+        await until(lambda: sum(asked().values()) == 3)
+        os.kill(engines()[0], signal.SIGSTOP)
+        open_gate()
+        assert await run.texts(tasks) == ["wait 0", "wait 1", "wait 2"]
+        assert run.servers.restarts == 1
+        assert not is_alive(engines()[0])
+
+    began = time.monotonic()
+    play(script, hang_timeout=0.8)
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_answers_now_and_then_does_not_hang() -> None:
+    async def script(run: Run) -> None:
+        slow = run.ask("wait")
+        for number in range(6):
+            await run.ask(f"quick {number}")
+            await asyncio.sleep(0.1)
+        open_gate()
+        await slow
+        assert run.servers.restarts == 0
+
+    play(script, hang_timeout=0.4)
+
+
+def test_a_dead_engine_behind_a_living_process_is_restarted() -> None:
+    async def script(run: Run) -> None:
+        assert await run.texts([run.ask("sick once")]) == ["sick once"]
+        assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
+
+    play(script)
+
+
+def test_a_server_that_takes_no_more_connections_is_dead_though_it_keeps_the_old_ones_open() -> None:
+    async def script(run: Run) -> None:
+        assert await run.texts([run.ask("deaf once")]) == ["deaf once"]
+        assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
+
+    play(script)
+
+
+def test_a_server_that_was_told_to_stop_may_refuse_what_is_new_and_call_itself_healthy() -> None:
+    async def script(run: Run) -> None:
+        running = run.ask("wait")
+        await until(lambda: bool(asked()))
+        os.kill(engines()[0], signal.SIGTERM)
+        refused = [run.ask(f"new {n}") for n in range(3)]
+        await until(lambda: sum(asked().values()) == 4)
+        open_gate()
+        assert (await running).text == f"{engines()[0]} says wait"  # it ends what it has begun
+        assert await run.texts(refused) == ["new 0", "new 1", "new 2"]
+        assert (run.client.stats.resent, run.client.stats.retries) == (3, 0)
+
+    play(script)
+
+
+def test_a_failure_of_a_living_server_uses_up_an_attempt() -> None:
+    Path("engine.py").write_text(ENGINE.replace("if sick != 200", "if True"))
+
+    async def script(run: Run) -> None:
+        with pytest.raises(RequestFailed, match="EngineDeadError"):
+            await run.ask("hello")
+        assert run.servers.restarts == 0
+
+    play(script, server_stop_timeout_sec=0.1)
+
+
+def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_PROBE_TIMEOUT", 0.2)
+
+    async def script(run: Run) -> None:
+        task = run.ask("wait")
+        await until(lambda: bool(asked()))
+        os.kill(engines()[0], signal.SIGSTOP)
+        await until(lambda: len(engines()) == 2)
+        open_gate()
+        assert (await task).text.endswith("says wait")
+
+    play(script, request_timeout=1.0)
+
+
+def test_a_poisonous_request_is_found_and_the_others_are_answered() -> None:
+    async def script(run: Run) -> None:
+        others = [run.ask(f"wait {n}") for n in range(10)]
+        await until(lambda: sum(asked().values()) == 10)
+        poison = run.ask("die")
+        with pytest.raises(RequestPoisoned, match="3 deaths of its server"):
+            await poison
+        open_gate()
+        assert sorted(await run.texts(others)) == sorted(f"wait {n}" for n in range(10))
+        assert asked()["die"] == 3
+        assert run.servers.restarts == 3
+
+    play(script)
+
+
+def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:
+    async def script(run: Run) -> None:
+        break_engine()
+        waiting = run.ask("die once")
+        with pytest.raises(ServerDied) as caught:
+            await run.servers.watch()
+        text = str(caught.value)
+        assert "was started again 2 times within 3600 s, and died again (server_max_restarts=2)" in text
+        assert "out of luck" in text
+        for task in (waiting, run.ask("too late")):
+            with pytest.raises(ServerDied, match="out of luck"):
+                await task
+
+    play(script, server_max_restarts=2)
+
+
+def test_restarts_of_long_ago_do_not_count() -> None:
+    async def script(run: Run) -> None:
+        for number in range(3):
+            os.kill(engines()[-1], signal.SIGKILL)
+            await until(lambda count=number + 2: len(engines()) == count)
+        assert await run.texts([run.ask("still here")]) == ["still here"]
+        assert run.servers.restarts == 3
+
+    play(script, server_max_restarts=1, server_restart_window_sec=0.001)
+
+
+def test_without_restarts_the_first_death_ends_the_run() -> None:
+    async def script(run: Run) -> None:
+        os.kill(engines()[0], signal.SIGKILL)
+        with pytest.raises(ServerDied, match="exit code 137"):
+            await run.servers.watch()
+
+    play(script, server_max_restarts=0)
+
+
+# replicas --------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_share_the_work_on_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+
+    async def script(run: Run) -> None:
+        tasks = [run.ask(f"wait {n}") for n in range(6)]
+        await until(lambda: sum(asked().values()) == 6)
+        shares = Counter(line.split()[0] for line in lines("asked"))
+        assert list(shares.values()) == [3, 3]
+        assert sorted(line.split()[1] for line in lines("engines")) == ["4,5", "6,7"]
+        open_gate()
+        await run.texts(tasks)
+
+    play(script, replicas=2, tp=2, server_log_folder="logs")
+    names = sorted(path.name for path in Path("logs").iterdir())
+    assert names == ["server_rank_00000_replica_0.log", "server_rank_00000_replica_1.log"]
+
+
+def test_the_work_of_a_dead_replica_goes_to_the_others_while_it_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_FIRST_BACKOFF", 60.0)  # it does not come back in time
+
+    async def script(run: Run) -> None:
+        tasks = [run.ask(f"wait {n}") for n in range(4)]
+        await until(lambda: sum(asked().values()) == 4)
+        dead, alive = engines()
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: sum(asked().values()) == 6)
+        open_gate()
+        assert {(await task).text.split()[0] for task in tasks} == {str(alive)}
+        assert run.client.stats.resent == 2
+
+    play(script, replicas=2)
+
+
+def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
+    async def script(run: Run) -> None:
+        for pid in engines():
+            os.kill(pid, signal.SIGKILL)
+            if pid == engines()[0]:
+                await until(lambda: any("goes on without this server, with 1 of 2" in line for line in log))
+                await run.ask("still here")
+        with pytest.raises(ServerDied):
+            await run.servers.watch()
+
+    play(script, replicas=2, server_max_restarts=0)
+
+
+def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+    first = "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
+    (tmp_path / "engine.py").write_text(first + ENGINE)
+
+    async def start() -> None:
+        with pytest.raises(ServerStartFailed, match="second"):
+            async with running(config(replicas=2)):
+                pass
+
+    asyncio.run(start())
+    if Path("engines").exists():
+        assert not any(is_alive(pid) for pid in engines())
+
+
+# the engine's own queue ------------------------------------------------------------------------------------------
+
+# A vLLM that works on 8 requests at a time, and notes how many more wait each time that one ends.
+FAKE_VLLM = f"""#!{sys.executable}
+import asyncio, random, sys
+from aiohttp import web
+places, waiting, running = asyncio.Semaphore(8), 0, 0
+async def complete(request):
+    global waiting, running
+    await request.read()
+    waiting += 1
+    async with places:
+        waiting, running = waiting - 1, running + 1
+        await asyncio.sleep(random.uniform(0.02, 0.06))  # not all at once
+        running -= 1
+    with open("waiting", "a") as file:
+        file.write(f"{{waiting}}\\n")
+    message = {{"content": "x"}}
+    return web.json_response({{"choices": [{{"message": message, "finish_reason": "stop"}}]}})
+async def metrics(request):
+    return web.Response(text=f"vllm:num_requests_running {{running}}\\nvllm:num_requests_waiting {{waiting}}\\n")
+async def well(request):
+    return web.json_response({{}})
+app = web.Application()
+app.router.add_post("/v1/chat/completions", complete)
+for path, handler in (("/metrics", metrics), ("/health", well), ("/v1/models", well)):
+    app.router.add_get(path, handler)
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None, access_log=None)
+"""
+
+
+@pytest.mark.parametrize("first", [2, 60])
+def test_the_queue_of_the_engine_is_kept_short_and_never_empty(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("bin").mkdir()
+    Path("bin/vllm").write_text(FAKE_VLLM)
+    Path("bin/vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
+    monkeypatch.setattr(replica, "_ADMISSION_INTERVAL", 0.03)
+    monkeypatch.setattr(replica, "_FIRST_ADMISSION", first)
+
+    async def run() -> None:
+        async with running(InferenceConfig("vllm", "m", target_waiting=4)) as started:
+            await asyncio.gather(*(started.ask(f"{n}") for n in range(300)))
+
+    asyncio.run(run())
+    settled = sorted(int(line) for line in lines("waiting")[140:260])
+    assert settled[6] >= 1
+    assert settled[-6] <= 8
+
+
+# what must not be kept -------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_arrives_after_its_server_was_given_up_is_thrown_away() -> None:
+    async def script(run: Run) -> None:
+        task = run.ask("wait")
+        await until(lambda: bool(asked()))
+        first = run.servers.replicas[0]
+        first._declare_dead("is given up")
+        open_gate()  # from now on it answers, as a server does that is told to stop
+        text = (await task).text
+        assert text == f"{engines()[1]} says wait"
+
+    play(script)
+
+
+def test_connect_gives_a_client_and_a_watch_for_every_kind_of_server() -> None:
+    async def run() -> None:
+        settings = InferenceConfig("dummy", "m")
+        async with pool.connect(settings, 0) as (client, watch):
+            watching = asyncio.create_task(watch())
+            assert (await client.complete(b"{}")).finish_reason == "stop"
+            key = client.router.targets[0]
+            endpoint = InferenceConfig("endpoint", "m", endpoint_url=str(key.url.origin()), api_key="wrong")
+            with pytest.raises(CkptError, match="401"):
+                async with pool.connect(endpoint, 0):
+                    pass
+            assert not watching.done()
+            watching.cancel()
+
+    asyncio.run(run())
+
+
+# several nodes ---------------------------------------------------------------------------------------------------
+
+# A vLLM in two parts that find each other on the master port. Without the other part the first one hangs.
+TWO_PART_VLLM = f"""#!{sys.executable}
+import asyncio, os, socket, sys, time
+from aiohttp import web
+value = lambda name: sys.argv[sys.argv.index(name) + 1]
+master = (value("--master-addr"), int(value("--master-port")))
+with open("parts", "a") as parts:
+    parts.write(f"{{os.getpid()}} {{value('--node-rank')}}\\n")
+if "--headless" in sys.argv:
+    while True:
+        try:
+            line = socket.create_connection(master)
+            break
+        except OSError:
+            time.sleep(0.02)
+    line.recv(1)
+    time.sleep(600)
+with socket.create_server(master) as listener:
+    line = listener.accept()[0]
+async def complete(request):
+    question = (await request.json())["messages"][0]["content"]
+    while question.startswith("wait") and not os.path.exists("gate"):
+        await asyncio.sleep(0.01)
+    line.setblocking(False)
+    try:
+        line.recv(1)
+        await asyncio.sleep(600)
+    except BlockingIOError:
+        message = {{"content": question}}
+        return web.json_response({{"choices": [{{"message": message, "finish_reason": "stop"}}]}})
+async def well(request):
+    return web.json_response({{}})
+app = web.Application()
+app.router.add_post("/v1/chat/completions", complete)
+for path in ("/health", "/v1/models"):
+    app.router.add_get(path, well)
+web.run_app(app, host="127.0.0.1", port=int(value("--port")), print=None, access_log=None, shutdown_timeout=0)
+"""
+
+NODE = """
+import json, pathlib, sys
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+async def rollout(document, generate):
+    result = await generate({"messages": [{"role": "user", "content": document.text}]})
+    if document.text == "fail":
+        raise ValueError("an error of the user's")
+    with open("done", "a") as done:
+        done.write(document.text + "\\n")
+    return result
+job = json.loads(pathlib.Path("job.json").read_text())
+config = InferenceConfig("vllm", "m", master_port=job["port"], server_stop_timeout_sec=2.0, tp=2)
+writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None)
+runner = InferenceRunner(rollout, config, writer, checkpoints_local_dir="checkpoints")
+runner.run(iter([Document(text=text, id=str(n)) for n, text in enumerate(job["texts"])]))
+"""
+
+
+class TwoNodes:
+    """A task on two nodes, both of them this machine."""
+
+    def __init__(self, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, script in (("bin/vllm", TWO_PART_VLLM), ("node.py", NODE)):
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(script)
+            Path(name).chmod(0o755)
+        Path("job.json").write_text(json.dumps({"port": server.free_port(), "texts": texts}))
+        monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
+        monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
+        monkeypatch.setenv("TMPDIR", ".")
+        monkeypatch.setenv("DATATROVE_NODE_IPS", "127.0.0.1,localhost")
+
+    def __enter__(self) -> TwoNodes:
+        self.nodes = [self._start(rank) for rank in (0, 1)]
+        return self
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        with Path(f"node-{rank}.log").open("wb") as log:
+            environment = {**os.environ, "DATATROVE_NODE_RANK": str(rank)}
+            return subprocess.Popen([sys.executable, "node.py"], env=environment, stdout=log, stderr=log)
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.kill()
+            node.wait()
+
+    def codes(self) -> list[int]:
+        """Exit codes of both nodes, which end in time; nothing of the engine is left ten seconds later."""
+        codes = [node.wait(timeout=30) for node in self.nodes]
+        deadline = time.monotonic() + 10
+        while any(is_alive(pid) for pid in self.parts(0) + self.parts(1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return codes
+
+    def parts(self, rank: int) -> list[int]:
+        """Process ids of the engine's part on a node, in all its lives."""
+        found = [line.split() for line in lines("parts")] if Path("parts").exists() else []
+        return [int(pid) for pid, part in found if part == str(rank)]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, self.log(0)
+            time.sleep(0.02)
+
+    def until_waiting(self) -> None:
+        """Everything but what waits at the gate is answered."""
+        self.until(lambda: Path("done").exists())
+
+    def log(self, rank: int) -> str:
+        return Path(f"node-{rank}.log").read_text()
+
+
+def test_the_other_node_ends_when_the_first_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TwoNodes(["fail"], monkeypatch) as task:
+        assert task.codes() == [1, 0]
+    assert "The first node has ended: so does this one" in task.log(1)
+
+
+def test_the_other_node_ends_when_the_first_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TwoNodes(["a", "wait"], monkeypatch) as task:
+        task.until_waiting()
+        task.nodes[0].kill()
+        assert task.codes() == [-signal.SIGKILL, 0]
+
+
+def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_first_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with TwoNodes(["a", "wait"], monkeypatch) as task:
+        task.until_waiting()
+        os.kill(task.parts(1)[0], signal.SIGKILL)
+        task.until(lambda: len(task.parts(1)) == 2)
+        open_gate()
+        assert task.codes() == [0, 0], task.log(0)
+        assert (len(task.parts(0)), len(task.parts(1))) == (2, 2)
+    assert lines("done") == ["a", "wait"]
+    assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
+
+
+def test_the_first_node_fails_when_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TwoNodes(["a", "wait"], monkeypatch) as task:
+        task.until_waiting()
+        task.nodes[1].kill()
+        assert task.codes() == [1, -signal.SIGKILL]
+    assert "Node 127.0.0.1, which serves a part of the model, is gone" in task.log(0)

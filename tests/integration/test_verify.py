@@ -1,0 +1,794 @@
+"""verify, repair and status: every kind of damage is found and named, and what can be mended is, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import orjson
+import pytest
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+
+from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.lines import read_lines, seal
+from datatrove_ckpt.cli import main
+from datatrove_ckpt.errors import DocumentFailed, StorageFailed
+from datatrove_ckpt.testing import (
+    CrashingDisk,
+    FakeServer,
+    PowerLossDisk,
+    assert_same_output_after_crash,
+    disk_in_place,
+    outputs,
+)
+from datatrove_ckpt.testing.disks import copy_tree
+from datatrove_ckpt.verify_output import output_pattern
+from tests.jobs import documents, runner, writer
+
+Said = Callable[..., tuple[int, str]]
+
+
+def reject_some(payload: dict[str, Any], times: int) -> int | None:
+    """Documents 1 and 4 are dead letters."""
+    return 400 if payload["messages"][-1]["content"] in ("text 1", "text 4") else None
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with FakeServer(status=reject_some) as running:
+        yield running
+
+
+def run(folder: Path, server: FakeServer) -> None:
+    """Two ranks of 7 documents each: chunks of 2, 2, 2 and 1, with dead letters in chunks 0 and 2."""
+    server.asked.clear()
+    step = runner(folder, server, skip_bad_requests=True)
+    for rank in range(2):
+        step.run(documents(7), rank=rank, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Path:
+    """A job that was run once, and is put in place again for every test: run.json holds the output's full path."""
+    folder = tmp_path_factory.mktemp("kept")
+    run(folder / "job", server)
+    shutil.copytree(folder / "job", folder / "undamaged")
+    return folder
+
+
+@pytest.fixture
+def job(kept: Path, server: FakeServer) -> Path:
+    shutil.rmtree(kept / "job")
+    shutil.copytree(kept / "undamaged", kept / "job")
+    server.asked.clear()
+    return kept / "job"
+
+
+@pytest.fixture
+def undamaged(kept: Path) -> dict[str, bytes]:
+    return outputs(kept / "undamaged" / "output")
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs a command on a job; gives its exit code and what it printed."""
+
+    def call(command: str, folder: Path, *options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main([command, str(folder / "checkpoints"), *options])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+def chunk_file(folder: Path, chunk: int, rank: int = 0) -> Path:
+    return folder / "output" / f"{rank:05d}_chunk_{chunk:05d}.jsonl"
+
+
+def edit_commits(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None], rank: int = 0) -> None:
+    """Rewrites the commit log; ``change`` gives each line's new content, or None to leave it out."""
+    path = folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl"
+    changed = [change(orjson.loads(line.body)) for line in read_lines(path)]
+    path.write_bytes(b"".join(seal(orjson.dumps(content)) for content in changed if content is not None))
+
+
+def edit_settings(folder: Path, rank: int, **changes: Any) -> None:
+    path = folder / "checkpoints" / f"{rank:05d}" / "run.json"
+    path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
+
+
+# clean ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("--full",)])
+def test_a_finished_run_has_no_problem(job: Path, said: Said, options: tuple[str, ...]) -> None:
+    before = outputs(job)
+    code, text = said("verify", job, *options)
+    checked = "sizes and contents" if options else "sizes; --full compares contents, too"
+    assert (code, text) == (
+        0,
+        "no problem: 2 ranks, 14 documents (10 written, 0 dropped, 4 dead letters) in 8 files of "
+        f"{job}/output (checked: {checked})\n",
+    )
+    assert outputs(job) == before, "it only reads"
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet"])
+def test_documents_are_counted_in_compressed_and_columnar_files(
+    tmp_path: Path, server: FakeServer, said: Said, kind: str
+) -> None:
+    parquet = ParquetWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.parquet")
+    output = parquet if kind == "parquet" else writer(tmp_path, kind)
+    runner(tmp_path, server, output_writer=output, skip_bad_requests=True).run(documents(3))
+    assert said("verify", tmp_path, "--full")[0] == 0
+    edit_commits(tmp_path, lambda commit: commit | {"tally": commit["tally"] | {"written": 5}})
+    assert "output files hold 1 documents, though 5 were committed" in said("verify", tmp_path, "--full")[1]
+
+
+def test_chunks_in_several_files_and_in_numbered_files_are_whole(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
+    output = JsonlWriter(str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None)
+    mixed = [Document(f"a {i}", f"id {i}", metadata={"lang": "en" if i % 2 else "fr"}) for i in range(5)]
+    runner(tmp_path, server, output_writer=output).run(mixed)
+    assert said("verify", tmp_path, "--full")[0] == 0
+
+
+def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
+    output = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression=None)
+    runner(tmp_path, server, output_writer=output).run(documents(1))
+    assert said("verify", tmp_path)[0] == 0
+
+
+# damage --------------------------------------------------------------------------------------------------------------
+
+
+def remove(job: Path) -> None:
+    chunk_file(job, 1).unlink()
+
+
+def truncate(job: Path) -> None:
+    path = chunk_file(job, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def grow(job: Path) -> None:
+    path = chunk_file(job, 1)
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def alter(job: Path) -> None:
+    path = chunk_file(job, 1)
+    path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER", 1))
+
+
+MENDABLE = {
+    "missing": (remove, "rank 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
+    "truncated": (truncate, "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
+    "grown": (grow, "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
+    "altered": (alter, "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is "),
+}
+
+
+@pytest.mark.parametrize("kind", MENDABLE)
+def test_a_damaged_output_file_is_named_with_what_to_do(job: Path, said: Said, kind: str) -> None:
+    damage, message = MENDABLE[kind]
+    damage(job)
+    code, text = said("verify", job, "--full")
+    assert code == 1
+    assert text.startswith(message)
+    advice = f"To make it again: datatrove-ckpt repair {job}/checkpoints --full, then run again.\n"
+    assert text.splitlines(keepends=True)[0].endswith(advice)
+    assert text.splitlines()[1].startswith("1 problem: 2 ranks, 14 documents")
+    assert said("verify", job)[0] == (0 if kind == "altered" else 1), "only --full reads the files"
+
+
+def share_a_file(job: Path) -> None:
+    mine = chunk_file(job, 1).name
+
+    def change(commit: dict[str, Any]) -> dict[str, Any]:
+        if commit["chunk_index"] == 2:
+            commit["files"][0]["path"] = mine
+        return commit
+
+    edit_commits(job, change, rank=1)
+    chunk_file(job, 2, rank=1).unlink()
+
+
+def lose_a_commit(job: Path) -> None:
+    edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
+
+
+def shift(job: Path, by: int) -> None:
+    edit_commits(job, lambda c: c | {"first_ordinal": c["first_ordinal"] + by * (c["chunk_index"] > 1)})
+
+
+def damage_the_log(job: Path) -> None:
+    path = job / "checkpoints" / "00000" / "commits.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"written":1', b'"written":2', 1))
+
+
+def lose_a_dead_letter(job: Path) -> None:
+    path = job / "checkpoints" / "00000" / "dead_letters.jsonl"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+
+
+def newer_format(job: Path) -> None:
+    edit_commits(job, lambda commit: commit | {"from": "the future"})
+
+
+OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "foreign": (
+        lambda job: (job / "output" / "notes.txt").write_text("mine"),
+        ["notes.txt is covered by no commit."],
+    ),
+    "foreign chunk": (
+        lambda job: shutil.copy(chunk_file(job, 0), chunk_file(job, 9)),
+        ["00000_chunk_00009.jsonl is covered by no commit."],
+    ),
+    "duplicate": (
+        share_a_file,
+        ["rank 0, chunk 1: 00000_chunk_00001.jsonl is claimed by rank 0, chunk 1 and by rank 1, chunk 2."],
+    ),
+    "lost": (
+        lose_a_commit,
+        [
+            "rank 0, chunk 1: no commit covers documents 2 to 5 (chunks 1 to 2). To have them made: datatrove-ckpt ",
+            "00000_chunk_00001.jsonl is covered by no commit.",
+        ],
+    ),
+    "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
+    "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit, too, covers documents 3. Restore"]),
+    "corrupt": (damage_the_log, ["commits.jsonl, line 1: the line is damaged, and whole lines follow it"]),
+    "another version": (newer_format, ["holds lines that another version of this program wrote"]),
+    "corrupt settings": (
+        lambda job: (job / "checkpoints" / "00001" / "run.json").write_text("{"),
+        ["rank 1: ", "run.json cannot be read"],
+    ),
+    "settings of another version": (
+        lambda job: edit_settings(job, 1, format=99),
+        ["rank 1: ", "run.json is of another version of this program"],
+    ),
+    "no settings": (
+        lambda job: (job / "checkpoints" / "00001" / "run.json").unlink(),
+        ["rank 1: ", "holds commits but no run.json"],
+    ),
+    "identity": (
+        lambda job: edit_settings(job, 1, model="other", accepted_changes=[1]),
+        ['rank 1: was run with other settings than rank 0: model: "fake" -> "other".'],
+    ),
+    "rank": (
+        lambda job: shutil.rmtree(job / "checkpoints" / "00000"),
+        ["rank 0: ", "/00000 is missing: the rank was never run", "00000_chunk_00002.jsonl is covered by no commit"],
+    ),
+    "one too many": (
+        lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
+        ["rank 1: is one too many: the run has 1 task."],
+    ),
+    "dead_letters": (
+        lose_a_dead_letter,
+        ["rank 0, chunk 2: ", "dead_letters.jsonl holds 0 dead letters of it, though 1 were counted."],
+    ),
+    "more dead letters": (
+        lambda job: (job / "checkpoints" / "00000" / "dead_letters.jsonl").open("a").write("{}\n"),
+        ["rank 0: ", "dead_letters.jsonl goes on for 3 bytes after the last dead letter"],
+    ),
+    "output": (
+        lambda job: (job / "output").rename(job / "moved"),
+        ["/output, where the output was written to, is not there. If it was moved, say where to with --output"],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")
+@pytest.mark.parametrize("kind", OTHER_DAMAGE)
+def test_damage_that_repair_cannot_mend_is_named_and_left_alone(job: Path, said: Said, kind: str) -> None:
+    damage, messages = OTHER_DAMAGE[kind]
+    damage(job)
+    code, text = said("verify", job)
+    assert code == 1
+    for message in messages:
+        assert message in text
+    if kind == "lost":
+        return
+    before = outputs(job)
+    code, text = said("repair", job)
+    assert code == 1
+    assert f"not mended: {messages[0]}" in text or messages[-1] in text
+    assert outputs(job) == before
+
+
+def test_output_that_was_moved_is_found_with_output(job: Path, said: Said) -> None:
+    (job / "output").rename(job / "moved")
+    assert said("verify", job, "--full", "--output", str(job / "moved"))[0] == 0
+
+
+def test_output_that_is_gone_is_missing_once_its_folder_is_named(
+    job: Path, said: Said, server: FakeServer, undamaged: dict[str, bytes]
+) -> None:
+    shutil.rmtree(job / "output")
+    _, text = said("verify", job, "--output", str(job / "output"))
+    assert text.count(" is missing. ") == 8
+    assert said("repair", job, "--output", str(job / "output"))[0] == 0
+    run(job, server)
+    assert outputs(job / "output") == undamaged
+    assert said("verify", job, "--full")[0] == 0
+
+
+def test_what_cannot_be_read_is_no_reason_to_make_it_again(
+    job: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("datatrove_ckpt.verify_output._content_hash", refuse)
+    code, text = said("repair", job, "--full")
+    assert code == 1
+    assert text.count("cannot be read: PermissionError: not yours") == 8
+    assert "nothing that repair can mend" in text
+
+
+# unfinished ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: FakeServer, said: Said) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 3":
+            await asyncio.sleep(0.2)
+            raise RuntimeError("not yet")
+        return True
+
+    with pytest.raises(DocumentFailed):
+        runner(tmp_path, server, rollout).run(documents(4), rank=0, world_size=2)
+    code, text = said("verify", tmp_path)
+    assert code == 3
+    assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
+    assert "rank 1: is not begun." in text
+    assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
+
+
+def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
+    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, commit: Any) -> None:
+        raise StorageFailed("as asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CommitLog, "append", refuse)
+        with pytest.raises(StorageFailed):
+            runner(tmp_path, server).run(documents(1))
+    assert chunk_file(tmp_path, 0).exists()
+    code, text = said("verify", tmp_path)
+    assert code == 3
+    assert "rank 0, chunk 0: 00000_chunk_00000.jsonl is published, but not committed yet." in text
+
+
+def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeServer, said: Said) -> None:
+    seen: dict[str, tuple[int, str]] = {}
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 2":
+            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
+                await asyncio.sleep(0.001)
+            for command in ("status", "verify", "repair"):
+                seen[command] = await asyncio.to_thread(said, command, tmp_path)
+        return True
+
+    runner(tmp_path, server, rollout).run(documents(3))
+    code, text = seen["status"]
+    assert code == 0
+    assert text.startswith("rank 0: running (pid ")
+    assert "2 documents done" in text
+    assert seen["verify"][0] == 3
+    assert "rank 0: is not finished: the run is still on, or has to be run again." in seen["verify"][1]
+    assert seen["repair"] == (0, "There is nothing to repair.\n")
+    assert said("verify", tmp_path)[0] == 0
+
+
+# json ----------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_as_json(job: Path, said: Said) -> None:
+    remove(job)
+    code, text = said("verify", job, "--json")
+    found = json.loads(text)
+    assert code == found["exit_code"] == 1
+    problem = found["problems"][0]
+    assert {key: problem[key] for key in ("kind", "rank", "chunk_index", "path", "root")} == {
+        "kind": "missing",
+        "rank": 0,
+        "chunk_index": 1,
+        "path": "00000_chunk_00001.jsonl",
+        "root": "",
+    }
+    assert "datatrove-ckpt repair" in problem["message"]
+    assert [(rank["rank"], rank["state"], rank["chunks"]) for rank in found["ranks"]] == [
+        (0, "finished", 4),
+        (1, "finished", 4),
+    ]
+    assert found["totals"] | {"read": 14, "written": 10, "dead": 4, "files": 8, "tasks": 2} == found["totals"]
+    assert found["unfinished"] == []
+
+
+def test_status_as_json(job: Path, said: Said) -> None:
+    code, text = said("status", job, "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["ranks"][0]["tally"]["read"] == 7
+    assert found["ranks"][0]["last_commit"].endswith("+00:00")
+    assert found["totals"]["read"] == 14
+
+
+def test_status_has_a_line_for_each_rank_and_one_for_all(job: Path, said: Said) -> None:
+    (job / "checkpoints" / "00001" / "lock").touch()
+    edit_settings(job, 0, tasks=3)
+    code, text = said("status", job)
+    lines = text.splitlines()
+    assert code == 0
+    numbers = "7 documents done (5 written, 0 dropped, 2 dead) in 4 chunks; 7 requests, "
+    assert lines[0].startswith(f"rank 0: finished, {numbers}")
+    assert lines[1].startswith(f"rank 1: unfinished, {numbers}")
+    assert ", last commit 20" in lines[0]
+    assert lines[2].startswith("total: 3 ranks (1 finished, 1 unfinished, 1 not begun), 14 documents done (10 written")
+
+
+def test_status_of_a_damaged_rank_is_1_and_says_why(job: Path, said: Said) -> None:
+    damage_the_log(job)
+    code, text = said("status", job)
+    assert code == 1
+    assert text.startswith(f"rank 0: damaged: {job}/checkpoints/00000/commits.jsonl, line 1")
+    assert text.splitlines()[1].startswith("rank 1: finished")
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "repair"])
+def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, command: str) -> None:
+    code, text = said(command, tmp_path)
+    assert code == 2
+    assert text == (
+        f"error: {tmp_path}/checkpoints holds no checkpoint: there is no folder like 00000 in it. Give the folder "
+        "that checkpoints_local_dir names.\n"
+    )
+
+
+# repair --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MENDABLE)
+def test_a_repaired_chunk_is_made_again_by_the_next_run_and_no_other_is(
+    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], kind: str
+) -> None:
+    MENDABLE[kind][0](job)
+    code, text = said("repair", job, "--full")
+    assert code == 0
+    assert text.startswith(
+        "rank 0, chunk 1: take back its commit, to have 2 documents processed again; remove 00000_chunk_00001.jsonl\n"
+        "Done. Now remove LOGGING_DIR/completions/00000"
+    )
+    assert not chunk_file(job, 1).exists()
+    assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "0\n"
+    code, text = said("verify", job, "--full")
+    assert (code, text.splitlines()[0]) == (3, "rank 0, chunk 1: is not begun, though later chunks are.")
+    run(job, server)
+    assert set(server.asked) == {"text 2", "text 3"}
+    assert outputs(job / "output") == undamaged
+    assert said("verify", job, "--full")[0] == 0
+    assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "3\n"
+
+
+@pytest.mark.parametrize("chunks", [(0,), (2,), (3,), (0, 2), (2, 3), (1, 2), (0, 1, 2, 3)])
+def test_dead_letters_of_repaired_chunks_are_there_once(
+    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], chunks: tuple[int, ...]
+) -> None:
+    for chunk in chunks:
+        chunk_file(job, chunk).unlink()
+    code, text = said("repair", job)
+    assert code == 0
+    assert text.count("1 dead letter among them") == len({0, 2} & set(chunks))
+    assert said("verify", job)[0] == 3
+    run(job, server)
+    assert set(server.asked) == {f"text {ordinal}" for c in chunks for ordinal in (2 * c, 2 * c + 1) if ordinal < 7}
+    assert outputs(job / "output") == undamaged
+    assert said("verify", job, "--full")[0] == 0
+    letters = (job / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
+    assert sorted(json.loads(letter)["ordinal"] for letter in letters) == [1, 4]
+    # And again, now that the commits come in another order, and a blank lies between the letters.
+    chunk_file(job, chunks[-1]).unlink()
+    assert said("repair", job)[0] == 0
+    run(job, server)
+    assert outputs(job / "output") == undamaged
+    assert said("verify", job, "--full")[0] == 0
+
+
+@pytest.fixture(params=[(0,), (0, 2)], ids=["letters between", "letters at the end"])
+def damaged(ram: Path, server: FakeServer, said: Said, request: pytest.FixtureRequest) -> Path:
+    """A job of one rank, marked complete, with truncated chunks that have dead letters."""
+    folder = ram / "job"
+    runner(folder, server, skip_bad_requests=True).run(documents(7))
+    (folder / "logs" / "completions").mkdir(parents=True)
+    (folder / "logs" / "completions" / "00000").touch()
+    shutil.copytree(folder / "output", ram / "undamaged")
+    for chunk in request.param:
+        path = chunk_file(folder, chunk)
+        path.write_bytes(path.read_bytes()[:-1])
+    return folder
+
+
+def crashes(repair: Callable[[], Any], folder: Path, disk_type: type[CrashingDisk], points: list[str]) -> Iterator[str]:
+    """Crashes a repair at each of its effects; puts every folder that this may leave behind in place, once."""
+    shutil.copytree(folder, folder.with_name("damaged"))
+    seen: list[dict[str, bytes]] = []
+    for number in itertools.count():
+        copy_tree(folder.with_name("damaged"), folder)
+        disk = disk_type(number, folder, disk_type is CrashingDisk)
+        with disk_in_place(disk):
+            repair()
+        if disk.crashed_at is None:
+            return
+        points.append(disk.crashed_at)
+        for survivor in disk.survivors():
+            state = {name: content for name, content in outputs(folder).items() if "run.json" not in name}
+            if state not in seen:
+                seen.append(state)
+                yield f"{disk.crashed_at} ({survivor})"
+
+
+@pytest.mark.parametrize("run_first", [False, True], ids=["repaired again", "run first"])
+@pytest.mark.parametrize("disk_type", [CrashingDisk, PowerLossDisk])
+def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
+    damaged: Path, server: FakeServer, said: Said, disk_type: type[CrashingDisk], run_first: bool
+) -> None:
+    undamaged = outputs(damaged.with_name("undamaged"))
+    marker = damaged / "logs" / "completions" / "00000"
+    options = ("--logging-dir", str(damaged / "logs"))
+
+    def life() -> None:
+        """As datatrove's executor would."""
+        if not marker.exists():
+            runner(damaged, server, skip_bad_requests=True).run(documents(7))
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+
+    points: list[str] = []
+    for point in crashes(lambda: said("repair", damaged, *options), damaged, disk_type, points):
+        assert said("verify", damaged)[0] in (1, 3), f"{point}: not seen"
+        if run_first:
+            life()
+            assert said("verify", damaged)[0] in (0, 1), f"{point}: not seen"
+        assert said("repair", damaged, *options)[0] == 0, point
+        life()
+        assert outputs(damaged / "output") == undamaged, point
+        assert said("verify", damaged, "--full")[0] == 0, point
+        letters = (damaged / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
+        assert sorted(json.loads(letter)["ordinal"] for letter in letters) == [1, 4], point
+    effects = ("remove 00000", "rename commits.jsonl", "remove 00000_chunk_00000.jsonl", "remove 00000.txt")
+    order = [points.index(effect) for effect in effects]
+    assert order == sorted(order), "the marker first, then the commits, then the rest"
+    assert {"truncate dead_letters.jsonl", "rename dead_letters.jsonl"} & {*points}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("power_loss", [False, True], ids=["killed", "power loss"])
+def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_same_bytes(
+    damaged: Path, server: FakeServer, said: Said, power_loss: bool
+) -> None:
+    def life(folder: Path) -> None:
+        assert said("repair", folder)[0] == 0
+        runner(folder, server, skip_bad_requests=True).run(documents(7))
+
+    torn = not power_loss
+    print(assert_same_output_after_crash(life, damaged, recoveries=False, torn=torn, power_loss=power_loss))
+    assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
+
+
+def test_a_lost_commit_is_made_again(job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes]) -> None:
+    edit_commits(job, lambda commit: None if commit["chunk_index"] == 1 else commit)
+    code, text = said("repair", job)
+    assert "\nrank 0, chunk 1: leave a note that it has to be made\n" in text
+    assert code == 1, "the files of the lost commits are foreign, until they are made again"
+    assert said("verify", job)[0] == 3
+    run(job, server)
+    assert outputs(job / "output") == undamaged
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Said) -> None:
+    remove(job)
+    before = outputs(job)
+    code, text = said("repair", job, "--dry-run")
+    assert code == 0
+    assert text.splitlines()[0].startswith("rank 0, chunk 1: take back its commit")
+    assert text.splitlines()[1] == "Nothing was done (--dry-run)."
+    assert outputs(job) == before
+
+
+def test_a_repair_uses_a_journal_that_is_still_there(
+    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash between commit and step 5 leaves the journal."""
+    shutil.rmtree(job)
+    with monkeypatch.context() as patch:
+        patch.setattr("datatrove_ckpt.checkpoint.journal.ChunkJournal.remove", lambda self: None)
+        run(job, server)
+    assert said("verify", job)[0] == 3
+    remove(job)
+    assert said("repair", job)[0] == 0
+    run(job, server)
+    assert not server.asked
+    assert outputs(job / "output") == undamaged
+    assert said("verify", job, "--full")[0] == 0
+
+
+def test_a_rank_at_work_is_not_repaired(tmp_path: Path, server: FakeServer, said: Said) -> None:
+    seen: list[tuple[int, str]] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 2":
+            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
+                await asyncio.sleep(0.001)
+            chunk_file(tmp_path, 0).unlink()
+            seen.append(await asyncio.to_thread(said, "repair", tmp_path))
+        return True
+
+    runner(tmp_path, server, rollout).run(documents(3))
+    code, text = seen[0]
+    assert code == 1
+    assert "error: Another process works on this rank" in text
+    assert said("verify", tmp_path)[0] == 1
+
+
+def test_a_short_chunk_with_others_after_it_is_left_alone(tmp_path: Path, server: FakeServer, said: Said) -> None:
+    for number in (3, 6):  # the input grew: chunks of 2, 1, 2, 1
+        runner(tmp_path, server, skip_bad_requests=True).run(documents(number))
+    chunk_file(tmp_path, 1).unlink()
+    before = outputs(tmp_path)
+    code, text = said("repair", tmp_path)
+    assert code == 1
+    assert text.startswith("not mended: rank 0, chunk 1: cannot be made again: it was made before the input grew")
+    assert outputs(tmp_path) == before
+
+
+def test_dead_letters_that_were_moved_by_hand_are_not_cut(job: Path, said: Said) -> None:
+    path = job / "checkpoints" / "00000" / "dead_letters.jsonl"
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    chunk_file(job, 0).unlink()
+    before = outputs(job)
+    code, text = said("repair", job)
+    assert code == 1
+    assert "rank 0, chunk 0: cannot be made again: its dead letters are not where they should be in" in text
+    assert outputs(job) == before
+
+
+def test_a_file_that_two_commits_claim_is_not_made_again(job: Path, said: Said) -> None:
+    share_a_file(job)
+    chunk_file(job, 1).unlink()
+    before = outputs(job)
+    code, text = said("repair", job)
+    assert code == 1
+    assert text.count("cannot be made again: another commit claims its output") == 2
+    assert outputs(job) == before
+
+
+def test_settings_that_were_changed_meanwhile_are_said(job: Path, said: Said) -> None:
+    edit_settings(job, 0, accepted_changes=[{"field": "model"}])
+    remove(job)
+    _, text = said("repair", job, "--dry-run")
+    assert "rank 0: its settings were changed (accept_changes); the new ones will be used" in text
+
+
+# with datatrove ------------------------------------------------------------------------------------------------------
+
+
+def execute(folder: Path, server: FakeServer) -> None:
+    pipeline = [JsonlReader(str(folder / "input")), runner(folder, server, skip_bad_requests=True)]
+    LocalPipelineExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs")).run()
+
+
+def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
+    (tmp_path / "input").mkdir()
+    for file in range(2):
+        rows = [json.dumps({"text": f"{file} {row}", "id": f"{file} {row}"}) + "\n" for row in range(3)]
+        (tmp_path / "input" / f"{file}.jsonl").write_text("".join(rows))
+    execute(tmp_path, server)
+    undamaged = outputs(tmp_path / "output")
+    chunk_file(tmp_path, 1).unlink()
+    assert "Now remove LOGGING_DIR/completions/00000, where they exist" in said("repair", tmp_path)[1]
+    execute(tmp_path, server)
+    assert said("verify", tmp_path)[0] == 3, "datatrove has skipped the rank, and that is seen"
+    code, text = said("repair", tmp_path, "--logging-dir", str(tmp_path / "logs"))
+    assert code == 0
+    marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the executor runs it again"
+    assert text.splitlines() == [marker, "Done. Run the pipeline again to have the rest made."]
+    assert sorted(outputs(tmp_path / "logs" / "completions")) == ["00001"]
+    execute(tmp_path, server)
+    assert outputs(tmp_path / "output") == undamaged
+    assert said("verify", tmp_path, "--full")[0] == 0
+
+
+def test_output_on_a_remote_file_system_is_verified_and_repaired(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
+    remote = fsspec.filesystem("memory")
+
+    def life() -> None:
+        output = JsonlWriter("memory://verified/output", "${rank}_${chunk_index}.jsonl", compression=None)
+        runner(tmp_path, server, output_writer=output).run(documents(1))
+
+    life()
+    path = "/verified/output/00000_00000.jsonl"
+    undamaged = remote.cat_file(path)
+    assert said("verify", tmp_path, "--full")[0] == 0
+    remote.pipe_file(path, undamaged.replace(b"answer", b"ANSWER"))
+    code, text = said("verify", tmp_path, "--full")
+    assert code == 1
+    assert "00000_00000.jsonl is altered" in text
+    assert said("repair", tmp_path, "--full")[0] == 0
+    assert not remote.exists(path)
+    life()
+    assert remote.cat_file(path) == undamaged
+    assert said("verify", tmp_path, "--full")[0] == 0
+    remote.rm("/verified", recursive=True)
+
+
+def retry(folder: Path, server: FakeServer) -> None:
+    step = runner(folder, server, skip_bad_requests=True, retry_dead_letters=True)
+    for rank in range(2):
+        step.run([], rank=rank, world_size=2)
+
+
+def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
+    job: Path, said: Said, undamaged: dict[str, bytes]
+) -> None:
+    with FakeServer() as mended:
+        retry(job, mended)
+        code, text = said("verify", job, "--full")
+        assert code == 0
+        assert (
+            "2 ranks, 14 documents (10 written, 0 dropped, 4 dead letters, 4 of which were written by a retry)" in text
+        )
+        made = outputs(job / "output")
+        retried = job / "output" / "00001_chunk_retry1_00000.jsonl"
+        retried.unlink()
+        code, text = said("verify", job)
+        assert code == 1
+        assert text.startswith("retry-00001, rank 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing.")
+        assert "retry-00001, rank 1: finished" in said("status", job)[1]
+        code, text = said("repair", job)
+        assert code == 0
+        assert "Run the pipeline again to have the rest made, as a retry of dead letters." in text
+        retry(job, mended)
+    assert outputs(job / "output") == made
+    assert said("verify", job, "--full")[0] == 0
+
+
+# names ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "found"),
+    [
+        ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_00007.jsonl", ("00003", "00007")),
+        ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_retry2_00007.jsonl", ("00003", "retry2_00007")),
+        ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_7.jsonl", None),
+        ("$lang/$rank/${chunk_index}.jsonl.gz", "en/00003/00007.jsonl.gz", ("00003", "00007")),
+        ("$lang/$rank/${chunk_index}.jsonl.gz", "en/00003/002_00007.jsonl.gz", ("00003", "00007")),
+        ("${rank}/${rank}_${chunk_index}$$", "00003/00003_00007$", ("00003", "00007")),
+        ("${rank}/${rank}_${chunk_index}$$", "00003/00004_00007$", None),
+    ],
+)
+def test_a_file_is_known_by_its_name(template: str, name: str, found: tuple[str, str] | None) -> None:
+    match = output_pattern(template).fullmatch(name)
+    assert (match and (match["rank"], match["chunk_index"])) == found

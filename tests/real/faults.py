@@ -1,0 +1,186 @@
+"""A job on a real engine, in a process that may be killed, and what may happen to its server meanwhile.
+
+Used with vLLM here, and with llama.cpp in tests/integration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datatrove_ckpt.inference.guardian import descendants
+
+Life = subprocess.Popen[bytes]
+Fault = Callable[[Life], None]
+
+
+class Job:
+    """A job in a folder, alive or not.
+
+    Args:
+        documents: how many that can be answered.
+        too_long: how many more that cannot.
+        tokens: of each answer.
+        concurrency: requests in flight.
+        environment: of the job's process.
+        settings: of its InferenceConfig.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        documents: int,
+        too_long: int = 0,
+        tokens: int = 32,
+        concurrency: int = 16,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.documents = documents
+        self.tokens = tokens
+        self.concurrency = concurrency
+        self.environment = environment or {}
+        self.began = time.monotonic()
+        config = {
+            "max_concurrent_generations": concurrency,
+            "request_max_attempts": 2,
+            "server_log_folder": str(folder / "logs"),
+            **settings,
+        }
+        job = {"documents": documents, "too_long": too_long, "tokens": tokens, "config": config}
+        (folder / "job.json").write_text(json.dumps(job))
+
+    @contextmanager
+    def life(self) -> Iterator[Life]:
+        command = [sys.executable, "-m", "tests.real.job", str(self.folder)]
+        root = Path(__file__).parents[2]
+        with (
+            (self.folder / "stderr").open("ab") as stderr,
+            subprocess.Popen(command, cwd=root, env={**os.environ, **self.environment}, stderr=stderr) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def run(self) -> None:
+        with self.life() as process:
+            self.until_end(process)
+
+    def until_end(self, process: Life) -> None:
+        assert process.wait() == 0, self.log()
+
+    def until_answered(self, number: int, process: Life) -> None:
+        """Documents answered, by whichever life. Another process writes them down: there is no event for that."""
+        while len(self.events("answered")) < number:
+            assert process.poll() is None, self.log()
+            time.sleep(0.02)
+
+    def events(self, kind: str) -> Counter[str]:
+        """How often each document was ``asked`` or ``answered``."""
+        return Counter(document for event, document in self._events() if event == kind)
+
+    def _events(self) -> list[list[str]]:
+        path = self.folder / "events"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr"))
+
+    def check(self, name: str, restarts: int, lives: int = 1) -> None:
+        """Every document answered at full length, none asked for again once it was answered."""
+        files = sorted((self.folder / "output").iterdir())
+        outputs = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+        assert sorted(line["id"] for line in outputs) == sorted(f"doc-{n}" for n in range(self.documents))
+        for line in outputs:
+            (result,) = line["metadata"]["rollout_results"]
+            assert (result["finish_reason"], result["usage"]["completion_tokens"]) == ("length", self.tokens)
+        answered = set()
+        for event, document in self._events():
+            assert event == "answered" or document not in answered, f"{document} was asked for after it was answered"
+            answered |= {document} if event == "answered" else set()
+        again = sum(self.events("asked").values()) - len(self.events("asked"))
+        assert self.log().count(" is back (restart ") == restarts
+        seconds = time.monotonic() - self.began
+        print(f"\n{name}: {len(outputs)} documents, {restarts} restarts, {again} requests sent again, {seconds:.0f} s")
+        # Those in flight, and a few that were sent before the death was noticed.
+        assert again <= (self.concurrency + 4) * (restarts + lives - 1)
+
+    def dead_letters(self) -> dict[str, str]:
+        """The errors of the documents that could not be answered."""
+        path = self.folder / "checkpoints" / "00000" / "dead_letters.jsonl"
+        letters = [json.loads(line) for line in path.read_text().splitlines()]
+        return {letter["id"]: letter["error"] for letter in letters}
+
+
+def check_fault(job: Job, name: str, fault: Fault, after: int) -> None:
+    """The job ends well although this happens to its server after so many answers."""
+    with job.life() as process:
+        job.until_answered(after, process)
+        fault(process)
+        job.until_end(process)
+    job.check(name, restarts=1)
+
+
+def check_faults(job: Job, faults: list[Fault], every: int) -> None:
+    """The job ends well although all of this happens to its server, each after so many further answers."""
+    with job.life() as process:
+        for number, fault in enumerate(faults, 1):
+            job.until_answered(every * number, process)
+            answers, began = len(job.events("answered")), time.monotonic()
+            fault(process)
+            while f"(restart {number} of" not in job.log():
+                assert process.poll() is None, job.log()
+                time.sleep(0.1)
+            job.until_answered(answers + job.concurrency, process)
+            print(
+                f"\n{fault.__name__}: restarted, and {answers} answers were {answers + job.concurrency} after "
+                f"{time.monotonic() - began:.0f} s"
+            )
+        job.until_end(process)
+    job.check("all of that", restarts=len(faults))
+
+
+def check_killed_runner(job: Job, name: str, after: int) -> None:
+    """A runner that is killed after so many answers leaves no process, and the next one ends the job."""
+    with job.life() as process:
+        job.until_answered(after, process)
+        servers = [child.pid for child in descendants(process.pid)]
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in servers):
+        assert time.monotonic() < deadline, "a process of the server is alive 10 s after its runner"
+        time.sleep(0.02)
+    job.run()
+    job.check(name, restarts=0, lives=2)
+
+
+def process_named(title: str, process: Life) -> int:
+    """The process of the tree whose command line holds ``title``."""
+    for candidate in descendants(process.pid):
+        line = Path(f"/proc/{candidate.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if title in line and not candidate.zombie:
+            return candidate.pid
+    raise AssertionError(f"no process of the tree is called {title}")
+
+
+def server_process(process: Life) -> int:
+    """The child of the guardian."""
+    guardian = process_named("guardian.py", process)
+    return next(child.pid for child in descendants(guardian) if child.parent == guardian)
+
+
+def terminate_server(process: Life) -> None:
+    os.kill(server_process(process), signal.SIGTERM)

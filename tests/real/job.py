@@ -1,0 +1,64 @@
+"""One life of a job on a real engine: `python -m tests.real.job FOLDER`, with FOLDER/job.json. It is killed, too.
+
+Each request that leaves and each answer that came is a line of FOLDER/events, in the order in which they happened, so
+that a test can tell what was asked for twice, and whether it had been answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+from loguru import logger
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.inference import client
+
+
+async def rollout(document: Document, generate: Any) -> Any:
+    """As many tokens as were asked for: an answer that is shorter is not a whole one."""
+    result = await generate({"prompt": document.text, "ignore_eos": True, "temperature": 0, "user": document.id})
+    log_event("answered", document.id)
+    return result
+
+
+def log_event(kind: str, name: str) -> None:
+    descriptor = os.open("events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, f"{kind} {name}\n".encode())
+    os.close(descriptor)
+
+
+async def post(session: Any, url: Any, body: bytes, model: str) -> bytes:
+    log_event("asked", orjson.loads(body)["user"])
+    return await _post(session, url, body, model)
+
+
+_post, client.post = client.post, post
+
+
+def main(folder: Path) -> None:
+    os.chdir(folder)
+    job = json.loads(Path("job.json").read_text())
+    logger.remove()
+    logger.add("runner.log", format="{time:HH:mm:ss} {level} {message}")
+    documents = [Document(text=f"A short story about the number {n}.", id=f"doc-{n}") for n in range(job["documents"])]
+    documents += [Document(text="word " * 2000, id=f"too-long-{n}") for n in range(job.get("too_long", 0))]
+    runner = InferenceRunner(
+        rollout,
+        InferenceConfig(**job["config"], default_generation_params={"max_tokens": job["tokens"]}),
+        JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir="checkpoints",
+        records_per_chunk=50,
+        skip_bad_requests=True,
+    )
+    runner.run(iter(documents))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

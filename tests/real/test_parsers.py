@@ -1,0 +1,123 @@
+"""The real argument parsers of vLLM and SGLang accept every command line that we can produce. See environment.py.
+
+For SGLang this is all that can be tested here: PyPI has no CPU kernels of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.inference.engines import sglang_command, vllm_command
+from datatrove_ckpt.inference.keys import Key
+from datatrove_ckpt.inference.nodes import Nodes
+from tests.real import environment
+
+NODES = [Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1)]
+
+pytestmark = pytest.mark.timeout(900)  # the first one also sets everything up
+
+# Each reads lists of arguments from stdin, and prints what the parser makes of them, or its error.
+_VLLM = """
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+"""
+_SGLANG = """
+import argparse
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+"""
+_PARSE = """
+import contextlib, io, json, sys
+for arguments in json.load(sys.stdin):
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            parsed = vars(parser.parse_args(arguments))
+    except SystemExit:
+        parsed = {"error": text.getvalue()[-300:]}
+    print("PARSED", json.dumps(parsed, default=str))
+"""
+
+
+def parsed(python: str, parser: str, argvs: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    command = [python, "-c", parser + _PARSE]
+    done = subprocess.run(command, input=json.dumps(argvs), capture_output=True, text=True)
+    lines = [line.removeprefix("PARSED ") for line in done.stdout.splitlines() if line.startswith("PARSED ")]
+    assert len(lines) == len(argvs), done.stderr
+    return [json.loads(line) for line in lines]
+
+
+def configs(server_type: Any, kwargs: list[dict[str, Any] | None]) -> Iterator[InferenceConfig]:
+    for size, trust, chosen in itertools.product((1, 2), (False, True), kwargs):
+        yield InferenceConfig(
+            server_type,
+            "org/model",
+            tp=size,
+            dp=size,
+            pp=size,
+            trust_remote_code=trust,
+            model_max_context=4096,
+            model_kwargs=chosen,
+        )
+
+
+def test_vllm_accepts_every_command() -> None:
+    kwargs = [
+        None,
+        {"enforce-eager": True, "gpu_memory_utilization": 0.9, "seed": -1},
+        {"enable-prefix-caching": False, "dtype": "bfloat16", "speculative-config": {"method": "ngram"}},
+        {"shutdown-timeout": None, "max-num-seqs": 7},
+    ]
+    commands = [vllm_command(config, 4321, Key("hush"), "vllm") for config in configs("vllm", kwargs)]
+    commands += [vllm_command(config, 4321, Key("hush"), None) for config in configs("vllm", kwargs)]
+    plain = InferenceConfig("vllm", "org/model", model_max_context=4096)
+    commands += [vllm_command(plain, 4321, Key("hush"), start, nodes) for start in ("vllm", None) for nodes in NODES]
+    argvs = [command.argv[command.argv.index("serve") + 1 :] for command in commands if "serve" in command.argv]
+    argvs += [command.argv[3:] for command in commands if "serve" not in command.argv]
+    for values in parsed(environment.vllm_python(), _VLLM, argvs):
+        assert "error" not in values, values
+        assert values["host"] == "127.0.0.1"
+        assert values["port"] == 4321
+        assert values["max_model_len"] == 4096
+        assert values["tensor_parallel_size"] == values["pipeline_parallel_size"] == values["data_parallel_size"]
+        assert "org/model" in (values["model"], values["model_tag"])
+        assert values["served_model_name"] in ("org/model", ["org/model"])
+        assert values["disable_uvicorn_access_log"]
+        assert values["shutdown_timeout"] in ("10", 10, "0", 0)
+        assert values["api_key"] is None
+        assert values["headless"] == (values["node_rank"] == 1)
+
+
+def test_sglang_accepts_every_command() -> None:
+    kwargs = [
+        None,
+        {"mem-fraction-static": 0.8, "random-seed": 1, "disable-radix-cache": True},
+        {"chunked_prefill_size": -1, "schedule-policy": "lpm"},
+    ]
+    argvs = [sglang_command(config, 4321).argv[3:] for config in configs("sglang", kwargs)]
+    plain = InferenceConfig("sglang", "org/model", model_max_context=4096)
+    argvs += [sglang_command(plain, 4321, nodes).argv[3:] for nodes in NODES]
+    for values in parsed(environment.sglang_python(), _SGLANG, argvs):
+        assert "error" not in values, values
+        assert values["host"] == "127.0.0.1"
+        assert values["port"] == 4321
+        assert values["model_path"] == values["served_model_name"] == "org/model"
+        assert values["context_length"] == 4096
+        assert values["tp_size"] == values["dp_size"] == values["pp_size"]
+        assert values["enable_metrics"]
+
+
+def test_what_no_parser_knows_is_refused() -> None:
+    argv = ("--model", "m", "--no-such-flag")
+    assert "unrecognized arguments" in parsed(environment.vllm_python(), _VLLM, [argv])[0]["error"]
+    argv = ("--model-path", "m", "--no-such-flag")
+    assert "unrecognized arguments" in parsed(environment.sglang_python(), _SGLANG, [argv])[0]["error"]

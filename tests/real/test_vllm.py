@@ -1,0 +1,65 @@
+"""A real vLLM with real weights, on CPU, through InferenceRunner, under everything that can happen to it.
+
+    pytest tests/real/test_vllm.py -s
+
+See environment.py for the set-up. Each case ends with every document answered at full length, and no document asked
+for again once it had been answered. Most of the time goes into starts of vLLM, which import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.real import environment
+from tests.real.faults import Job, Life, check_faults, check_killed_runner, process_named, terminate_server
+
+pytestmark = pytest.mark.timeout(900)  # the first one also sets everything up
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # saves two imports of torch per start
+}
+
+
+def job(folder: Path, documents: int = 60, too_long: int = 0) -> Job:
+    settings = {
+        "server_type": "vllm",
+        "model_name_or_path": environment.model(),
+        "server_python": environment.vllm_python(),
+        "model_max_context": 1024,
+        "model_kwargs": {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 32},
+        "use_chat": False,
+        "hang_timeout": 8.0,
+    }
+    return Job(folder, settings, documents=documents, too_long=too_long, environment=ENVIRONMENT)
+
+
+def kill_engine(process: Life) -> None:
+    os.kill(process_named("EngineCore", process), signal.SIGKILL)
+
+
+def stop_engine(process: Life) -> None:
+    os.kill(process_named("EngineCore", process), signal.SIGSTOP)
+
+
+def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
+    plain = job(tmp_path, too_long=2)
+    plain.run()
+    plain.check("plain run", restarts=0)
+    letters = plain.dead_letters()
+    assert sorted(letters) == ["too-long-0", "too-long-1"]
+    assert all("HTTP 400" in error for error in letters.values())
+
+
+def test_everything_is_answered_at_full_length_whatever_happens_to_the_server(tmp_path: Path) -> None:
+    check_faults(job(tmp_path, documents=120), [kill_engine, stop_engine, terminate_server], every=25)
+
+
+def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=24)

@@ -1,0 +1,355 @@
+"""The parts of supervision, without a server: who is given which target, what a slot holds, what metrics say."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, ServerDied
+from datatrove_ckpt.inference import slots as slots_module
+from datatrove_ckpt.inference.keys import HiddenDict, Key
+from datatrove_ckpt.inference.metrics import Metrics, parse_metrics
+from datatrove_ckpt.inference.routing import Death, Request, Router, Target
+from datatrove_ckpt.inference.slots import gpus_per_server, slots, visible_gpus
+
+
+def config(**settings: Any) -> InferenceConfig:
+    return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "m", **settings})
+
+
+# routing ---------------------------------------------------------------------------------------------------------
+
+
+def router(targets: int = 1, limit: int = 100) -> Router:
+    made = Router(limit)
+    for _ in range(targets):
+        target = Target()
+        target.up = True
+        made.targets.append(target)
+    return made
+
+
+def suspect(age: float = 0.0) -> Request:
+    request = Request()
+    for _ in range(2):
+        request.was_there(Death("bang"), age)
+    return request
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def acquire(made: Router, request: Request | None = None) -> asyncio.Task[Target]:
+    return asyncio.create_task(made.acquire(request or Request()))
+
+
+def test_requests_wait_in_order_while_no_server_is_up() -> None:
+    async def play() -> None:
+        made = router(limit=2)
+        made.targets[0].up = False
+        tasks = [acquire(made) for _ in range(3)]
+        await settle()
+        assert not any(task.done() for task in tasks)
+        made.targets[0].up = True
+        made.admit()
+        await settle()
+        assert [task.done() for task in tasks] == [True, True, False]
+        made.release(made.targets[0])
+        await tasks[2]
+
+    asyncio.run(play())
+
+
+def test_the_least_busy_server_is_next_and_its_limit_holds() -> None:
+    async def play() -> None:
+        made = router(2)
+        made.targets[0].limit = 1
+        given = [await made.acquire(Request()) for _ in range(4)]
+        assert [made.targets.index(target) for target in given] == [0, 1, 1, 1]
+
+    asyncio.run(play())
+
+
+def test_a_request_that_gives_up_waiting_leaves_its_place_and_its_slot() -> None:
+    async def play() -> None:
+        made = router(limit=1)
+        await made.acquire(Request())
+        waiting, next_one = acquire(made), acquire(made)
+        await settle()
+        waiting.cancel()
+        made.release(made.targets[0])  # given to `next_one`: the one before it is cancelled already
+        await next_one
+        granted = acquire(made)
+        await settle()
+        made.release(made.targets[0])
+        granted.cancel()  # was given the slot, and never got to know
+        await settle()
+        assert made.targets[0].in_flight == 0
+
+    asyncio.run(play())
+
+
+def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None:
+    async def play() -> None:
+        made = router()
+        request = Request()
+        attempt = (await made.acquire(request), made.targets[0].begin(request))[1]
+
+        async def ask() -> None:
+            async with attempt.scope:
+                await asyncio.Event().wait()
+
+        asking = asyncio.create_task(ask())
+        await settle()
+        assert made.died(made.targets[0], "bang") == 1
+        with pytest.raises(TimeoutError):
+            await asking
+        assert attempt.lost
+        assert [death.cause for death in request.deaths] == ["bang"]
+        assert not request.is_suspect
+
+    asyncio.run(play())
+
+
+def test_a_suspect_is_alone_and_the_youngest_goes_first() -> None:
+    async def play() -> None:
+        made = router()
+        target = await made.acquire(Request())
+        old, young, normal = acquire(made, suspect(9)), acquire(made, suspect(1)), acquire(made)
+        await settle()
+        assert not any(task.done() for task in (old, young, normal))
+        made.release(target)
+        await settle()
+        assert (young.done(), old.done(), normal.done()) == (True, False, False)
+        made.release(target)
+        await settle()
+        assert (old.done(), normal.done()) == (True, False)
+        made.release(target)
+        await normal
+
+    asyncio.run(play())
+
+
+def test_while_one_server_tries_suspects_the_others_go_on() -> None:
+    async def play() -> None:
+        made = router(2)
+        first = await made.acquire(suspect())
+        assert {id(await made.acquire(Request())) for _ in range(3)} == {id(made.targets[1])}
+        assert first is made.targets[0]
+
+    asyncio.run(play())
+
+
+def test_deaths_that_are_explained_make_no_suspects() -> None:
+    async def play() -> None:
+        made = router()
+        guilty, innocent = Request(), Request()
+        for _ in range(2):
+            death = Death("bang")
+            guilty.was_there(death, 0)
+            innocent.was_there(death, 0)
+        await made.acquire(guilty)
+        waiting = [acquire(made, innocent), acquire(made)]
+        await settle()
+        assert not any(task.done() for task in waiting)
+        made.explain(guilty)
+        made.release(made.targets[0])
+        await asyncio.gather(*waiting)
+        assert not innocent.is_suspect
+
+    asyncio.run(play())
+
+
+def test_when_no_server_will_come_back_everybody_is_told() -> None:
+    async def play() -> None:
+        made = router()
+        made.died(made.targets[0], "bang")
+        waiting = [acquire(made), acquire(made, suspect())]
+        await settle()
+        made.fail("gone for good")
+        for task in [*waiting, acquire(made)]:
+            with pytest.raises(ServerDied, match="gone for good"):
+                await task
+
+    asyncio.run(play())
+
+
+# slots -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
+    monkeypatch.setattr(slots_module, "_CLAIM_TIMEOUT", 0.0)
+    for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+
+
+async def gpus(**settings: Any) -> list[tuple[str, ...]]:
+    async with slots(config(**settings)) as taken:
+        return [slot.gpus for slot in taken]
+
+
+def test_a_machine_without_gpus_divides_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert asyncio.run(gpus(replicas=3)) == [(), (), ()]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(slots_module, "_DEV", tmp_path)
+    assert visible_gpus() == []
+
+
+def test_gpus_are_counted_by_their_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(slots_module, "_DEV", tmp_path)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus() == ["0", "1"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
+def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
+
+    async def play() -> None:
+        async with slots(config(replicas=2, tp=2)) as taken:
+            assert [slot.env["CUDA_VISIBLE_DEVICES"] for slot in taken] == ["0,1", "2,3"]
+
+    asyncio.run(play())
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_too_few_gpus_are_counted_in_the_error() -> None:
+    with pytest.raises(ConfigError, match=r"3 servers with tp \* dp \* pp = 2 need 6 GPUs, and this task sees 4"):
+        asyncio.run(gpus(replicas=3, tp=2))
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_ranks_on_one_node_claim_different_gpus_until_there_are_none() -> None:
+    async def play() -> None:
+        async with AsyncExitStack() as ranks:
+            first = await ranks.enter_async_context(slots(config(tp=2)))
+            second = await ranks.enter_async_context(slots(config()))
+            assert (first[0].gpus, second[0].gpus) == (("0", "1"), ("2",))
+            with pytest.raises(ConfigError, match="workers: this rank needs 2 of the GPUs 0,1,2,3"):
+                await gpus(tp=2)
+        assert await gpus(tp=4) == [("0", "1", "2", "3")]
+
+    asyncio.run(play())
+
+
+def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    script = "import sys; print(flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    server = subprocess.Popen([sys.executable, "-c", script], pass_fds=descriptors, stdin=pipe, stdout=pipe)
+    assert server.stdout
+    server.stdout.readline()
+    return server
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> None:
+    async def play() -> None:
+        async with slots(config(tp=4)) as taken:
+            server = start_process_with(taken[0].locks)
+        with server, pytest.raises(ConfigError):
+            await gpus(tp=1)
+        assert await gpus(tp=1) == [("0",)]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ({"tp": 2, "dp": 3, "pp": 2}, 12),
+        ({"tp": 2, "model_kwargs": {"tensor_parallel_size": 4}}, 4),
+        ({"server_type": "sglang", "tp": 4, "dp": 2, "model_kwargs": {"enable-dp-attention": True}}, 4),
+    ],
+)
+def test_a_server_needs_as_many_gpus_as_it_will_use(settings: dict[str, Any], number: int) -> None:
+    assert gpus_per_server(config(**settings)) == number
+
+
+def test_no_two_living_vllm_servers_share_a_cache_and_the_next_run_finds_it_again() -> None:
+    async def play() -> list[str]:
+        async with slots(config(replicas=2)) as one, slots(config()) as other:
+            folders = [slot.env["VLLM_CACHE_ROOT"] for slot in [*one, *other]]
+            assert len(set(folders)) == 3
+            return folders
+
+    assert asyncio.run(play()) == asyncio.run(play())
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
+    asyncio.run(gpus())
+    assert "common cache folder" in log[0]
+
+
+# metrics ---------------------------------------------------------------------------------------------------------
+
+VLLM_METRICS = """
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a {b} c"} 16.0
+vllm:num_requests_running{engine="1",model_name="a {b} c"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="a {b} c"} 3.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 16.0
+vllm:generation_tokens_total{engine="0"} 2.561e+03
+vllm:prompt_tokens_total{engine="0"} 39.0
+"""
+
+
+def test_metrics_of_all_engines_of_a_server_are_added_up() -> None:
+    assert parse_metrics("vllm", VLLM_METRICS) == Metrics(running=18.0, waiting=3.0, tokens=2600.0)
+
+
+def test_metrics_without_labels_are_read() -> None:
+    text = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
+    assert parse_metrics("llamacpp", text) == Metrics(4.0, 1.0, 12.0)
+
+
+def test_a_page_without_our_metrics_says_nothing() -> None:
+    assert parse_metrics("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n") is None
+
+
+# keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_key_is_in_a_traceback_that_shows_all_values() -> None:
+    lines: list[str] = []
+    handler = logger.add(lines.append, diagnose=True, backtrace=True)
+    key, environment = Key("hush-hush"), HiddenDict(KEY="hush-hush")
+    try:
+        print(key, [environment], key.headers(), 1 / 0)
+    except ZeroDivisionError:
+        logger.exception("failed")
+    logger.remove(handler)
+    assert "***" in "".join(lines)
+    assert "hush-hush" not in "".join(lines)
+
+
+def test_keys_are_equal_when_their_values_are() -> None:
+    assert Key("a") == Key.wrap("a") != Key("b")
+    assert len({Key("a"), Key("a")}) == 1
+    assert Key.wrap(None) is None

@@ -147,6 +147,10 @@ class InferenceConfig:
         for url in self.endpoint_urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"endpoint_url: {url!r} must start with http:// or https://.")
+            if "@" in url.split("/")[2]:
+                raise ConfigError(
+                    "endpoint_url: holds a user or a password, which would end up in files; use api_key_env."
+                )
         if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
         if self.api_key is not None and self.api_key_env is not None:

@@ -3,7 +3,7 @@
 Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out, so they may
 change freely. Of a rollout function we take its code (comments and layout do not count), the values it closes over,
 the plain values among the module's globals it names (a PROMPT constant, say), and the functions of its own module it
-calls. That is the limit: what it imports from other modules, or reads from files, is not seen. Lists and dicts are
+calls. Where a name says that a value is a secret, a hash of it is taken. That is the limit: what it imports from other modules, or reads from files, is not seen. Lists and dicts are
 taken as they were when the step was made: a rollout may use one as a cache.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.config import InferenceConfig
 
+_SECRET = re.compile(r"(?i)(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$")
 # Of the server's own flags, those that change what it answers.
 _ANSWERING_FLAGS = {
     "chat-template",
@@ -44,7 +46,7 @@ _ANSWERING_FLAGS = {
 
 def code_identity(rollout_fn: Any, shared_context: Any) -> dict[str, Any]:
     """The part of the identity that comes from the user's code, as it is now."""
-    return {**dict(describe("rollout_fn", rollout_fn)), **dict(_describe_context(shared_context))}
+    return _hide_secrets({**dict(describe("rollout_fn", rollout_fn)), **dict(_describe_context(shared_context))})
 
 
 def run_identity(
@@ -110,6 +112,15 @@ def describe(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
         yield from _describe_function(name, thing, set())
     else:
         yield from _describe_object(name, thing)
+
+
+def _hide_secrets(fields: dict[str, Any]) -> dict[str, Any]:
+    """The identity is kept in run.json and executor.json, where secrets have no place."""
+    return {name: _hashed(value) if _SECRET.search(name) else value for name, value in fields.items()}
+
+
+def _hashed(value: Any) -> str:
+    return f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))}"
 
 
 def _describe_object(name: str, thing: Any) -> Iterator[tuple[str, Any]]:

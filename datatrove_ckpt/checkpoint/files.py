@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import sqlite3
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +60,7 @@ class Disk:
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
+        self._appending = threading.RLock()
 
     # effects -------------------------------------------------------------------------------------------------
 
@@ -132,9 +134,11 @@ class Disk:
         Where locks do not work, a process that was fenced off may have added something since the last time; so the
         place is asked for, not reckoned.
         """
-        fd = self._descriptor(path)
-        self.write(fd, data, path)
-        return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
+        # Ranks that run in threads of one process share the descriptors: none may be closed while it is written to.
+        with self._appending:
+            fd = self._descriptor(path)
+            self.write(fd, data, path)
+            return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
 
     def make_dirs(self, path: Path) -> None:
         """Makes the folder and its missing parents, all of which survive power loss."""
@@ -180,14 +184,16 @@ class Disk:
 
     def forget(self, path: Path) -> None:
         """Closes the descriptor that ``append`` keeps."""
-        fd = self._open.pop(path, None)
-        if fd is not None:
-            os.close(fd)
+        with self._appending:
+            fd = self._open.pop(path, None)
+            if fd is not None:
+                os.close(fd)
 
-    def close(self) -> None:
-        """Closes every descriptor that ``append`` keeps."""
+    def close(self, below: Path = Path("/")) -> None:
+        """Closes the descriptors that ``append`` keeps of files below a folder."""
         for path in list(self._open):
-            self.forget(path)
+            if path.is_relative_to(below):
+                self.forget(path)
 
 
 disk = Disk()

@@ -48,6 +48,7 @@ class Place:
 class _Chunk:
     index: int
     first_ordinal: int
+    capacity: int
     journal: ChunkJournal | None = None
     read: int = 0
     finished: int = 0
@@ -189,7 +190,7 @@ class CheckpointManager:
             else:
                 self._cache.close()
         finally:
-            files.disk.close()
+            files.disk.close(self.folder)
             self._lock.release(remove=completed)
 
     # the caller's side -----------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class CheckpointManager:
         if committed is not None:
             self._pass_committed(chunk, committed)
             return None
-        if chunk.read == self._records_per_chunk:
+        if chunk.read == chunk.capacity:
             self._fill(chunk)
         if chunk.journal is not None and (known := chunk.journal.recovered.pop(ordinal, None)) is not None:
             self._expect(known, fingerprint, ordinal)
@@ -282,7 +283,11 @@ class CheckpointManager:
             raise error
 
     def _open_chunk(self) -> _Chunk:
-        chunk = _Chunk(self._next_chunk, self._next_ordinal, self.resumed.journals.pop(self._next_chunk, None))
+        index, ordinal = self._next_chunk, self._next_ordinal
+        # A chunk that ended an input which grew later is short, also when it must be made again (see ``repair``).
+        next_committed = self.resumed.done.get(index + 1)
+        capacity = next_committed.first_ordinal - ordinal if next_committed else self._records_per_chunk
+        chunk = _Chunk(index, ordinal, capacity, self.resumed.journals.pop(index, None))
         self._current = self._chunks[chunk.index] = chunk
         self._next_chunk += 1
         return chunk

@@ -137,6 +137,9 @@ def _uncommitted(folder: Path, point: ResumePoint, records_per_chunk: int) -> It
     while waiting:
         if chunk_index == waiting[0]:
             yield waiting.pop(0), ordinal
-        done = point.done.get(chunk_index)
-        ordinal = done.next_ordinal if done else ordinal + records_per_chunk
+        done, following = point.done.get(chunk_index), point.done.get(chunk_index + 1)
+        if done:
+            ordinal = done.next_ordinal
+        else:
+            ordinal = following.first_ordinal if following else ordinal + records_per_chunk
         chunk_index += 1

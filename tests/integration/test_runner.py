@@ -22,7 +22,7 @@ from datatrove.pipeline.inference.types import InferenceError, ServerError
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
@@ -527,6 +527,32 @@ def test_another_prompt_constant_is_another_run(
     monkeypatch.setitem(globals(), "PROMPT", "shout {}")
     with pytest.raises(CheckpointMismatch, match=r'rollout_fn.PROMPT: "say \{\}" -> "shout \{\}"'):
         runner(tmp_path, server, ask_with_prompt).run(documents(1))
+
+
+API_KEY = "sk-very-secret"
+
+
+async def ask_with_key(document: Document, generate: Any) -> Any:
+    assert API_KEY
+    return await ask(document, generate)
+
+
+def test_a_secret_among_a_rollouts_globals_is_kept_as_a_hash(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = runner(tmp_path, server, ask_with_key, shared_context=lambda: {})
+    step.run(documents(1))
+    content = (tmp_path / "checkpoints" / "00000" / "run.json").read_text() + repr(vars(step))
+    assert "rollout_fn.API_KEY" in content
+    assert API_KEY not in content
+    monkeypatch.setitem(globals(), "API_KEY", "another")
+    with pytest.raises(CheckpointMismatch, match="API_KEY"):
+        runner(tmp_path, server, ask_with_key, shared_context=lambda: {}).run(documents(1))
+
+
+def test_an_endpoint_url_with_a_password_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(ConfigError, match="use api_key_env"):
+        InferenceConfig("endpoint", "fake", endpoint_url="http://me:pass@127.0.0.1:1/v1")
 
 
 def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> None:

@@ -32,6 +32,7 @@ here = pathlib.Path.cwd()
 gate = here / "gate"
 sick = 200
 draining = False
+waiting = set()
 async def serve(reader, writer):
     try:
         while True:
@@ -61,8 +62,11 @@ async def complete(payload):
     if question == "deaf once" and first_time("was deaf"):
         listener.close()
         await asyncio.Event().wait()
-    while question.startswith("wait") and not gate.exists():
-        await asyncio.sleep(0.01)
+    if question.startswith("wait"):
+        waiting.add(question)
+        while not gate.exists():
+            await asyncio.sleep(0.01)
+        waiting.discard(question)
     if sick != 200 or (draining and question.startswith("new")):
         return 500, {"error": "EngineDeadError"}
     message = {"content": f"{os.getpid()} says {question}"}
@@ -70,9 +74,8 @@ async def complete(payload):
 async def drain():
     global draining
     draining = True
-    while not gate.exists():
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
+    while waiting:
+        await asyncio.sleep(0.05)
     os._exit(0)
 async def main():
     global listener

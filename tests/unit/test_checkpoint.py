@@ -211,8 +211,9 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
     put = RequestCache.put
     monkeypatch.setattr(RequestCache, "put", lambda self, group: (transactions.append(len(group)), put(self, group)))
     storage.start()
-    hold = threading.Event()
-    storage.call(hold.wait)
+    hold, held = threading.Event(), threading.Event()
+    storage.call(lambda: (held.set(), hold.wait()))
+    held.wait()
     seen: list[int] = []
     for ordinal in range(10):
         storage.put_answer(request(ordinal))
@@ -282,3 +283,24 @@ def test_a_lock_on_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> N
     with pytest.raises(CheckpointLocked):
         files.Lock(tmp_path / "lock")
     second.release()
+
+
+def test_ranks_in_threads_of_one_process_write_to_their_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_OPEN_FILES", 2)
+
+    def work(rank: int) -> None:
+        for turn in range(300):
+            for index in range(3):
+                files.disk.append(tmp_path / f"{rank} {index}", b"%d %d %d\n" % (rank, index, turn))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(4):
+        for index in range(3):
+            expected = b"".join(b"%d %d %d\n" % (rank, index, turn) for turn in range(300))
+            assert (tmp_path / f"{rank} {index}").read_bytes() == expected

@@ -1,0 +1,129 @@
+"""Runs systems against the mock server, in turn, and reckons medians from what they and the server report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.bench.systems import Run
+
+ROOT = Path(__file__).parents[2]
+Result = dict[str, Any]
+
+
+class MockServer:
+    """The mock server's process, seen from outside."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+
+    def reset(self, latency: float) -> None:
+        self._get(f"/reset?latency-ms={latency * 1000}")
+
+    def counts(self) -> dict[str, Any]:
+        return self._get("/count")
+
+    def _get(self, path: str) -> dict[str, Any]:
+        # A proxy in the environment is never meant for it.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self.url + path, timeout=60) as response:
+            return dict(json.load(response))
+
+
+@contextmanager
+def mock_server() -> Iterator[MockServer]:
+    command = [sys.executable, "-m", "tests.bench.mock_server"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield MockServer(int(process.stdout.readline()))
+        finally:
+            process.terminate()
+            process.stdout.read()
+
+
+def run_once(server: MockServer, run: Run, latency: float, documents: int, keep: bool = False) -> Result:
+    """One run in a fresh process, in an empty folder unless ``keep``."""
+    if not keep:
+        clear(run)
+    Path(run.folder).mkdir(parents=True, exist_ok=True)
+    server.reset(latency)
+    # Dirty pages of the run before are not this one's business.
+    subprocess.run(["sync"], check=True)
+    command = [sys.executable, "-m", "tests.bench.systems", json.dumps(vars(run))]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}")
+    result: Result = json.loads(process.stdout.splitlines()[-1])
+    counts = server.counts()
+    wall = result["ended"] - result["started"]
+    expected = {str(run.rollouts): documents}
+    return {
+        **result,
+        "documents": documents,
+        "wall": wall,
+        "rate": documents / wall,
+        "cpu_per_1000": result["cpu"] / documents * 1000,
+        "us": result["cpu"] / documents * 1e6,
+        "first_request": counts["first"] - result["started"],
+        "tail": result["ended"] - counts["last"],
+        "serving_rate": documents / (result["ended"] - counts["first"]),
+        "lost": documents * run.rollouts - counts["requests"],
+        "counted_right": counts["by_times_asked"] == expected,
+        "most_in_flight": counts["most_in_flight"],
+    }
+
+
+def clear(run: Run) -> None:
+    for folder in (f"{run.folder}/output", run.checkpoints):
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def interleaved(names: Iterable[str], repetitions: int, one: Callable[[str], Result]) -> dict[str, list[Result]]:
+    """A, B, C, A, B, C, ...: what disturbs the machine for a while disturbs all alike."""
+    names = list(names)
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    for _ in range(repetitions):
+        for name in names:
+            results[name].append(one(name))
+    return results
+
+
+def median(results: list[Result], key: str) -> float:
+    return statistics.median(result[key] for result in results)
+
+
+def ratio(some: list[Result], others: list[Result], key: str) -> float:
+    """The median of the ratios of runs that followed each other."""
+    return statistics.median(a[key] / b[key] for a, b in zip(some, others, strict=True))
+
+
+def wrong(results: list[Result]) -> str:
+    """Requests lost (+) or repeated (-), or documents asked the wrong number of times; "0" when all was right."""
+    if all(result["counted_right"] for result in results):
+        return "0"
+    return ", ".join(str(result["lost"]) if result["lost"] else "mixed" for result in results)
+
+
+def table(header: list[str], rows: Iterable[list[Any]]) -> None:
+    """As Markdown."""
+    print("| " + " | ".join(header) + " |")
+    print("|" + "---|" * len(header))
+    for row in rows:
+        print("| " + " | ".join(_shown(value) for value in row) + " |", flush=True)
+    print(flush=True)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"

@@ -1,0 +1,162 @@
+"""A server that is never the bottleneck: answers what no model would have to think about, and counts.
+
+    python -m tests.bench.mock_server [--port 0] [--latency-ms 0]
+
+Prints its port on the first line, and what it counted, as JSON, when it is told to end (SIGTERM). Each payload is
+expected to hold ``#<number>#``, the number of its document, so that lost and repeated requests show by document.
+
+    GET /v1/models                         readiness
+    POST /v1/chat/completions              an answer, after the latency
+    GET /count                             what was counted
+    GET /reset?latency-ms=200              counts from zero, with another latency
+
+Times are ``time.monotonic()``, which all processes of a machine share. uvloop is used where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+try:
+    import uvloop
+except ImportError:
+    uvloop = None
+
+_NUMBER = re.compile(rb"#(\d+)#")
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
+_ANSWER = json.dumps(
+    {
+        "id": "mock",
+        "choices": [
+            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "An answer. " * 20}}
+        ],
+        "usage": {"prompt_tokens": 500, "completion_tokens": 60, "total_tokens": 560},
+    }
+).encode()
+
+
+def _response(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+_COMPLETION = _response(_ANSWER)
+_MODELS = _response(b'{"object":"list","data":[{"id":"mock","object":"model"}]}')
+
+
+class Counts:
+    """What was asked since the last reset."""
+
+    def __init__(self, latency: float) -> None:
+        self.latency = latency
+        self.asked: Counter[int] = Counter()
+        self.first = self.last = 0.0
+        self.in_flight = self.most_in_flight = 0
+
+    def ask(self, body: bytes) -> None:
+        self.last = time.monotonic()
+        self.first = self.first or self.last
+        number = _NUMBER.search(body)
+        self.asked[int(number[1]) if number else -1] += 1
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+
+    def to_json(self) -> bytes:
+        times = Counter(self.asked.values())
+        return json.dumps(
+            {
+                "requests": self.asked.total(),
+                "documents": len(self.asked),
+                "by_times_asked": times,
+                "first": self.first,
+                "last": self.last,
+                "most_in_flight": self.most_in_flight,
+            }
+        ).encode()
+
+
+class Server(asyncio.Protocol):
+    """One connection, kept alive unless the client says otherwise."""
+
+    counts = Counts(0.0)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._received = bytearray()
+        self._needed = 0  # bytes of the request under way, once its header is known
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while len(self._received) >= self._needed and (end := self._received.find(b"\r\n\r\n")) >= 0:
+            head = bytes(self._received[:end])
+            length = _LENGTH.search(head)
+            self._needed = end + 4 + (int(length[1]) if length else 0)
+            if len(self._received) < self._needed:
+                return
+            body = bytes(self._received[end + 4 : self._needed])
+            del self._received[: self._needed]
+            self._needed = 0
+            self._handle(head, body)
+
+    def _handle(self, head: bytes, body: bytes) -> None:
+        close = _CLOSE.search(head) is not None
+        _, path, _ = head.split(b" ", 2)
+        if head.startswith(b"POST"):
+            counts = self.counts
+            counts.ask(body)
+            if counts.latency:
+                asyncio.get_running_loop().call_later(counts.latency, self._answer, counts, close)
+            else:
+                self._answer(counts, close)
+            return
+        if path.startswith(b"/reset"):
+            Server.counts = Counts(float(path.partition(b"=")[2] or 0) / 1000)
+        self._send(_MODELS if path == b"/v1/models" else _response(Server.counts.to_json()), close)
+
+    def _answer(self, counts: Counts, close: bool) -> None:
+        counts.in_flight -= 1
+        self._send(_COMPLETION, close)
+
+    def _send(self, response: bytes, close: bool) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(response)
+            if close:
+                self._transport.close()
+
+
+async def serve(port: int, latency: float) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    Server.counts = Counts(latency)
+    server = await loop.create_server(Server, "127.0.0.1", port, backlog=8192)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await ended.wait()
+    server.close()
+    print(Server.counts.to_json().decode(), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--latency-ms", type=float, default=0.0)
+    arguments = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    factory = uvloop.new_event_loop if uvloop is not None else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(serve(arguments.port, arguments.latency_ms / 1000))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

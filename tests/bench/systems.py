@@ -1,0 +1,232 @@
+"""One run of one system, in a process of its own: settings as JSON in the first argument, what it cost on stdout.
+
+    ours, ours-uvloop    datatrove_ckpt.InferenceRunner, on asyncio's loop and on uvloop's
+    datatrove            datatrove's own InferenceRunner
+    bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the practical limit
+    protocol             a hand-written client on asyncio.Protocol and uvloop: what a client that is not aiohttp could do
+
+A run begins after all imports, and ends when the runner returns. CPU and memory are of this process alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MODEL = "mock"
+
+
+@dataclass
+class Run:
+    """What is run, and how. ``output``: jsonl, jsonl.gz, jsonl.zst or parquet. ``checkpoints`` None: off."""
+
+    system: str
+    url: str
+    source: str
+    folder: str
+    kind: str = "jsonl"
+    output: str = "jsonl"
+    checkpoints: str | None = None
+    concurrency: int = 256
+    chunk: int = 1000
+    rollouts: int = 1
+    stop_after: int | None = None
+    watch_loop: bool = False
+    profile: str | None = None
+    switch_interval: float | None = None
+    """``sys.setswitchinterval``, in seconds."""
+
+
+async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
+    """The rollout: one request."""
+    return await generate({"messages": [{"role": "user", "content": document.text}], "max_tokens": 64})
+
+
+def run_ours(run: Run) -> Callable[[], None]:
+    from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
+
+    config = InferenceConfig(**_config(run), hang_timeout=120)
+    return _step(run, InferenceRunner, config, readers)
+
+
+def run_datatrove(run: Run) -> Callable[[], None]:
+    import aiofiles  # noqa: F401 (so that importing it is no part of the run)
+    import aiosqlite  # noqa: F401
+    import httpx  # noqa: F401
+    from datatrove.pipeline import readers
+    from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
+
+    return _step(run, InferenceRunner, InferenceConfig(**_config(run)), readers)
+
+
+def _config(run: Run) -> dict[str, Any]:
+    return {
+        "server_type": "endpoint",
+        "model_name_or_path": MODEL,
+        "endpoint_url": run.url,
+        "max_concurrent_generations": run.concurrency,
+        "rollouts_per_document": run.rollouts,
+    }
+
+
+def _step(run: Run, runner: Any, config: Any, readers: Any) -> Callable[[], None]:
+    reader = (readers.ParquetReader if run.kind == "parquet" else readers.JsonlReader)(run.source)
+    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk)
+    return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
+
+
+def _writer(run: Run) -> Any:
+    from datatrove.pipeline import writers
+
+    folder, name = f"{run.folder}/output", "${rank}_chunk_${chunk_index}." + run.output.partition(".")[0]
+    if run.output == "parquet":
+        return writers.ParquetWriter(folder, name, compression="zstd")
+    compression = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst": "zstd"}[run.output]
+    return writers.JsonlWriter(folder, name, compression=compression)
+
+
+def run_bare(run: Run) -> Callable[[], None]:
+    return lambda: asyncio.run(_ask_all(run))
+
+
+def _payloads(run: Run) -> Iterator[bytes]:
+    import orjson
+
+    with next(Path(run.source).iterdir()).open("rb") as file:
+        for line in itertools.islice(file, run.stop_after):
+            messages = [{"role": "user", "content": orjson.loads(line)["text"]}]
+            for _ in range(run.rollouts):
+                yield orjson.dumps({"messages": messages, "max_tokens": 64, "model": MODEL})
+
+
+async def _ask_all(run: Run) -> None:
+    import aiohttp
+    import orjson
+
+    payloads, url = _payloads(run), f"{run.url}/v1/chat/completions"
+    timeout = aiohttp.ClientTimeout(total=3600, connect=30)
+    headers = {"Content-Type": "application/json"}
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        for payload in payloads:
+            async with session.post(url, data=payload, headers=headers) as response:
+                orjson.loads(await response.read())["choices"][0]["message"]["content"]
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, read_bufsize=2**18
+    ) as session:
+        await asyncio.gather(*(work(session) for _ in range(run.concurrency)))
+
+
+def run_protocol(run: Run) -> Callable[[], None]:
+    import orjson
+
+    port = int(run.url.rpartition(":")[2])
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    payloads = _payloads(run)
+
+    class Client(asyncio.Protocol):
+        """Sends the next payload as soon as the last one is answered."""
+
+        open_now = 0
+        done: asyncio.Future[None]
+
+        def connection_made(self, transport: Any) -> None:
+            Client.open_now += 1
+            self.transport, self.received, self.needed = transport, bytearray(), 0
+            self.send()
+
+        def send(self) -> None:
+            payload = next(payloads, None)
+            if payload is not None:
+                self.transport.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(payload), payload))
+                return
+            self.transport.close()
+            Client.open_now -= 1
+            if not Client.open_now:
+                Client.done.set_result(None)
+
+        def data_received(self, data: bytes) -> None:
+            self.received += data
+            if not self.needed:
+                self.needed = (end := self.received.find(b"\r\n\r\n") + 4) + int(
+                    self.received[:end].lower().partition(b"content-length: ")[2].split()[0]
+                )
+            if len(self.received) >= self.needed:
+                body = self.received[self.received.find(b"\r\n\r\n") + 4 :]
+                orjson.loads(body)["choices"][0]["message"]["content"]
+                self.received, self.needed = bytearray(), 0
+                self.send()
+
+    async def ask_all() -> None:
+        loop = asyncio.get_running_loop()
+        Client.done = loop.create_future()
+        await asyncio.gather(*(loop.create_connection(Client, "127.0.0.1", port) for _ in range(run.concurrency)))
+        await Client.done
+
+    return lambda: asyncio.run(ask_all())
+
+
+SYSTEMS = {"ours": run_ours, "datatrove": run_datatrove, "bare": run_bare, "protocol": run_protocol}
+
+
+def highest_memory() -> float:
+    """MB. Of this program; ``ru_maxrss`` may be that of the process it was forked from."""
+    with open("/proc/self/status") as file:  # noqa: PTH123
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+
+
+def main() -> None:
+    run = Run(**json.loads(sys.argv[1]))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    name, _, loop = run.system.partition("-")
+    if loop == "uvloop" or name == "protocol":
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    work = SYSTEMS[name](run)
+    from loguru import logger
+
+    logger.remove()  # only now: datatrove's import adds its own
+    if run.switch_interval:
+        sys.setswitchinterval(run.switch_interval)
+    health: dict[str, Any] = {}
+    if run.watch_loop:
+        from tests.bench.loop_watch import watched
+
+        work = watched(work, health)
+    if run.profile:
+        from tests.bench.profiling import profiled
+
+        work = profiled(work, run.profile)
+    imports = highest_memory()
+    before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    work()
+    ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    print(
+        json.dumps(
+            {
+                "run": asdict(run),
+                "started": started,
+                "ended": ended,
+                "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+                "system_cpu": after.ru_stime - before.ru_stime,
+                "memory": highest_memory(),
+                "memory_of_imports": imports,
+                **health,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

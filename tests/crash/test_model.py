@@ -1,0 +1,582 @@
+"""A model of the whole: random lives of one job, in which it finishes, fails, is killed, loses power, and goes on.
+
+Each document's answers, and whether it is written, dropped or a dead letter at its n-th attempt, follow from its text
+alone. So the model knows what must be on disk from the texts, from where the input ended when a life ran, and from
+which passes over dead letters there were. It is compared with the disk after every life, however that life ended.
+
+A kill keeps what was written, but what was not synced may still be lost when the power fails in a later life: the
+disks of one job hand on what is durable.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import orjson
+import pytest
+import xxhash
+from datatrove.data import Document
+from datatrove.pipeline.readers import JsonlReader as CountingReader
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint import files, storage
+from datatrove_ckpt.checkpoint.commits import Commit, read_commits
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.lines import read_lines
+from datatrove_ckpt.dead_letters import read_letters
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed, ServerRefused
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import CrashingDisk, FailingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
+from datatrove_ckpt.verify import verify
+from tests.jobs import runner
+
+# The job ------------------------------------------------------------------------------------------------------------
+
+Attempt = tuple[int, int]
+"""Number of a document, and how often it was tried, this time included."""
+
+
+class Faults:
+    """What goes wrong in this life only. An object, so that it is no part of the run's identity."""
+
+    raising: str | None = None
+    answers_left: int | None = None
+
+
+FAULTS = Faults()
+
+
+async def rollout(document: Document, generate: Any, prompt: str) -> Any:
+    """Two questions, the second with the answer to the first. The text says what becomes of it: kind and hardness."""
+    letter = getattr(document, "letter", None)
+    attempt = letter["attempts"] + 1 if letter else 1
+    kind, hardness, _ = document.text.split()
+    first = await generate(question(prompt, document.text, attempt))
+    if document.id == FAULTS.raising:
+        raise RuntimeError("as asked")
+    if kind in ("raises", "drops") and attempt <= int(hardness):
+        raise ValueError("as its text says")
+    if kind == "drops":
+        return None
+    second = await generate(question(prompt, document.text, attempt, first.text))
+    return [first.text, second.text]
+
+
+def question(prompt: str, text: str, attempt: int, answer: str = "nothing") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"{prompt} {text} {attempt} {answer}"}]}
+
+
+def refuse(payload: dict[str, Any], times: int) -> int | None:
+    if FAULTS.answers_left is not None:
+        FAULTS.answers_left -= 1
+        if FAULTS.answers_left < 0:
+            return 401
+    _, kind, hardness, _, attempt, answer = payload["messages"][-1]["content"].split(maxsplit=5)
+    return 400 if kind == "rejected" and answer != "nothing" and int(attempt) <= int(hardness) else None
+
+
+def slowness(payload: dict[str, Any], times: int) -> float:
+    return 0.003 if payload["messages"][-1]["content"].split()[1] == "slow" else 0.0
+
+
+def outcome(text: str, attempt: int) -> str:
+    kind, hardness, _ = text.split()
+    if kind in ("rejected", "raises", "drops") and attempt <= int(hardness):
+        return "dead"
+    return "dropped" if kind == "drops" else "written"
+
+
+def line(text: str, attempt: int) -> bytes:
+    """What the output must hold of a document, reckoned without the package."""
+    answers: list[str] = []
+    for answer in ("nothing", "the first"):
+        asked = question(PROMPT, text, attempt, answers[0] if answer == "the first" else answer)
+        payload = {"messages": [{"content": asked["messages"][0]["content"], "role": "user"}], "model": "fake"}
+        answers.append(f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
+    row = {"text": text, "id": identifier(text), "metadata": {"rollout_results": [answers]}}
+    return orjson.dumps(row) + b"\n"
+
+
+def identifier(text: str) -> str:
+    return f"id {text.split()[2]}"
+
+
+PROMPT = "Say:"
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "records_per_chunk": ({"records_per_chunk": 97}, r"records_per_chunk: \d+ -> 97"),
+    "model": ({"config": {"model_name_or_path": "another"}}, 'model: "fake" -> "another"'),
+    "prompt": ({"shared_context": {"prompt": "Shout:"}}, r'shared_context.prompt: "Say:" -> "Shout:"'),
+    "temperature": ({"config": {"default_generation_params": {"temperature": 2}}}, "default_generation_params: .*2"),
+    "metadata_key": ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
+}
+"""Settings that make another run, and what the refusal must say."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a life is lived: what may differ from life to life. ``retry``: over the dead letters, not the input."""
+
+    retry: bool
+    seeks: bool
+    concurrency: int
+    group: int
+    sync_seconds: float
+    retry_errors: bool
+
+
+WAYS = st.builds(
+    Way,
+    retry=st.sampled_from([False, False, False, True]),
+    seeks=st.booleans(),
+    concurrency=st.sampled_from([50, 3, 1]),
+    group=st.sampled_from([1, 2000]),
+    sync_seconds=st.sampled_from([1.0, 0.0]),
+    retry_errors=st.booleans(),
+)
+KIND = st.sampled_from(["plain 0", "slow 0", "drops 0", "rejected 1", "raises 1", "rejected 2", "drops 1", "raises 9"])
+DOCUMENTS = st.lists(KIND, max_size=7)
+MOMENT = st.integers(0, 10_000)
+"""A place in a life, from its beginning (0) to about its end."""
+
+
+class Powered(PowerLossDisk):
+    """A disk that crashes, and knows of what an earlier life wrote whether it was synced.
+
+    SQLite syncs by itself, so what it wrote in an earlier life is taken for durable.
+    """
+
+    def __init__(self, crash_at: int, folder: Path, torn: bool = False, before: Powered | None = None) -> None:
+        super().__init__(crash_at, folder, torn)
+        if before is not None:
+            before._look()
+            self._now, self._durable = before._now, before._durable
+            for path, file in self._now.items():
+                if file is not None and path.name.startswith("replay.sqlite3"):
+                    file.durable = file.content
+                    self._durable[path] = file
+
+    def kill(self) -> None:
+        """The folder is as it was at the crash, and what was not synced is still in memory only."""
+        next(CrashingDisk.survivors(self))
+
+    def lose_power(self, number: int) -> None:
+        """The folder is the survivor of this number."""
+        survivor = list(itertools.islice(self.survivors(), number + 1))
+        assert len(survivor) == number + 1
+
+
+# The machine --------------------------------------------------------------------------------------------------------
+
+
+class Lives(RuleBasedStateMachine):
+    """Lives of one job. Rules are never preconditioned: what is on disk after a crash is not known in advance."""
+
+    server: ClassVar[FakeServer]
+    folder: ClassVar[Path]
+    count: ClassVar[Counter[str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.job = self.folder / "job"
+        self.job.mkdir(parents=True)
+        self.input = self.folder / "input"
+        self.input.mkdir()
+        self.texts: list[str] = []
+        self.ends: set[int] = set()  # where the input ended when a life ran
+        self.last_completed = False
+        self.ever_completed = False
+        self.power: Powered | None = None
+        self.history: list[str] = []  # threads race, so hypothesis may not get the same life again to show it
+        self.count["examples"] += 1
+
+    @initialize(kinds=st.lists(DOCUMENTS, min_size=1, max_size=3), records=st.integers(1, 5), ends=st.booleans())
+    def begin(self, kinds: list[list[str]], records: int, ends: bool) -> None:
+        self.records = records
+        for part in kinds:
+            self._grow(part, True, ends)
+
+    # rules ----------------------------------------------------------------------------------------------------------
+
+    @rule(kinds=DOCUMENTS, in_a_new_file=st.booleans(), ends=st.booleans())
+    def grow(self, kinds: list[str], in_a_new_file: bool, ends: bool) -> None:
+        self._grow(kinds, in_a_new_file, ends)
+
+    @rule(way=WAYS)
+    def run_to_the_end(self, way: Way) -> None:
+        self._live(way, self._disk())
+
+    @rule(way=WAYS, moment=MOMENT, torn=st.booleans())
+    def kill(self, way: Way, moment: int, torn: bool) -> None:
+        disk = self._disk(self._effect(moment), torn)
+        self._live(way, disk)
+        if disk.crashed_at is not None:
+            disk.kill()
+            self._died("kills")
+
+    @rule(way=WAYS, moment=MOMENT, torn=st.booleans(), survivor=st.integers(0, 11))
+    def lose_power(self, way: Way, moment: int, torn: bool, survivor: int) -> None:
+        disk = self._disk(self._effect(moment), torn)
+        self._live(way, disk)
+        if disk.crashed_at is not None:
+            disk.lose_power(survivor)
+            self.power = None
+            self._died("power losses")
+
+    @rule(
+        way=WAYS,
+        moment=MOMENT,
+        code=st.sampled_from([errno.ENOSPC, errno.EIO, errno.EROFS]),
+        for_ever=st.booleans(),
+    )
+    def refuse_an_effect(self, way: Way, moment: int, code: int, for_ever: bool) -> None:
+        disk = FailingDisk(self._effect(moment), code, for_ever)
+        error = self._live(way, disk)
+        self.power = None
+        if error is None or isinstance(error, CheckpointMismatch):
+            assert disk.failed_at is None, f"went on although the disk refused: {disk.failed_at}"
+            return
+        assert disk.failed_at is not None, f"failed without cause: {error}"
+        assert "/" in str(error), f"no file is named: {error}"
+        self._died("disk errors")
+
+    @rule(way=WAYS, moment=MOMENT)
+    def raise_in_the_rollout(self, way: Way, moment: int) -> None:
+        """With on_document_error="stop", which is changed for this life only."""
+        number = moment % (len(self.texts) + 1)
+        with fault(raising=f"id {number}"):
+            before = self._finished_on_disk()
+            raising = {("id", number)} | {("text", n) for n, text in enumerate(self.texts) if "raises" in text}
+            raising |= {("text", n) for n, text in enumerate(self.texts) if text.startswith("drops 1")}
+            stops = {n for _, n in raising if n < len(self.texts) and (n, 1) not in before}
+            error = self._live(way, self._disk(), on_document_error="stop")
+        if way.retry or error is None:
+            assert way.retry or not stops, f"went on over {stops}"
+            return
+        assert isinstance(error, DocumentFailed), error
+        assert stops, f"failed without cause: {error}"
+        self._died("failed rollouts")
+
+    @rule(way=WAYS, answers=st.integers(0, 20))
+    def refuse_every_request(self, way: Way, answers: int) -> None:
+        """The server answers so many, and then 401."""
+        with fault(answers_left=answers):
+            error = self._live(way, self._disk())
+        if error is not None and not isinstance(error, CheckpointMismatch):
+            assert isinstance(error, ServerRefused), error
+            self._died("refusing servers")
+
+    @rule(way=WAYS, change=st.sampled_from(sorted(CHANGES)))
+    def change_a_setting(self, way: Way, change: str) -> None:
+        if way.retry or not (self.job / "checkpoints" / "00000" / "run.json").exists():
+            return
+        changed, message = CHANGES[change]
+        before = outputs(self.job)
+        self.server.asked.clear()
+        with pytest.raises(CheckpointMismatch, match=message):
+            self._step(way, **changed).run(self._read(way))
+        assert outputs(self.job) == before, "a refused run changed something"
+        assert not self.server.asked
+        self.count["refused changes"] += 1
+
+    def teardown(self) -> None:
+        """Whatever happened: run to the end, retry until nothing is left to retry, and compare with an easy life."""
+        if sys.exception() is not None or not hasattr(self, "records"):
+            print("this was its life:", *self.history, sep="\n  ")
+            return
+        way = Way(False, True, 50, 2000, 1.0, False)
+        assert self._live(way, self._disk()) is None
+        for _ in range(11):
+            assert self._live(Way(True, True, 50, 2000, 1.0, False), self._disk()) is None
+        self._check_places()
+        self._check_easy_life()
+        self.count["documents"] += len(self.texts)
+
+    # lives ----------------------------------------------------------------------------------------------------------
+
+    def _disk(self, crash_at: int = 10**9, torn: bool = False) -> Powered:
+        self.power = Powered(crash_at, self.job, torn, self.power)
+        return self.power
+
+    def _effect(self, moment: int) -> int:
+        """A life has about ten effects per document, and some at its beginning and end."""
+        done = len({number for number, _ in self._finished_on_disk()})
+        return moment * (30 + 12 * (len(self.texts) - done)) // 10_000
+
+    def _live(self, way: Way, disk: files.Disk, **changes: Any) -> CkptError | None:
+        """One life; returns what it raised. A simulated crash looks like an end without error."""
+        crashed = None
+        error: CkptError | None = None
+        returned = False
+        done = self._finished_on_disk()
+        self.server.asked.clear()
+        self._before(way)
+        with disk_in_place(disk), groups_of(way.group):
+            try:
+                self._step(way, **changes).run([] if way.retry else self._read(way))
+                returned = True
+            except CkptError as raised:
+                error = raised
+        crashed = getattr(disk, "crashed_at", None)
+        fault = crashed or getattr(disk, "failed_at", None)
+        self.history.append(f"{way} {type(disk).__name__} {fault} {vars(FAULTS)} -> {error!r:.200}")
+        assert not (returned and crashed), f"went on over a crash: {crashed}"
+        self.count["lives"] += 1
+        self.count["requests"] += self.server.asked.total()
+        asked = {attempt_of(content) for content in self.server.asked}
+        assert not asked & done, f"asked again for what was finished: {asked & done}"
+        if not way.retry:
+            self.last_completed = returned
+            self.ever_completed |= returned
+        self._after(way, error, returned)
+        if crashed is None:
+            self._check(way if returned else None)
+        return error
+
+    def _before(self, way: Way) -> None:
+        self.retryable: bool | None = None
+        if not way.retry:
+            self.ends.add(len(self.texts))
+        elif self.last_completed:
+            self.retryable = True
+        elif len(self._commits()) == 0 and self.texts:
+            self.retryable = False
+
+    def _after(self, way: Way, error: CkptError | None, returned: bool) -> None:
+        if way.retry:
+            assert not (returned and self.retryable is False), "retried a rank that is not finished"
+            refused = isinstance(error, CheckpointMismatch)
+            assert not (refused and self.retryable), error
+            assert not refused or "not finished" in str(error), error
+        else:
+            assert not isinstance(error, CheckpointMismatch), error
+
+    def _died(self, how: str) -> None:
+        self.count[how] += 1
+        self._check(None)
+
+    def _step(self, way: Way, **changes: Any) -> InferenceRunner:
+        config = {"max_concurrent_generations": way.concurrency, **changes.pop("config", {})}
+        arguments: dict[str, Any] = {
+            "records_per_chunk": self.records,
+            "shared_context": {"prompt": PROMPT},
+            "skip_bad_requests": True,
+            "on_document_error": "dead_letter",
+            "retry_dead_letters": way.retry,
+            "sync_seconds": way.sync_seconds,
+            "retry_errors": way.retry_errors,
+            **changes,
+        }
+        return runner(self.job, self.server, rollout, config=config, **arguments)
+
+    def _read(self, way: Way) -> Iterator[Document]:
+        reader = JsonlReader if way.seeks else CountingReader
+        return reader(str(self.input), add_file_path=False).run()
+
+    def _grow(self, kinds: list[str], in_a_new_file: bool, ends: bool) -> None:
+        rows = []
+        for kind in kinds:
+            self.texts.append(f"{kind} {len(self.texts)}")
+            rows.append(json.dumps({"id": identifier(self.texts[-1]), "text": self.texts[-1]}))
+        there = sorted(self.input.iterdir())
+        path = self.input / f"{len(there):03d}.jsonl" if in_a_new_file or not there else there[-1]
+        before = path.read_text() if path.exists() else ""
+        between = "\n" if before and rows and not before.endswith("\n") else ""
+        self.history.append(f"input: {path.name} + {rows}, newline at its end: {ends}")
+        path.write_text(before + between + "\n".join(rows) + ("\n" if ends and rows else ""))
+
+    # what is on disk --------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> Path:
+        return self.job / "checkpoints" / "00000"
+
+    def _commits(self, rank: Path | None = None) -> list[Commit]:
+        commits = read_commits((rank or self._rank) / "commits.jsonl")
+        return [commits[index] for index in sorted(commits)]
+
+    def _passes(self) -> list[tuple[int, Path, list[Attempt]]]:
+        """Of each pass over dead letters: its number, its rank's folder, and what it was to try."""
+        found = []
+        for folder in sorted((self.job / "checkpoints").glob("retry-*/00000")):
+            if (folder / "input.jsonl").exists():
+                taken = [(letter["ordinal"], letter["attempts"] + 1) for letter in read_letters(folder / "input.jsonl")]
+                found.append((int(folder.parent.name[-5:]), folder, taken))
+        return found
+
+    def _finished_on_disk(self) -> set[Attempt]:
+        """By commits and journals."""
+        found: set[Attempt] = set()
+        inputs = [(self._rank, [(number, 1) for number in range(len(self.texts))])]
+        inputs += [(folder, taken) for _, folder, taken in self._passes()]
+        for folder, attempts in inputs:
+            for commit in self._commits(folder):
+                found.update(attempts[commit.first_ordinal : commit.next_ordinal])
+            for path in folder.glob("chunk_*.jsonl"):
+                found.update(attempts[Finished.from_body(line.body).ordinal] for line in read_lines(path))
+        return found
+
+    # what must be on disk ---------------------------------------------------------------------------------------------
+
+    def _check(self, completed: Way | None) -> None:
+        """After every life. ``completed``: how it was lived, if it came to its end."""
+        self.count["checks"] += 1
+        expected = self._check_rank("", self._rank, [(number, 1) for number in range(len(self.texts))], self.ends)
+        finished = completed is not None and not completed.retry
+        if finished:
+            covered = sum(commit.tally.read for commit in self._commits())
+            assert covered == len(self.texts), f"{covered} of {len(self.texts)} documents are committed"
+        taken: Counter[Attempt] = Counter()
+        at_work = False
+        for number, folder, attempts in self._passes():
+            expected |= self._check_rank(f"retry{number}_", folder, attempts, {len(attempts)})
+            covered = sum(commit.tally.read for commit in self._commits(folder))
+            at_work |= covered < len(attempts) or (folder / "lock").exists()
+            taken.update(attempts)
+        assert all(number == 1 for number in taken.values()), f"retried twice: {taken}"
+        if completed is not None and completed.retry:
+            assert not at_work, "a pass ended before its end"
+        if (finished and not at_work) or (completed is not None and completed.retry and self.last_completed):
+            found = outputs(self.job / "output")
+            assert found.keys() == expected, f"files {sorted(found)}, not {sorted(expected)}"
+        self._check_verify(finished and not at_work)
+
+    def _check_rank(self, prefix: str, folder: Path, attempts: list[Attempt], ends: set[int]) -> set[str]:
+        """Every commit against the disk; returns the names of the files that they cover."""
+        expected: set[str] = set()
+        letters: Counter[Attempt] = Counter()
+        covered: list[int] = []
+        for commit in self._commits(folder):
+            partial = commit.tally.read < self.records
+            assert not partial or commit.next_ordinal in ends, f"cut short where no input ended: {commit}"
+            assert 0 < commit.tally.read <= self.records
+            covered += range(commit.first_ordinal, commit.next_ordinal)
+            chunk = attempts[commit.first_ordinal : commit.next_ordinal]
+            outcomes = Counter(outcome(self.texts[number], attempt) for number, attempt in chunk)
+            tally = (commit.tally.written, commit.tally.dropped, commit.tally.dead)
+            assert tally == (outcomes["written"], outcomes["dropped"], outcomes["dead"]), commit
+            letters.update(one for one in chunk if outcome(self.texts[one[0]], one[1]) == "dead")
+            content = b"".join(line(self.texts[n], a) for n, a in chunk if outcome(self.texts[n], a) == "written")
+            if content:
+                name = f"00000_chunk_{prefix}{commit.chunk_index:05d}.jsonl"
+                expected.add(name)
+                path = self.job / "output" / name
+                assert path.exists(), f"{name} is committed and missing"
+                assert path.read_bytes() == content, name
+        assert len(covered) == len(set(covered)), f"two commits cover documents: {covered}"
+        self._check_letters(folder, letters)
+        return expected
+
+    def _check_letters(self, folder: Path, committed: Counter[Attempt]) -> None:
+        """Those of commits are there; others may follow, until the next life cuts them off."""
+        end = max((commit.dead_letters_size for commit in self._commits(folder)), default=0)
+        path = folder / "dead_letters.jsonl"
+        kept = path.read_bytes()[:end] if path.exists() else b""
+        found: Counter[Attempt] = Counter()
+        for row in kept.splitlines():
+            letter = json.loads(row)
+            number, attempt = letter["ordinal"], letter["attempts"]
+            found[number, attempt] += 1
+            as_read = {"text": self.texts[number], "id": identifier(self.texts[number]), "media": [], "metadata": {}}
+            assert letter["document"] == as_read
+        assert found == committed, f"dead letters {found}, not {committed}"
+
+    def _check_verify(self, all_is_done: bool) -> None:
+        if not (self._rank / "run.json").exists():
+            return
+        report = verify(self.job / "checkpoints", full=True)
+        assert not report.problems, "\n".join(map(str, report.problems))
+        if all_is_done:
+            assert not report.unfinished, "\n".join(map(str, report.unfinished))
+
+    def _check_places(self) -> None:
+        """Every document is in exactly one place: an output file, dropped, or a letter that nobody retried."""
+        found: Counter[str] = Counter()
+        for content in outputs(self.job / "output").values():
+            found.update(json.loads(row)["id"] for row in content.splitlines())
+        taken = {attempt for _, _, attempts in self._passes() for attempt in attempts}
+        for folder in (self._rank, *(folder for _, folder, _ in self._passes())):
+            for letter in read_letters(folder / "dead_letters.jsonl"):
+                if (letter["ordinal"], letter["attempts"] + 1) not in taken:
+                    found[letter["id"]] += 1
+        for number, text in enumerate(self.texts):
+            last = max([1, *(attempt for n, attempt in taken if n == number)])
+            if outcome(text, last) == "dropped":
+                found[identifier(text)] += 1
+        assert found == Counter(identifier(text) for text in self.texts)
+        self.count["places checked"] += len(self.texts)
+
+    def _check_easy_life(self) -> None:
+        """A job that nothing disturbs, whose input grew where this one's was seen to end, writes the same bytes."""
+        cut = [c.next_ordinal for c in self._commits() if c.tally.read < self.records] + [len(self.texts)]
+        easy = self.folder / "easy"
+        documents = [Document(text=text, id=identifier(text)) for text in self.texts]
+        here, self.job = self.job, easy
+        try:
+            for end in dict.fromkeys(cut):
+                self._step(Way(False, True, 50, 2000, 1.0, False)).run(documents[:end])
+        finally:
+            self.job = here
+        mine = {name: data for name, data in outputs(self.job / "output").items() if "retry" not in name}
+        assert mine == outputs(easy / "output")
+
+
+def attempt_of(content: str) -> Attempt:
+    _, _, _, number, attempt, _ = content.split(maxsplit=5)
+    return int(number), int(attempt)
+
+
+@contextmanager
+def fault(raising: str | None = None, answers_left: int | None = None) -> Iterator[None]:
+    FAULTS.raising, FAULTS.answers_left = raising, answers_left
+    try:
+        yield
+    finally:
+        FAULTS.raising = FAULTS.answers_left = None
+
+
+@contextmanager
+def groups_of(number: int) -> Iterator[None]:
+    """So many items does the storage thread write at once, at most."""
+    before, storage.MAX_GROUP = storage.MAX_GROUP, number
+    try:
+        yield
+    finally:
+        storage.MAX_GROUP = before
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(15, 12), pytest.param(150, 30, marks=pytest.mark.full)], ids=["few", "many"]
+)
+def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path, examples: int, steps: int) -> None:
+    with FakeServer(status=refuse, delay=slowness) as server:
+        Lives.server, Lives.folder, Lives.count = server, ram / "model", Counter()
+        run_state_machine_as_test(
+            Lives,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    print(", ".join(f"{number} {what}" for what, number in Lives.count.items()))
+    for what in ("kills", "power losses", "disk errors", "failed rollouts", "refusing servers", "refused changes"):
+        assert Lives.count[what], f"no {what}"

@@ -38,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     # Blocks until the model is loaded; /v1/models answers 503 meanwhile.
-    server = xllamacpp.Server(params)
+    try:
+        server = xllamacpp.Server(params)
+    except RuntimeError as error:
+        print(f"llama.cpp could not start with {params.model.path}: {error}", file=sys.stderr)
+        return 1
     print(f"listening on {server.listening_address}", flush=True)
     while True:
         signal.pause()

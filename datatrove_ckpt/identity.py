@@ -3,8 +3,9 @@
 Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out, so they may
 change freely. Of a rollout function we take its code (comments and layout do not count), the values it closes over,
 the plain values among the module's globals it names (a PROMPT constant, say), and the functions of its own module it
-calls. Where a name says that a value is a secret, a hash of it is taken. That is the limit: what it imports from other modules, or reads from files, is not seen. Lists and dicts are
-taken as they were when the step was made: a rollout may use one as a cache.
+calls. Where a name says that a value is a secret, a hash of it is taken. That is the limit: what it imports from other
+modules, or reads from files, is not seen. Lists and dicts are taken as they were when the step was made: a rollout may
+use one as a cache.
 """
 
 from __future__ import annotations

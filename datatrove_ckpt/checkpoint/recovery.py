@@ -138,8 +138,6 @@ def _uncommitted(folder: Path, point: ResumePoint, records_per_chunk: int) -> It
         if chunk_index == waiting[0]:
             yield waiting.pop(0), ordinal
         done, following = point.done.get(chunk_index), point.done.get(chunk_index + 1)
-        if done:
-            ordinal = done.next_ordinal
-        else:
-            ordinal = following.first_ordinal if following else ordinal + records_per_chunk
+        end = following.first_ordinal if following else ordinal + records_per_chunk
+        ordinal = done.next_ordinal if done else end
         chunk_index += 1

@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentNotSeri
 _RETRY = re.compile(r"retry-(\d{5,})")
 
 
-def cause_of(error: Exception) -> str:
+def cause_of(error: BaseException) -> str:
     """What happened, in one line."""
     cause = error.error if isinstance(error, InferenceError) else error
     return str(cause) if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {cause}"
@@ -35,7 +35,7 @@ def cause_of(error: Exception) -> str:
 def dead_letter(
     document: Document,
     as_read: bytes | None,
-    error: Exception,
+    error: BaseException,
     *,
     ordinal: int,
     position: dict[str, Any] | None,

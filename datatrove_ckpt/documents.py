@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import json
 import math
 import pathlib
 import uuid
@@ -48,7 +49,7 @@ def encode(document: Document) -> bytes:
             # Integers beyond 64 bits, keys that are no strings: rare enough to be found by trying.
             return orjson.dumps(_wrap_deep(fields))
         # orjson writes NaN as null, and a "$py" key of the user's as such, without asking. Both leave a trace.
-        if b"null" in data or data.count(_TAG_BYTES) != encoder.wrapped:
+        if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
             return orjson.dumps(_wrap_deep(fields))
     except (TypeError, ValueError, RecursionError) as error:
         raise DocumentNotSerializable(
@@ -58,12 +59,31 @@ def encode(document: Document) -> bytes:
     return data
 
 
+def _has_nan(fields: dict[str, Any]) -> bool:
+    """Whether a null may stand for NaN or infinity. Asked of the standard library's encoder, which is C, too."""
+    try:
+        json.dumps(fields, allow_nan=False, default=_ignored)
+    except ValueError:
+        return True
+    return False
+
+
+def _ignored(value: Any) -> Any:
+    plain = _plain(value)
+    if plain is not value:
+        return plain
+    if isinstance(value, InferenceResult | Media):
+        return _fields(value)
+    return 0  # ``_Encoder`` has kept it
+
+
 def decode(data: bytes) -> Document:
     """The document that ``encode`` was given."""
     fields = orjson.loads(data)
     if _TAG_BYTES in data:
         fields = _unwrap(fields)
-    fields["media"] = [media if isinstance(media, Media) else Media(**media) for media in fields["media"]]
+    if fields["media"]:
+        fields["media"] = [media if isinstance(media, Media) else Media(**media) for media in fields["media"]]
     return Document(**fields)
 
 
@@ -93,6 +113,10 @@ def _from_scalar(value: list[Any]) -> np.generic:
     return scalar
 
 
+def _from_delta(value: datetime.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
 def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
@@ -106,6 +130,7 @@ _TYPES: list[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]]] = [
     ("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     ("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
     ("time", datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    ("timedelta", datetime.timedelta, _from_delta, lambda value: datetime.timedelta(*value)),
     ("bytes", bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
     ("decimal", decimal.Decimal, str, decimal.Decimal),
     ("set", set, lambda value: sorted(value, key=repr), set),

@@ -27,11 +27,19 @@ class Failures:
     Args:
         dead: dead letters of earlier lives.
         limit: dead letters at which the rank stops; None: no limit.
+        kept: dead letters are kept somewhere. Without a checkpoint they are not, and only ``skip_bad_requests``,
+            which asks for it, loses a document.
     """
 
     def __init__(
-        self, on_document_error: OnDocumentError, skip_bad_requests: bool, dead: int, limit: int | None
+        self,
+        on_document_error: OnDocumentError,
+        skip_bad_requests: bool,
+        dead: int,
+        limit: int | None,
+        kept: bool = True,
     ) -> None:
+        self._kept = kept
         self._on_document_error = on_document_error
         self._skip_bad_requests = skip_bad_requests
         self._dead = dead
@@ -42,7 +50,7 @@ class Failures:
         """Dead letters are likely enough to keep each document in work as it was read."""
         return self._on_document_error == "dead_letter" or self._skip_bad_requests
 
-    def letter_or_raise(self, read: Read, place: Place, error: Exception, payload_hashes: list[str]) -> bytes:
+    def letter_or_raise(self, read: Read, place: Place, error: BaseException, payload_hashes: list[str]) -> bytes:
         """The document's dead letter.
 
         Raises:
@@ -71,9 +79,9 @@ class Failures:
             earlier=getattr(document, "letter", None),
         )
 
-    def _is_letter(self, error: Exception) -> bool:
+    def _is_letter(self, error: BaseException) -> bool:
         causes = list(_causes(error))
-        if any(isinstance(cause, RequestPoisoned) for cause in causes):
+        if self._kept and any(isinstance(cause, RequestPoisoned) for cause in causes):
             return True
         if self._skip_bad_requests and any(isinstance(cause, RequestRejected) for cause in causes):
             return True
@@ -84,10 +92,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and what it comes from, whatever the rollout wrapped it in."""
     while error is not None:
         yield error
+        if isinstance(error, BaseExceptionGroup):
+            for part in error.exceptions:
+                yield from _causes(part)
         error = error.__cause__ or error.__context__
 
 
-def _stop(document: Document, place: Place, error: Exception) -> NoReturn:
+def _stop(document: Document, place: Place, error: BaseException) -> NoReturn:
     if isinstance(error, CkptError):
         raise error
     raise DocumentFailed(

@@ -39,6 +39,10 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 """Starts the server; gives a client and a coroutine function that ends, with an error, when the server dies."""
 
 
+# Integers as keys are what logit_bias has.
+_PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
 class Checkpoint(Protocol):
     """What the core asks of a checkpoint. See ``CheckpointManager``; ``Uncheckpointed`` is its absence."""
 
@@ -54,6 +58,8 @@ class Checkpoint(Protocol):
     def raise_failure(self) -> None: ...
     @property
     def congested(self) -> bool: ...
+    @property
+    def publishing_behind(self) -> bool: ...
     @property
     def all_committed(self) -> bool: ...
 
@@ -90,6 +96,10 @@ class Generation:
         self._rollouts = config.rollouts_per_document
         self._places = asyncio.Semaphore(config.max_concurrent_documents or 1)
         self._needed = asyncio.Event()
+        self._in_work = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
 
     async def run(self, source: DocumentSource) -> None:
         """Returns once every document of the source is committed.
@@ -106,7 +116,13 @@ class Generation:
         async with asyncio.TaskGroup() as background:
             tasks = [background.create_task(self._serve()), background.create_task(self._watch_checkpoint())]
             async with asyncio.TaskGroup() as documents:
-                await self._admit_all(source, documents)
+                # All waiting is done in here, so that whatever ends it is seen before it cancels the documents.
+                try:
+                    await self._admit_all(source, documents)
+                    await self._idle.wait()
+                except BaseException:
+                    self._stopping = True
+                    raise
             self.checkpoint.end_of_input()
             while not self.checkpoint.all_committed:
                 await self._next_change()
@@ -114,15 +130,17 @@ class Generation:
                 task.cancel()
 
     async def _admit_all(self, source: DocumentSource, documents: asyncio.TaskGroup) -> None:
-        await source.skip(self.checkpoint.resumed)
-        async for batch in source.batches():
+        async for batch in source.batches(self.checkpoint.resumed):
             for read in batch:
                 place = self.checkpoint.admit(read.fingerprint, read.position)
                 if place is None:
                     continue
                 self._needed.set()
-                await self.room()
+                while self.checkpoint.congested or self.checkpoint.publishing_behind:
+                    await self._next_change()
                 await self._places.acquire()
+                self._in_work += 1
+                self._idle.clear()
                 documents.create_task(self._process(read, place))
 
     # background --------------------------------------------------------------------------------------------------
@@ -156,11 +174,15 @@ class Generation:
 
     async def _process(self, read: Read, place: Place) -> None:
         try:
-            finished = await self._finish(read, place)
-            await self.room()
-            self.checkpoint.finish(place, finished)
+            self.checkpoint.finish(place, await self._finish(read, place))
+        except BaseException:
+            self._stopping = True
+            raise
         finally:
             self._places.release()
+            self._in_work -= 1
+            if not self._in_work:
+                self._idle.set()
 
     async def _finish(self, read: Read, place: Place) -> Finished:
         document = read.document
@@ -169,16 +191,25 @@ class Generation:
         try:
             results = await self._run_rollouts(document, requests)
             answers.raise_fatal()
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError  # a rollout that made None of its own cancellation drops no document
+            self._raise_if_stopping()
             kept = [result for result in results if result is not None]
             document.metadata[self._metadata_key] = kept
             data = encode(document) if kept else b"null"
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             answers.raise_fatal()
+            self._raise_if_stopping()
             letter = self._failures.letter_or_raise(read, place, error, [request.last_hash for request in requests])
             return self._finished(read, place, "dead", letter, requests)
         return self._finished(read, place, "written" if kept else "dropped", data, requests, len(kept))
+
+    def _raise_if_stopping(self) -> None:
+        """The document is being cancelled with its rank, whatever its rollout made of that.
+
+        A rollout that cancelled something itself, and let that out, has failed like any other. ``Task.cancelling``
+        does not tell the two apart: in Python 3.11 a TaskGroup of the rollout's own leaves it raised.
+        """
+        if self._stopping:
+            raise asyncio.CancelledError
 
     async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[Any]:
         if len(requests) == 1:
@@ -255,7 +286,7 @@ class Requests:
         config = self._generation.config
         payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
         try:
-            body = orjson.dumps(payload, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+            body = orjson.dumps(payload, option=_PAYLOAD)
         except TypeError as error:
             raise InferenceError(None, error, payload=payload) from error
         self.last_hash = digest = payload_hash(body)
@@ -288,8 +319,9 @@ class Requests:
         return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
-        await self._generation.room()
+        # Handed over first: an answer that waits for the disk outside its queue would be lost in a kill.
         self._generation.checkpoint.put_answer(self._answers.place, self._answers.doc_id, key, answer)
+        await self._generation.room()
 
 
 def _from_cache(answer: Answer, payload: dict[str, Any]) -> InferenceResult:

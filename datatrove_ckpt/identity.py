@@ -11,6 +11,7 @@ use one as a cache.
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import re
@@ -64,16 +65,21 @@ def run_identity(
     ``code`` and ``code_when_made``: ``code_identity`` now, and when the step was made.
     """
     # Code and constants as they are now: a worker unpickles the step, and may import a newer module with it.
-    mutable = {name: value for name, value in code_when_made.items() if isinstance(value, list | dict)}
+    changing = {name: value for name, value in code_when_made.items() if isinstance(value, list | dict)}
+    # An object's attributes are its settings when the step is made, and its state later.
+    of_object = [name for name in code_when_made if name.startswith("rollout_fn.") and _is_object(code_when_made)]
+    changing |= {name: code_when_made[name] for name in of_object if not name.endswith(" code")}
+    if _is_object(code_when_made):
+        code = {name: value for name, value in code.items() if name in code_when_made}
     return {
         "model": config.model_name_or_path,
         "canned_answers": config.server_type == "dummy",
         "use_chat": config.use_chat,
-        "default_generation_params": config.default_generation_params,
+        "default_generation_params": _value(config.default_generation_params),
         "model_kwargs": _answering_flags(config.model_kwargs or {}),
         "rollouts_per_document": config.rollouts_per_document,
         **code,
-        **mutable,
+        **changing,
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
         "tasks": world_size,
@@ -115,6 +121,11 @@ def describe(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
         yield from _describe_object(name, thing)
 
 
+def _is_object(code: dict[str, Any]) -> bool:
+    """The rollout is an object of a class with ``__call__``, not a function."""
+    return "rollout_fn code" not in code
+
+
 def _hide_secrets(fields: dict[str, Any]) -> dict[str, Any]:
     """The identity is kept in run.json and executor.json, where secrets have no place."""
     return {name: _hashed(value) if _SECRET.search(name) else value for name, value in fields.items()}
@@ -144,7 +155,7 @@ def _describe_function(name: str, function: types.FunctionType, seen: set[Any]) 
         yield f"{name}.{key}", _value(value)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     values = [(key, _cell(cell)) for key, cell in cells]
-    values += [(key, function.__globals__[key]) for key in _global_names(function) if key in function.__globals__]
+    values += [(key, function.__globals__[key]) for key in _constants(function)]
     for key, value in values:
         if isinstance(value, types.FunctionType):
             if value.__module__ == function.__module__ and value.__code__ not in seen:
@@ -168,14 +179,26 @@ def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _global_names(function: types.FunctionType) -> list[str]:
-    names: set[str] = set()
-    waiting = [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return sorted(names)
+def _constants(function: types.FunctionType) -> list[str]:
+    """The module's globals that the function names, but those that some function assigns: caches, counters."""
+    own = {name for code in _codes(function.__code__) for name in code.co_names}
+    module = [value for value in function.__globals__.values() if isinstance(value, types.FunctionType)]
+    assigned = {
+        instruction.argval
+        for other in (function, *module)
+        if other.__module__ == function.__module__
+        for code in _codes(other.__code__)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "STORE_GLOBAL"
+    }
+    return sorted(name for name in own - assigned if name in function.__globals__)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
 
 
 def _code_hash(function: types.FunctionType) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 import fsspec.compression
 import fsspec.utils
+import xxhash
 from datatrove.io import OutputFileManager
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -89,7 +90,10 @@ class ChunkOutput:
         self._rank = rank
         self._target: _Target
         if writer.output_folder.is_local():
-            self._target = _LocalFolder(Path(writer.output_folder.resolve_paths("")).absolute(), rank)
+            folder = Path(writer.output_folder.resolve_paths("")).absolute()
+            # Another run may write other files into the same folder; it must not clear away what this one stages.
+            run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
+            self._target = _LocalFolder(folder, f"{rank:05d}-{run}")
         else:
             self._target = _RemoteFolder(writer.output_folder, scratch / "staging" / _owner())
 
@@ -129,14 +133,16 @@ class ChunkOutput:
     def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
         writer = _fresh_copy(self._writer, staged)
         for finished in documents:
-            document = decode(finished.document)
+            document = None
             try:
+                document = decode(finished.document)
                 writer.write(document, rank=self._rank, chunk_index=f"{self._prefix}{chunk_index:05d}")
             except CkptError:
                 raise
             except Exception as error:
+                name = repr(document.id) if document else "(unreadable)"
                 raise OutputFailed(
-                    f"Document {document.id!r} (number {finished.ordinal} of this rank) could not be written by "
+                    f"Document {name} (number {finished.ordinal} of this rank) could not be written by "
                     f"{type(writer).__name__}: {type(error).__name__}: {error}. Its chunk's journal is kept: mend the "
                     "writer (its adapter, its schema) and run the same command again."
                 ) from error
@@ -252,8 +258,8 @@ class _Target:
 
 
 class _LocalFolder(_Target):
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder / STAGING / f"{rank:05d}" / _owner())
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder / STAGING / name / _owner())
         self._folder = folder
 
     def publish(self, staged: Path, name: str) -> Path:

@@ -62,6 +62,8 @@ class InferenceRunner(PipelineStep):
         max_dead_letters: the rank stops when more documents than this have failed. None: no limit.
         retry_dead_letters: process the dead letters of earlier runs instead of the input, into output files of their
             own. The rank must be finished.
+        seek: whether a resume may seek in the input. None: if the reader can, and no step between it and this one may
+            keep something from one document to the next, as far as can be told; else documents are counted.
         sync_seconds: how many seconds of answers a power loss may cost. kill -9 costs none.
         retry_errors: ask again where an earlier run got a permanent error.
         accept_changes: go on with a checkpoint that was made with other settings, and record that in its run.json.
@@ -86,6 +88,7 @@ class InferenceRunner(PipelineStep):
         on_document_error: OnDocumentError = "stop",
         max_dead_letters: int | None = None,
         retry_dead_letters: bool = False,
+        seek: bool | None = None,
         sync_seconds: float = 1.0,
         retry_errors: bool = False,
         accept_changes: bool = False,
@@ -113,6 +116,7 @@ class InferenceRunner(PipelineStep):
         self.on_document_error = on_document_error
         self.max_dead_letters = max_dead_letters
         self.retry_dead_letters = retry_dead_letters
+        self.seek = seek
         self.sync_seconds = sync_seconds
         self.retry_errors = retry_errors
         self.accept_changes = accept_changes
@@ -204,9 +208,13 @@ class InferenceRunner(PipelineStep):
                 f"{len(point.cached)} documents have answers waiting."
             )
         failures = Failures(
-            self.on_document_error, self.skip_bad_requests, checkpoint.tally.dead, self.max_dead_letters
+            self.on_document_error,
+            self.skip_bad_requests,
+            checkpoint.resumed.dead,
+            self.max_dead_letters,
+            kept=self.checkpoints_local_dir is not None,
         )
-        source = DocumentSource(data, failures.keep_as_read)
+        source = DocumentSource(data, failures.keep_as_read, self.seek)
         reporter = asyncio.create_task(progress.report())
         try:
             with self._inference_timer(), self._shared() as shared:

@@ -83,6 +83,10 @@ class Uncheckpointed:
         return self._handed_over - self._written > MAX_BACKLOG_BYTES
 
     @property
+    def publishing_behind(self) -> bool:
+        return False
+
+    @property
     def all_committed(self) -> bool:
         return self._handed_over == self._written
 

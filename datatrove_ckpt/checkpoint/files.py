@@ -17,6 +17,7 @@ import shutil
 import socket
 import sqlite3
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -191,9 +192,10 @@ class Disk:
 
     def close(self, below: Path = Path("/")) -> None:
         """Closes the descriptors that ``append`` keeps of files below a folder."""
-        for path in list(self._open):
-            if path.is_relative_to(below):
-                self.forget(path)
+        with self._appending:
+            for path in list(self._open):
+                if path.is_relative_to(below):
+                    self.forget(path)
 
 
 disk = Disk()
@@ -260,6 +262,16 @@ class HashedFile(io.RawIOBase):
         return str(self._hash.hexdigest())
 
 
+def _let_go_in_child() -> None:
+    """A forked child (a process pool of the user's) shares the lock, and would hold it when this process is gone."""
+    for lock in list(_held):
+        os.close(lock._fd)
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 class Lock:
     """An exclusive lock on a rank's folder, held by this process until ``release`` or its end, however it ends.
 
@@ -273,10 +285,15 @@ class Lock:
         self.path = path
         self.works = True
         self._fd = self._acquire()
+        _held.add(self)
         holder = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        with explained("write to", path):
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, holder, 0)
+        try:
+            with explained("write to", path):
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, holder, 0)
+        except BaseException:
+            self.release()
+            raise
 
     def _acquire(self) -> int:
         while True:
@@ -305,6 +322,7 @@ class Lock:
             return False
 
     def release(self, remove: bool = False) -> None:
+        _held.discard(self)
         if remove:
             with suppress(OSError):
                 self.path.unlink()

@@ -27,6 +27,10 @@ FORMAT = 1
 """Version of everything in a rank's folder."""
 
 
+# What lies in the folder is laid out by these: there is no going on with others, accepted or not.
+_LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
+
+
 class Fence:
     """This process's claim on a rank. See ``Claim``."""
 
@@ -131,7 +135,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _changes(folder: Path, old: dict[str, Any], new: dict[str, Any], accept: bool) -> list[dict[str, Any]]:
     changed = [name for name in dict.fromkeys([*old, *new]) if old.get(name, ...) != new.get(name, ...)]
-    if changed and ("format" in changed or not accept):
+    if changed and (not accept or not _LAYOUT.isdisjoint(changed)):
         lines = [f"  {name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed]
         raise CheckpointMismatch(
             f"The checkpoint {folder} was made by another run:\n"

@@ -78,6 +78,8 @@ class ChunkJournal:
         self.first_ordinal = first_ordinal
         self.recovered: dict[int, str] = {}
         """Fingerprints of the documents that an earlier life finished, by ordinal."""
+        self.recovered_dead = 0
+        """How many of them are dead letters."""
         self._offsets = array("q")
         self._lengths = array("I")
         self._recover()
@@ -98,6 +100,7 @@ class ChunkJournal:
                 )
             self._remember(finished.ordinal, line.offset, line.length)
             self.recovered[finished.ordinal] = finished.fingerprint
+            self.recovered_dead += finished.outcome == "dead"
         if self.path.exists() and self.path.stat().st_size > size:
             files.disk.truncate(self.path, size)
 

@@ -54,7 +54,6 @@ class _Chunk:
     finished: int = 0
     full: bool = False
     position: Callable[[], dict[str, Any] | None] = lambda: None
-    saved_position: dict[str, Any] | None = None
     last_input: str = ""
     tally: Tally = field(default_factory=Tally)
     dead_letters: list[bytes] = field(default_factory=list)
@@ -198,7 +197,8 @@ class CheckpointManager:
     def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> Place | None:
         """The place of the next document of the input; None if it is done already.
 
-        ``position`` gives the reader's state right after the document. It is called for the last one of a chunk.
+        ``position`` gives the reader's state right after the document. It is called for the last one of a chunk, when
+        that is committed, in the storage thread.
 
         Raises:
             CheckpointMismatch: an earlier life finished another document at this place.
@@ -262,8 +262,13 @@ class CheckpointManager:
 
     @property
     def congested(self) -> bool:
-        """More was handed over than the disk takes; admit nothing until ``on_change`` says otherwise."""
-        return self._storage.backlog > MAX_BACKLOG_BYTES or self.publishing > MAX_PUBLISHING
+        """More was handed over than the disk takes; wait until ``on_change`` says otherwise."""
+        return self._storage.backlog > MAX_BACKLOG_BYTES
+
+    @property
+    def publishing_behind(self) -> bool:
+        """More chunks wait to be published than there should be: admit nothing; what is in work may go on."""
+        return self.publishing > MAX_PUBLISHING
 
     @property
     def publishing(self) -> int:
@@ -294,7 +299,6 @@ class CheckpointManager:
 
     def _fill(self, chunk: _Chunk) -> None:
         chunk.full = True
-        chunk.saved_position = chunk.position()
         self._current = None
         self._next_ordinal = chunk.first_ordinal + chunk.read
         self._close_if_complete(chunk)
@@ -346,7 +350,7 @@ class CheckpointManager:
                 first_ordinal=chunk.first_ordinal,
                 tally=chunk.tally,
                 files=output,
-                position=chunk.saved_position,
+                position=chunk.position(),
                 last_input=chunk.last_input,
                 dead_letters_size=self._dead_letters.size,
             )

@@ -53,6 +53,8 @@ class ResumePoint:
     cached: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     dead_letters_size: int = 0
+    dead: int = 0
+    """Dead letters of earlier lives, committed or not."""
     interrupted: bool = False
     """An earlier life did not come to its end, so there is something left to do."""
 
@@ -75,6 +77,7 @@ def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache,
     _finish_commits(folder, last_chunk, log, cache, point)
     for chunk_index, first_ordinal in _uncommitted(folder, point, records_per_chunk):
         point.journals[chunk_index] = ChunkJournal(journal_path(folder, chunk_index), first_ordinal)
+    point.dead = point.tally.dead + sum(journal.recovered_dead for journal in point.journals.values())
     point.cached = cache.ordinals()
     for journal in point.journals.values():
         point.cached.difference_update(journal.recovered)

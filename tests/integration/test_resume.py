@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class StopsAt:
 def interrupted(folder: Path, server: FakeServer, data: Iterator[Document], bad: str = "id 15") -> Any:
     """A step whose first life ended at a document."""
     rollout = StopsAt(bad, folder)
-    step = runner(folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1})
+    step = runner(folder, server, rollout, records_per_chunk=4, seek=True, config={"max_concurrent_generations": 1})
     with pytest.raises(DocumentFailed):
         step.run(data)
     rollout.state["bad"] = ""
@@ -133,6 +134,46 @@ def test_readers_may_be_exchanged_between_lives(folder: Path, server: FakeServer
     assert set(server.asked.values()) == {1}
 
 
+class FirstFive:
+    """A step that keeps count."""
+
+    def run(self, data: Iterator[Document]) -> Iterator[Document]:
+        for number, document in enumerate(data):
+            if number < 15:
+                yield document
+
+
+class LetterFilter:
+    """As one of datatrove's: it looks at one document at a time."""
+
+    exclusion_writer = None
+
+    def run(self, data: Iterator[Document]) -> Iterator[Document]:
+        yield from (document for document in data if document.id != "id 1")
+
+
+LetterFilter.__module__ = "datatrove.pipeline.filters.letter"
+
+
+@pytest.mark.parametrize(("step", "seeks"), [(FirstFive, False), (LetterFilter, True)])
+def test_a_resume_seeks_only_past_steps_that_keep_nothing(
+    folder: Path, server: FakeServer, log: list[str], step: Any, seeks: bool
+) -> None:
+    def data() -> Iterator[Document]:
+        return step().run(data=JsonlReader(str(folder / "input"), add_file_path=False).run())
+
+    rollout = StopsAt("id 12", folder)
+    again = runner(folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1})
+    with pytest.raises(DocumentFailed):
+        again.run(data())
+    rollout.state["bad"] = ""
+    again.run(data())
+    expected = [f"id {index}" for index in range(15 if step is FirstFive else NUMBER)]
+    assert ids(folder) == [name for name in expected if seeks is False or name != "id 1"]
+    assert any("Went on after" in line for line in log) is seeks
+    assert any("FirstFive may keep something" in line for line in log) is not seeks
+
+
 def reverse_pairs(data: Iterator[Document]) -> Iterator[Document]:
     for first in data:
         second = next(data, None)
@@ -159,12 +200,15 @@ def test_documents_that_do_not_come_in_order_are_counted(
 def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Path, server: FakeServer) -> None:
     def last_first_again(data: Iterator[Document]) -> Iterator[Document]:
         kept = list(data)
-        yield from [*kept, kept[0]]
+        yield from kept
+        while not committed(folder):
+            time.sleep(0.001)
+        yield kept[0]
 
     rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(500)]
     (folder / "input" / "3.jsonl").write_text("\n".join(rows))
     with pytest.raises(ConfigError, match="a position that was saved is wrong"):
-        runner(folder, server, records_per_chunk=4).run(read(folder, step=last_first_again))
+        runner(folder, server, records_per_chunk=4, seek=True).run(read(folder, step=last_first_again))
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced", "sorts first", "grown", "new at the end"])

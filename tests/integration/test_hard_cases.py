@@ -1,0 +1,287 @@
+"""What users' code does to a run: cancellations that leak, caches, forks, stalled readers, odd values."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceError
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint import manager
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    DocumentFailed,
+    RequestPoisoned,
+    TooManyDeadLetters,
+)
+from datatrove_ckpt.output import ChunkOutput
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, config, documents, runner, writer
+
+
+def ids(folder: Path) -> list[str]:
+    files = sorted((folder / "output").glob("*.jsonl"))
+    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
+
+
+async def cancels_its_own_request(document: Document, generate: Any) -> Any:
+    request = asyncio.ensure_future(ask(document, generate))
+    if document.id == "id 1":
+        request.cancel()
+    return await request
+
+
+@pytest.mark.timeout(20)
+def test_a_cancellation_that_leaks_from_a_rollout_is_a_failure_of_its_document(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    with pytest.raises(DocumentFailed, match=r"'id 1'.*CancelledError"):
+        runner(tmp_path, server, cancels_its_own_request).run(documents(4))
+    plain = JsonlWriter(str(tmp_path / "plain"), "${rank}.jsonl", compression=None)
+    with pytest.raises(DocumentFailed, match="'id 1'"):
+        InferenceRunner(cancels_its_own_request, config(server), plain).run(documents(4))
+
+
+def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_path: Path) -> None:
+    stops = [True]
+
+    async def converts(document: Document, generate: Any) -> Any:
+        if document.id == "id 5" and stops:
+            while sum(server.asked.values()) < 5:
+                await asyncio.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        try:
+            return await ask(document, generate)
+        except BaseException as error:
+            raise RuntimeError("something went wrong") from error
+
+    with FakeServer(hold_after=2) as server:
+        step = runner(tmp_path, server, converts, on_document_error="dead_letter")
+        with pytest.raises(KeyboardInterrupt):
+            step.run(documents(6))
+        stops.clear()
+        server.release()
+        step.run(documents(6))
+    assert ids(tmp_path) == [f"id {index}" for index in range(6)]
+
+
+def test_answers_are_kept_while_publishing_is_slow(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "MAX_PUBLISHING", 0)
+    held, failed = threading.Event(), threading.Event()
+    write_chunk = ChunkOutput.write_chunk
+
+    def slow(self: ChunkOutput, *args: Any) -> Any:
+        held.wait()
+        return write_chunk(self, *args)
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        result = await ask(document, generate)
+        if document.id == "id 5" and not failed.is_set():
+            while sum(server.asked.values()) < 6:
+                await asyncio.sleep(0.001)
+            failed.set()
+            held.set()
+            raise RuntimeError("stop here")
+        return result
+
+    monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
+    step = runner(tmp_path, server, rollout)
+    threading.Timer(0.5, held.set).start()  # else nothing is admitted beyond the first chunk
+    with pytest.raises(DocumentFailed, match="stop here"):
+        step.run(documents(6))
+    step.run(documents(6))
+    assert set(server.asked.values()) == {1}
+
+
+_model: Any = None
+
+
+async def loads_lazily(document: Document, generate: Any) -> Any:
+    global _model
+    if _model is None:
+        _model = "loaded"
+    return await ask(document, generate)
+
+
+class CountsItself:
+    def __init__(self, prompt: str) -> None:
+        self.prompt = prompt
+        self.calls = 0
+        self.client: Any = None
+
+    async def __call__(self, document: Document, generate: Any) -> Any:
+        self.calls += 1
+        self.client = object()
+        return await ask(document, generate)
+
+
+def test_a_cache_that_a_rollout_fills_is_no_other_run(tmp_path: Path, server: FakeServer) -> None:
+    global _model
+    runner(tmp_path / "a", server, loads_lazily).run(documents(3))
+    assert _model == "loaded"
+    _model = None
+    runner(tmp_path / "a", server, loads_lazily).run(documents(4))
+
+    step = runner(tmp_path / "b", server, CountsItself("say"))
+    step.run(documents(3))
+    step.run(documents(4))
+    runner(tmp_path / "b", server, CountsItself("say")).run(documents(5))
+    with pytest.raises(CheckpointMismatch, match='prompt: "say" -> "sing"'):
+        runner(tmp_path / "b", server, CountsItself("sing")).run(documents(5))
+
+
+def test_a_document_without_media_is_written(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run([Document("text", "id 0", media=None)])  # type: ignore[arg-type]
+    assert ids(tmp_path) == ["id 0"]
+
+
+def test_max_dead_letters_counts_those_of_earlier_lives(tmp_path: Path, server: FakeServer) -> None:
+    async def fails(document: Document, generate: Any) -> Any:
+        raise RuntimeError("always")
+
+    settings: dict[str, Any] = {"on_document_error": "dead_letter", "max_dead_letters": 2, "records_per_chunk": 100}
+    for _ in range(5):
+        with pytest.raises(TooManyDeadLetters):
+            runner(tmp_path, server, fails, config={"max_concurrent_generations": 1}, **settings).run(documents(8))
+
+
+def test_a_forked_worker_that_outlives_its_runner_does_not_keep_the_rank_locked(tmp_path: Path) -> None:
+    code = f"""
+import multiprocessing, os, signal
+from pathlib import Path
+from datatrove_ckpt.checkpoint.files import Lock
+lock = Lock(Path({str(tmp_path / "lock")!r}))
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    signal.pause()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    orphan = int(process.stdout.readline())
+    process.wait()
+    try:
+        from datatrove_ckpt.checkpoint.files import Lock
+
+        Lock(tmp_path / "lock").release()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
+    tmp_path: Path, server: FakeServer, grouped: bool
+) -> None:
+    async def poison(document: Document, generate: Any) -> Any:
+        if document.id == "id 1":
+            error = InferenceError(None, RequestPoisoned("kills servers"))
+            error.__cause__ = RequestPoisoned("kills servers")
+            raise ExceptionGroup("in a task group", [error]) if grouped else error
+        return await ask(document, generate)
+
+    plain = JsonlWriter(str(tmp_path / "plain"), "${rank}.jsonl", compression=None)
+    with pytest.raises(DocumentFailed, match="'id 1'"):
+        InferenceRunner(poison, config(server), plain).run(documents(3))
+    runner(tmp_path, server, poison).run(documents(3))
+    assert ids(tmp_path) == ["id 0", "id 2"]
+
+
+def test_a_rejection_inside_a_task_group_is_skipped_like_any_other(tmp_path: Path) -> None:
+    async def grouped(document: Document, generate: Any) -> Any:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(ask(document, generate))
+        return task.result()
+
+    status = lambda payload, times: 400 if payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
+    with FakeServer(status=status) as server:
+        runner(tmp_path, server, grouped, skip_bad_requests=True).run(documents(3))
+    assert ids(tmp_path) == ["id 0", "id 2"]
+
+
+def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 0":
+            other = JsonlWriter(str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None)
+            step = InferenceRunner(ask, config(server), other, checkpoints_local_dir=str(tmp_path / "other"))
+            await asyncio.to_thread(step.run, documents(2))
+        return await ask(document, generate)
+
+    runner(tmp_path, server, rollout, output_writer=writer(tmp_path)).run(documents(4))
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
+        "00000_chunk_00000.jsonl",
+        "00000_chunk_00001.jsonl",
+        "b_00000_00000.jsonl",
+    ]
+
+
+def test_a_blocked_reader_keeps_no_failed_process_alive(tmp_path: Path, server: FakeServer) -> None:
+    code = f"""
+import sys, threading
+from datatrove.data import Document
+from tests.jobs import runner
+from pathlib import Path
+class Server: url = {server.url!r}
+def read():
+    yield Document("text", "id 0")
+    threading.Event().wait()
+async def fails(document, generate):
+    raise RuntimeError("as asked")
+try:
+    runner(Path({str(tmp_path)!r}), Server, fails).run(read())
+except Exception as error:
+    sys.exit(f"ended: {{error}}")
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert "ended: Document 'id 0'" in done.stderr
+
+
+def test_documents_are_asked_while_the_reader_stalls(tmp_path: Path, server: FakeServer) -> None:
+    all_asked = threading.Event()
+
+    def read() -> Iterator[Document]:
+        yield from documents(5)
+        deadline = time.monotonic() + 20
+        while len(server.asked) < 5:
+            assert time.monotonic() < deadline, "documents wait for the reader's next one"
+            time.sleep(0.001)
+        all_asked.set()
+
+    runner(tmp_path, server).run(read())
+    assert all_asked.is_set()
+
+
+def test_payloads_may_have_integers_as_keys(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate({"prompt": document.text, "logit_bias": {50256: -100}})
+
+    settings = {"use_chat": False, "default_generation_params": {"logit_bias": {1: 2}}}
+    runner(tmp_path, server, rollout, config=settings).run(documents(1))
+    assert server.payloads[0]["logit_bias"] == {"50256": -100}
+
+
+def test_another_chunk_size_is_never_accepted(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(3))
+    with pytest.raises(CheckpointMismatch, match="records_per_chunk: 2 -> 3"):
+        runner(tmp_path, server, records_per_chunk=3, accept_changes=True).run(documents(3))
+    runner(tmp_path, server).run(documents(4))
+    assert len(ids(tmp_path)) == 4

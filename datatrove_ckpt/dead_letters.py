@@ -100,7 +100,8 @@ class Retry:
         Raises:
             CheckpointMismatch: the rank itself is not finished; its own documents come first.
         """
-        if (root / f"{rank:05d}" / "replay.sqlite3").exists() or not (root / f"{rank:05d}" / "run.json").exists():
+        folder = root / f"{rank:05d}"
+        if any((folder / name).exists() for name in ("lock", "replay.sqlite3")) or not (folder / "run.json").exists():
             raise CheckpointMismatch(
                 f"Rank {rank} in {root} is not finished. Run it to its end first, without retry_dead_letters."
             )
@@ -149,4 +150,6 @@ def _untaken(rank_folder: Path, passes: list[Retry]) -> list[dict[str, Any]]:
     taken = {(letter["ordinal"], letter["attempts"]) for retry in passes for letter in read_letters(retry._input)}
     folders = [rank_folder, *(retry._folder for retry in passes)]
     letters = [letter for folder in folders for letter in read_letters(folder / "dead_letters.jsonl")]
-    return [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]
+    untaken = [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]
+    # Letters lie in the order in which chunks were committed, which is another one in every run.
+    return sorted(untaken, key=lambda letter: (letter["ordinal"], letter["attempts"]))

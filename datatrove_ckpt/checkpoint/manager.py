@@ -121,21 +121,27 @@ class CheckpointManager:
         """
         files.disk.make_dirs(self.folder)
         files.disk.make_dirs(self._last_chunk_file.parent)
+        finished = not (self.folder / "lock").exists()  # a rank that ends removes it, too
         self._lock = files.Lock(self.folder / "lock")
         with ExitStack() as undo:
-            undo.callback(self._lock.release)
+            # A run that is refused leaves a finished rank finished.
+            refused = undo.enter_context(ExitStack())
+            refused.callback(self._lock.release, remove=finished)
             claim = Claim(self.folder, self._identity, self._accept_changes)
+            refused.pop_all()
+            undo.callback(self._lock.release)
             interrupted = (self.folder / "replay.sqlite3").exists()  # a rank that ends removes it
             if self._lock.works and not claim.is_first:
                 # SQLite has a lock of its own: whoever holds that one is left in peace, too.
                 self._cache = RequestCache(self.folder / "replay.sqlite3")
+                undo.callback(self._cache.close)
                 self._fence = claim.take()
             else:
                 self._fence = claim.take()
                 if not self._lock.works:
                     self._detach()
                 self._cache = RequestCache(self.folder / "replay.sqlite3")
-            undo.callback(self._cache.close)
+                undo.callback(self._cache.close)
             self._log = CommitLog(self.folder / "commits.jsonl")
             if self._retry_errors:
                 self._cache.forget_errors()
@@ -191,6 +197,8 @@ class CheckpointManager:
         finally:
             files.disk.close(self.folder)
             self._lock.release(remove=completed)
+        if completed:
+            files.disk.sync_dir(self.folder)  # that the rank is finished survives power loss, too
 
     # the caller's side -----------------------------------------------------------------------------------------
 

@@ -81,11 +81,14 @@ class RequestCache:
     def _open(self) -> sqlite3.Connection:
         # autocommit off: a transaction opens with the first write and ends in ``files.disk.commit``.
         connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
-        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        schema = resources.files(__package__).joinpath("schema.sql").read_text()
-        connection.executescript(schema)
+        try:
+            connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def put(self, group: Iterable[CachedRequest]) -> None:

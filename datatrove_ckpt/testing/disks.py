@@ -202,9 +202,16 @@ class PowerLossDisk(CrashingDisk):
             if file is None:
                 path.mkdir()
             else:
-                path.write_bytes(self._survives(file, content, index))
+                path.write_bytes(self._survives(path, file, content, index))
 
-    def _survives(self, file: _File, content: str, index: int) -> bytes:
+    def _survives(self, path: Path, file: _File, content: str, index: int) -> bytes:
+        # SQLite syncs its log before it writes to its database, and that before it starts the log anew. So the
+        # database is as it is now; and where it changed since our last sync, its log was synced by SQLite.
+        database = self._now.get(path.with_name(path.name.removesuffix("-wal")))
+        if path.suffix == ".sqlite3" or (
+            path.name.endswith("-wal") and database is not None and database.content != database.durable
+        ):
+            return file.content
         if content == "synced" or (content in ("odd", "even") and index % 2 == (content == "even")):
             return file.durable
         grown = file.content.startswith(file.durable) and len(file.content) > len(file.durable)

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,38 +59,30 @@ class Bench:
         for latency in options.latency:
             for concurrency in options.concurrency:
                 count = _documents(options.documents, latency, concurrency)
-
-                def one(
-                    system: str, latency: float = latency, concurrency: int = concurrency, count: int = count
-                ) -> Result:
-                    # What is 20 times slower need not run 20 times as long: its queues only grow with its documents.
-                    documents = min(count, 20_000) if system == "datatrove" else count
-                    return self.run(system, documents, latency / 1000, input=count, stop_after=documents,
-                                    concurrency=concurrency)  # fmt: skip
-
+                one = partial(self._throughput_once, latency / 1000, concurrency, count)
                 results = interleaved(options.systems, options.repetitions, one)
                 print(f"latency {latency:g} ms, concurrency {concurrency}, {count} documents of {options.size} bytes\n")
                 _print_throughput(results, latency / 1000, concurrency)
 
+    def _throughput_once(self, latency: float, concurrency: int, count: int, system: str) -> Result:
+        # What is 20 times slower need not run 20 times as long: its queues only grow with its documents.
+        documents = min(count, 20_000) if system == "datatrove" else count
+        return self.run(system, documents, latency, input=count, stop_after=documents, concurrency=concurrency)
+
     def checkpoint_cost(self) -> None:
         """What checkpoints cost, by where they are and what the output is."""
         count = self.options.documents
-        places = {"off": None, "tmpfs": "/dev/shm/datatrove-ckpt-bench", "disk": str(self.folder / "work/checkpoints")}
+        places: dict[str, str | None] = {
+            "off": None,
+            "tmpfs": "/dev/shm/datatrove-ckpt-bench",
+            "disk": str(self.folder / "work/checkpoints"),
+        }
         rows = []
         for latency in self.options.latency:
             for output in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet"):
                 documents = _documents(count, latency, 256)
-                results = interleaved(
-                    places,
-                    self.options.repetitions,
-                    lambda place: self.run(
-                        "ours",
-                        documents,
-                        latency / 1000,
-                        checkpoints=places[place],
-                        output=output,  # noqa: B023
-                    ),
-                )
+                one = partial(self._at_place, places, output, latency / 1000, _documents(count, latency, 256))
+                results = interleaved(places, self.options.repetitions, one)
                 for place, some in results.items():
                     off = results["off"]
                     rows.append(
@@ -103,6 +96,9 @@ class Bench:
             rows,
         )  # fmt: skip
 
+    def _at_place(self, places: dict[str, str | None], output: str, latency: float, count: int, place: str) -> Result:
+        return self.run("ours", count, latency, checkpoints=places[place], output=output)
+
     def resume(self) -> None:
         """Seconds from the runner's start to the first request, all but 1000 documents done."""
         rows = []
@@ -112,7 +108,7 @@ class Bench:
                 results = interleaved(
                     ("ours", "cold", "datatrove"),
                     self.options.repetitions,
-                    lambda name: self._resume_once(name, count, kind, done),  # noqa: B023
+                    partial(self._resume_once, count, kind, done),
                 )
                 for name, some in results.items():
                     rows.append([count, kind, name, median(some, "first_request"), median(some, "memory"),
@@ -127,7 +123,7 @@ class Bench:
             shutil.copytree(self.folder / "work/checkpoints", kept)
         return kept
 
-    def _resume_once(self, name: str, count: int, kind: str, done: Path) -> Result:
+    def _resume_once(self, count: int, kind: str, done: Path, name: str) -> Result:
         checkpoints = self.folder / "work/checkpoints"
         shutil.rmtree(self.folder / "work", ignore_errors=True)
         if name == "ours":

@@ -54,7 +54,8 @@ def _name(handle: Any) -> str:
     task = getattr(callback, "__self__", None)
     if isinstance(task, asyncio.Task):
         return f"{task.get_coro().__qualname__} in a task"  # type: ignore[union-attr]
-    return getattr(callback, "__qualname__", repr(callback))
+    # No repr: that of an aiohttp response caches its headers before there are any, and breaks it.
+    return getattr(callback, "__qualname__", type(callback).__qualname__)
 
 
 def watched(work: Callable[[], None], result: dict[str, Any]) -> Callable[[], None]:
@@ -64,9 +65,8 @@ def watched(work: Callable[[], None], result: dict[str, Any]) -> Callable[[], No
 
     def run(handle: Any) -> None:
         wall, cpu = time.perf_counter(), time.thread_time()
-        name = handle  # its callback is gone after a cancel, which no callback here does to itself
         plain_run(handle)
-        watch.note(time.perf_counter() - wall, time.thread_time() - cpu, name)
+        watch.note(time.perf_counter() - wall, time.thread_time() - cpu, handle)
 
     def tick(loop: asyncio.AbstractEventLoop, last: float) -> None:
         now = time.perf_counter()

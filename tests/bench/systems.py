@@ -3,7 +3,7 @@
     ours, ours-uvloop    datatrove_ckpt.InferenceRunner, on asyncio's loop and on uvloop's
     datatrove            datatrove's own InferenceRunner
     bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the practical limit
-    protocol             a hand-written client on asyncio.Protocol and uvloop: what a client that is not aiohttp could do
+    protocol             a hand-written client on asyncio.Protocol and uvloop: what is left without aiohttp
 
 A run begins after all imports, and ends when the runner returns. CPU and memory are of this process alone.
 """

@@ -27,7 +27,7 @@ import pytest
 import xxhash
 from datatrove.data import Document
 from datatrove.pipeline.readers import JsonlReader as CountingReader
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -116,13 +116,13 @@ def identifier(text: str) -> str:
 
 PROMPT = "Say:"
 
-CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "records_per_chunk": ({"records_per_chunk": 97}, r"records_per_chunk: \d+ -> 97"),
-    "model": ({"config": {"model_name_or_path": "another"}}, 'model: "fake" -> "another"'),
-    "prompt": ({"shared_context": {"prompt": "Shout:"}}, r'shared_context.prompt: "Say:" -> "Shout:"'),
-    "temperature": ({"config": {"default_generation_params": {"temperature": 2}}}, "default_generation_params: .*2"),
-    "metadata_key": ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
-}
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"records_per_chunk": 97}, r"records_per_chunk: \d+ -> 97"),
+    ({"config": {"model_name_or_path": "another"}}, 'model: "fake" -> "another"'),
+    ({"shared_context": {"prompt": "Shout:"}}, r'shared_context.prompt: "Say:" -> "Shout:"'),
+    ({"config": {"default_generation_params": {"temperature": 2}}}, "default_generation_params: .*2"),
+    ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
+]
 """Settings that make another run, and what the refusal must say."""
 
 
@@ -147,10 +147,12 @@ WAYS = st.builds(
     sync_seconds=st.sampled_from([1.0, 0.0]),
     retry_errors=st.booleans(),
 )
-KIND = st.sampled_from(["plain 0", "slow 0", "drops 0", "rejected 1", "raises 1", "rejected 2", "drops 1", "raises 9"])
-DOCUMENTS = st.lists(KIND, max_size=7)
-MOMENT = st.integers(0, 10_000)
-"""A place in a life, from its beginning (0) to about its end."""
+KIND = st.sampled_from(["plain 0", "slow 0", "drops 0", "rejected 1", "raises 1", "rejected 2", "drops 1", "raises 3"])
+DOCUMENTS = st.lists(KIND, min_size=2, max_size=8) | st.just([])
+MOMENT = st.integers(0, 99)
+"""A place in a life, from its beginning (0) to about its end. Up to 127, hypothesis prefers no number."""
+
+ENDS = ("to_the_end", "killed", "power_lost", "disk_failed", "rollout_failed", "server_refused", "setting_changed")
 
 
 class Powered(PowerLossDisk):
@@ -198,7 +200,7 @@ class Lives(RuleBasedStateMachine):
         self.input.mkdir()
         self.texts: list[str] = []
         self.ends: set[int] = set()  # where the input ended when a life ran
-        self.last_completed = False
+        self.last_completed = self.lost_power = False
         self.ever_completed = False
         self.power: Powered | None = None
         self.history: list[str] = []  # threads race, so hypothesis may not get the same life again to show it
@@ -216,34 +218,33 @@ class Lives(RuleBasedStateMachine):
     def grow(self, kinds: list[str], in_a_new_file: bool, ends: bool) -> None:
         self._grow(kinds, in_a_new_file, ends)
 
-    @rule(way=WAYS)
-    def run_to_the_end(self, way: Way) -> None:
+    # One rule for all ends of a life: of many rules, hypothesis leaves out some in each example.
+    @rule(way=WAYS, end=st.sampled_from(ENDS), moment=MOMENT, detail=st.integers(0, 11), torn=st.booleans())
+    def live(self, way: Way, end: str, moment: int, detail: int, torn: bool) -> None:
+        getattr(self, f"_{end}")(way, moment, detail, torn)
+
+    def _to_the_end(self, way: Way, moment: int, detail: int, torn: bool) -> None:
         self._live(way, self._disk())
 
-    @rule(way=WAYS, moment=MOMENT, torn=st.booleans())
-    def kill(self, way: Way, moment: int, torn: bool) -> None:
+    def _killed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
         disk = self._disk(self._effect(moment), torn)
         self._live(way, disk)
         if disk.crashed_at is not None:
             disk.kill()
             self._died("kills")
 
-    @rule(way=WAYS, moment=MOMENT, torn=st.booleans(), survivor=st.integers(0, 11))
-    def lose_power(self, way: Way, moment: int, torn: bool, survivor: int) -> None:
+    def _power_lost(self, way: Way, moment: int, detail: int, torn: bool) -> None:
         disk = self._disk(self._effect(moment), torn)
         self._live(way, disk)
         if disk.crashed_at is not None:
-            disk.lose_power(survivor)
+            disk.lose_power(detail)
             self.power = None
+            # What a life removed at its very end may be there again, so that a rank looks as if it had more to do.
+            self.last_completed, self.lost_power = False, True
             self._died("power losses")
 
-    @rule(
-        way=WAYS,
-        moment=MOMENT,
-        code=st.sampled_from([errno.ENOSPC, errno.EIO, errno.EROFS]),
-        for_ever=st.booleans(),
-    )
-    def refuse_an_effect(self, way: Way, moment: int, code: int, for_ever: bool) -> None:
+    def _disk_failed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+        code, for_ever = (errno.ENOSPC, errno.EIO, errno.EROFS)[detail % 3], torn
         disk = FailingDisk(self._effect(moment), code, for_ever)
         error = self._live(way, disk)
         self.power = None
@@ -254,10 +255,9 @@ class Lives(RuleBasedStateMachine):
         assert "/" in str(error), f"no file is named: {error}"
         self._died("disk errors")
 
-    @rule(way=WAYS, moment=MOMENT)
-    def raise_in_the_rollout(self, way: Way, moment: int) -> None:
+    def _rollout_failed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
         """With on_document_error="stop", which is changed for this life only."""
-        number = moment % (len(self.texts) + 1)
+        number = moment * (len(self.texts) + 1) // 100
         with fault(raising=f"id {number}"):
             before = self._finished_on_disk()
             raising = {("id", number)} | {("text", n) for n, text in enumerate(self.texts) if "raises" in text}
@@ -271,25 +271,24 @@ class Lives(RuleBasedStateMachine):
         assert stops, f"failed without cause: {error}"
         self._died("failed rollouts")
 
-    @rule(way=WAYS, answers=st.integers(0, 20))
-    def refuse_every_request(self, way: Way, answers: int) -> None:
-        """The server answers so many, and then 401."""
-        with fault(answers_left=answers):
+    def _server_refused(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+        """It answers some requests, and then 401."""
+        with fault(answers_left=moment // 8):
             error = self._live(way, self._disk())
         if error is not None and not isinstance(error, CheckpointMismatch):
             assert isinstance(error, ServerRefused), error
             self._died("refusing servers")
 
-    @rule(way=WAYS, change=st.sampled_from(sorted(CHANGES)))
-    def change_a_setting(self, way: Way, change: str) -> None:
-        if way.retry or not (self.job / "checkpoints" / "00000" / "run.json").exists():
+    def _setting_changed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+        if way.retry or not (self._rank / "run.json").exists():
             return
-        changed, message = CHANGES[change]
-        before = outputs(self.job)
+        changed, message = CHANGES[detail % len(CHANGES)]
+        before = self._without_holder()
         self.server.asked.clear()
         with pytest.raises(CheckpointMismatch, match=message):
             self._step(way, **changed).run(self._read(way))
-        assert outputs(self.job) == before, "a refused run changed something"
+        changes = {name for name, data in self._without_holder().items() ^ before.items()}
+        assert not changes, f"a refused run changed {changes}"
         assert not self.server.asked
         self.count["refused changes"] += 1
 
@@ -300,8 +299,10 @@ class Lives(RuleBasedStateMachine):
             return
         way = Way(False, True, 50, 2000, 1.0, False)
         assert self._live(way, self._disk()) is None
-        for _ in range(11):
+        before: dict[str, bytes] = {}
+        while before != (before := outputs(self.job / "checkpoints")):
             assert self._live(Way(True, True, 50, 2000, 1.0, False), self._disk()) is None
+        self._check_verify(all_is_done=True)
         self._check_places()
         self._check_easy_life()
         self.count["documents"] += len(self.texts)
@@ -315,7 +316,7 @@ class Lives(RuleBasedStateMachine):
     def _effect(self, moment: int) -> int:
         """A life has about ten effects per document, and some at its beginning and end."""
         done = len({number for number, _ in self._finished_on_disk()})
-        return moment * (30 + 12 * (len(self.texts) - done)) // 10_000
+        return moment * (30 + 12 * (len(self.texts) - done)) // 100
 
     def _live(self, way: Way, disk: files.Disk, **changes: Any) -> CkptError | None:
         """One life; returns what it raised. A simulated crash looks like an end without error."""
@@ -399,6 +400,10 @@ class Lives(RuleBasedStateMachine):
         self.history.append(f"input: {path.name} + {rows}, newline at its end: {ends}")
         path.write_text(before + between + "\n".join(rows) + ("\n" if ends and rows else ""))
 
+    def _without_holder(self) -> dict[str, bytes]:
+        """What is on disk, but for the names of processes in lock files."""
+        return {name: b"" if name.endswith("/lock") else data for name, data in outputs(self.job).items()}
+
     # what is on disk --------------------------------------------------------------------------------------------------
 
     @property
@@ -441,15 +446,16 @@ class Lives(RuleBasedStateMachine):
             covered = sum(commit.tally.read for commit in self._commits())
             assert covered == len(self.texts), f"{covered} of {len(self.texts)} documents are committed"
         taken: Counter[Attempt] = Counter()
-        at_work = False
+        begun = (self.job / "checkpoints").glob("retry-*/00000")
+        at_work = any(not (folder / "run.json").exists() for folder in begun)
         for number, folder, attempts in self._passes():
             expected |= self._check_rank(f"retry{number}_", folder, attempts, {len(attempts)})
             covered = sum(commit.tally.read for commit in self._commits(folder))
-            at_work |= covered < len(attempts) or (folder / "lock").exists()
+            at_work |= covered < len(attempts) or any((folder / name).exists() for name in ("lock", "replay.sqlite3"))
             taken.update(attempts)
         assert all(number == 1 for number in taken.values()), f"retried twice: {taken}"
         if completed is not None and completed.retry:
-            assert not at_work, "a pass ended before its end"
+            assert self.lost_power or not at_work, "a pass ended before its end"
         if (finished and not at_work) or (completed is not None and completed.retry and self.last_completed):
             found = outputs(self.job / "output")
             assert found.keys() == expected, f"files {sorted(found)}, not {sorted(expected)}"
@@ -524,11 +530,11 @@ class Lives(RuleBasedStateMachine):
         """A job that nothing disturbs, whose input grew where this one's was seen to end, writes the same bytes."""
         cut = [c.next_ordinal for c in self._commits() if c.tally.read < self.records] + [len(self.texts)]
         easy = self.folder / "easy"
-        documents = [Document(text=text, id=identifier(text)) for text in self.texts]
         here, self.job = self.job, easy
         try:
             for end in dict.fromkeys(cut):
-                self._step(Way(False, True, 50, 2000, 1.0, False)).run(documents[:end])
+                documents = [Document(text=text, id=identifier(text)) for text in self.texts[:end]]
+                self._step(Way(False, True, 50, 2000, 1.0, False)).run(documents)
         finally:
             self.job = here
         mine = {name: data for name, data in outputs(self.job / "output").items() if "retry" not in name}
@@ -561,7 +567,7 @@ def groups_of(number: int) -> Iterator[None]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(15, 12), pytest.param(150, 30, marks=pytest.mark.full)], ids=["few", "many"]
+    ("examples", "steps"), [(40, 15), pytest.param(150, 30, marks=pytest.mark.full)], ids=["few", "many"]
 )
 def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path, examples: int, steps: int) -> None:
     with FakeServer(status=refuse, delay=slowness) as server:
@@ -574,9 +580,12 @@ def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path
                 deadline=None,
                 derandomize=True,
                 database=None,
+                phases=[Phase.generate],  # threads race: a shorter life may end well for another reason
+                report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
             ),
         )
     print(", ".join(f"{number} {what}" for what, number in Lives.count.items()))
-    for what in ("kills", "power losses", "disk errors", "failed rollouts", "refusing servers", "refused changes"):
+    rare = ("failed rollouts", "refusing servers") if examples > 100 else ()  # they need documents that wait for a life
+    for what in ("kills", "power losses", "disk errors", "refused changes", *rare):
         assert Lives.count[what], f"no {what}"

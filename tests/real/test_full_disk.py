@@ -1,0 +1,341 @@
+"""Disks that are really full, or really read-only: the rank stops, says where and what to do, and loses nothing.
+
+A small tmpfs holds the checkpoints, the output, or both, and is filled so far that it is full at another moment each
+time. Nothing but a file system of its own can turn read-only under a run: an ext4 in a file does, when its kernel
+finds (is told of) an error, and a tmpfs can be remounted while no file on it is open for writing.
+
+Needs root, Linux and loop devices. Where they are missing these tests fail; they are left out of the default run.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import re
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, redirect_stderr, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.lines import read_lines
+from datatrove_ckpt.errors import CkptError, OutputFailed, StorageFailed
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.verify import verify
+from tests.jobs import ask, config
+
+DOCUMENTS = 90
+CHUNK = 20
+IN_FLIGHT = 8
+WRITE_GROUP = 24  # what arrives in tens of milliseconds, while the group before is written
+PADDING = "x" * 4000
+
+FREE = "Free some space and run the same command again"
+MAKE_WRITABLE = "Make it writable for this user (or choose another folder) and run the same command again"
+CHECK = "Check the disk and run the same command again"  # all that SQLite, and ext4 on a sync, let us say
+
+
+def command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr.strip()} (this test needs root on Linux)"
+
+
+@contextmanager
+def mounted(folder: Path, *how: str) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    command("mount", *how, str(folder))
+    try:
+        yield folder
+    finally:
+        gc.collect()  # a traceback may hold a journal that was being read
+        if subprocess.run(["umount", str(folder)], capture_output=True).returncode:
+            links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+            mine = [str(target) for link in links if (target := link.readlink()).is_relative_to(folder)]
+            command("umount", "--lazy", str(folder))
+            raise AssertionError(f"something has a file on {folder} open still; this process: {mine}")
+
+
+@contextmanager
+def tmpfs(folder: Path, kilobytes: int) -> Iterator[Path]:
+    with mounted(folder, "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs") as here:
+        yield here
+
+
+def resize(folder: Path, kilobytes: int) -> None:
+    command("mount", "-o", f"remount,size={kilobytes}k", str(folder))
+
+
+# The job ------------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """90 documents of 4 kB, answered with 4 kB each: about 800 kB of output, and journals and answers on the way."""
+
+    def __init__(self, folder: Path, server: FakeServer, small: Path | None = None, on_it: str = "") -> None:
+        self.folder = folder
+        self.server = server
+        self.small = small
+        self.checkpoints = small / "checkpoints" if small and "checkpoints" in on_it else folder / "checkpoints"
+        self.output = small / "output" if small and "output" in on_it else folder / "output"
+        (folder / "input").mkdir(parents=True)
+        rows = [{"id": f"id {number}", "text": f"{number} {PADDING}"} for number in range(DOCUMENTS)]
+        (folder / "input" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(self, sync_seconds: float = 1.0) -> None:
+        step = InferenceRunner(
+            ask,
+            config(self.server, max_concurrent_generations=IN_FLIGHT),
+            JsonlWriter(str(self.output), "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+            checkpoints_local_dir=str(self.checkpoints),
+            records_per_chunk=CHUNK,
+            sync_seconds=sync_seconds,
+        )
+        reader = JsonlReader(str(self.folder / "input"), add_file_path=False)
+        with redirect_stderr(io.StringIO()):  # datatrove's log of each failure
+            LocalPipelineExecutor([reader, step], logging_dir=str(self.folder / "logs")).run()
+
+    @property
+    def is_marked_complete(self) -> bool:
+        return (self.folder / "logs" / "completions" / "00000").exists()
+
+    def fails(self, *advice: str, sync_seconds: float = 1.0) -> str | None:
+        """One life; which file was refused, or None if there was room enough."""
+        try:
+            self.run(sync_seconds)
+        except (StorageFailed, OutputFailed) as error:
+            assert str(self.small) in str(error), f"no file on {self.small} is named: {error}"
+            assert any(text in str(error) for text in advice), error
+            assert not self.is_marked_complete
+            return self._where(error)
+        assert self.is_marked_complete
+        return None
+
+    def _where(self, error: CkptError) -> str:
+        """The file's name without its numbers."""
+        found = re.search(rf"{self.small}/([^\s:,]+)", str(error))
+        assert found, error
+        name = Path(found[1]).name
+        return "staging" if re.fullmatch("[0-9a-f]{8}", name) else re.sub(r"\d+", "#", name)
+
+    def answered(self) -> set[str]:
+        """The documents that have an answer on disk, by number: in commits, journals or the request cache."""
+        with tempfile.TemporaryDirectory() as copy:  # SQLite cannot open its file on a full disk
+            rank = Path(copy) / "00000"
+            if not (self.checkpoints / "00000").exists():
+                return set()
+            shutil.copytree(self.checkpoints / "00000", rank)
+            found: set[int] = set()
+            for commit in read_commits(rank / "commits.jsonl").values():
+                found.update(range(commit.first_ordinal, commit.next_ordinal))
+            for path in rank.glob("chunk_*.jsonl"):
+                found.update(Finished.from_body(line.body).ordinal for line in read_lines(path))
+            if (rank / "replay.sqlite3").exists():
+                with closing(sqlite3.connect(rank / "replay.sqlite3")) as connection:
+                    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'request_cache'").fetchall():
+                        found.update(row[0] for row in connection.execute("SELECT ordinal FROM request_cache"))
+        return {f"{number} {PADDING}" for number in found}
+
+    def finishes(self, expected: dict[str, bytes], failures: int) -> int:
+        """The rerun ends well; returns how many requests were sent again."""
+        kept, before = self.answered(), self.server.asked.copy()
+        self.run()
+        assert not kept & (self.server.asked - before).keys(), "asked again for what is on disk"
+        assert self.is_marked_complete
+        assert outputs(self.output) == expected
+        report = verify(self.checkpoints, full=True)
+        assert not [*report.problems, *report.unfinished]
+        assert len(self.server.asked) == DOCUMENTS
+        again = self.server.asked.total() - DOCUMENTS
+        assert again <= failures * (IN_FLIGHT + WRITE_GROUP), f"{again} requests were sent again"
+        return again
+
+
+def answer(payload: dict[str, Any], times: int) -> str:
+    return f"answer to {payload['messages'][-1]['content']}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with FakeServer(answer, delay=lambda payload, times: 0.01) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> dict[str, bytes]:
+    """The output of a run that nothing disturbs."""
+    job = Job(tmp_path_factory.mktemp("undisturbed"), server)
+    job.run()
+    found = outputs(job.output)
+    assert len(found) == 5
+    return found
+
+
+# Full disks ---------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "checkpoints": (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384),
+    "output": (4, 8, 64, 160, 168, 176, 200, 400, 500, 700),
+    "checkpoints and output": (12, 20, 40, 80, 120, 200, 280, 300, 340, 420, 500, 580, 660, 740, 820),
+}
+"""Sizes of the disk in kB, at most of which something does not fit."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("on_it", SIZES)
+def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
+    tmp_path: Path, server: FakeServer, expected: dict[str, bytes], on_it: str
+) -> None:
+    places: Counter[str] = Counter()
+    again = 0
+    for kilobytes in SIZES[on_it]:
+        server.asked.clear()
+        with tmpfs(tmp_path / f"{kilobytes}", kilobytes) as small:
+            job = Job(tmp_path / f"job {kilobytes}", server, small, on_it)
+            place = job.fails(FREE)
+            if place is not None:
+                places[place] += 1
+                second = job.fails(FREE)
+                assert second is not None, "what did not fit fits, though nothing was freed"
+                places[second] += 1
+                resize(small, 4096)
+            again += job.finishes(expected, 2)
+    failed = sum(places.values())
+    print(f"{on_it}: {len(SIZES[on_it])} sizes, {failed} failures, {again} requests sent again: {dict(places)}")
+    assert failed >= len(SIZES[on_it])
+
+
+@pytest.mark.timeout(300)
+def test_a_disk_that_somebody_else_fills_may_be_full_at_any_moment(
+    tmp_path: Path, server: FakeServer, expected: dict[str, bytes]
+) -> None:
+    """Everything fits, until another program takes what is left, all but a few pages."""
+    places: Counter[str] = Counter()
+    again = 0
+    moments = range(1, DOCUMENTS, 6)
+    for moment in moments:
+        server.asked.clear()
+        with tmpfs(tmp_path / f"{moment}", 4096) as small:
+            job = Job(tmp_path / f"job {moment}", server, small, "checkpoints and output")
+            with after(server, moment, lambda small=small, moment=moment: fill(small, leave=4096 * (moment % 5))):
+                place = job.fails(FREE)
+            if place is not None:
+                places[place] += 1
+            (small / "filler").unlink()
+            again += job.finishes(expected, 1)
+    failed = sum(places.values())
+    print(f"{len(moments)} moments, {failed} failures, {again} requests sent again: {dict(places)}")
+    assert failed > len(moments) // 2
+
+
+def fill(folder: Path, leave: int) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with (folder / "filler").open("r+b") as file:
+        file.truncate(max(0, (folder / "filler").stat().st_size - leave))
+
+
+@contextmanager
+def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator[None]:
+    """Does something once so many requests were sent, in another thread."""
+    over = threading.Event()
+    failures: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            while server.asked.total() < answers and not over.is_set():
+                time.sleep(0.0005)
+            act()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert not failures, failures
+
+
+# Read-only disks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_an_output_that_turns_read_only_stops_the_rank(
+    tmp_path: Path, server: FakeServer, expected: dict[str, bytes]
+) -> None:
+    places: Counter[str] = Counter()
+    again = 0
+    moments = range(1, DOCUMENTS, 12)
+    for moment in moments:
+        server.asked.clear()
+        with tmpfs(tmp_path / f"{moment}", 4096) as small:
+            job = Job(tmp_path / f"job {moment}", server, small, "output")
+            with after(server, moment, lambda small=small: make_read_only(small)):
+                place = job.fails(MAKE_WRITABLE)
+            if place is not None:
+                places[place] += 1
+            command("mount", "-o", "remount,rw", str(small))
+            again += job.finishes(expected, 1)
+    print(f"{len(moments)} moments, {places.total()} failures, {again} requests sent again: {dict(places)}")
+    assert places.total() > len(moments) // 2
+
+
+def make_read_only(folder: Path) -> None:
+    """As soon as no file is open for writing."""
+    deadline = time.monotonic() + 10
+    while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True).returncode:
+        assert time.monotonic() < deadline, f"{folder} is busy for ever"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("on_it", ["checkpoints", "output", "checkpoints and output"])
+def test_a_file_system_that_turns_read_only_stops_the_rank(
+    tmp_path: Path, server: FakeServer, expected: dict[str, bytes], on_it: str
+) -> None:
+    """With open files and all: ext4 does so when it finds itself damaged."""
+    places: Counter[str] = Counter()
+    again = 0
+    moments = range(5, DOCUMENTS, 20)
+    for moment in moments:
+        server.asked.clear()
+        image = tmp_path / f"{moment}.img"
+        image.write_bytes(bytes(8 * 2**20))
+        command("mkfs.ext4", "-q", str(image))
+        with mounted(tmp_path / f"{moment}", "-o", "loop,errors=remount-ro", str(image)) as small:
+            job = Job(tmp_path / f"job {moment}", server, small, on_it)
+            with after(server, moment, lambda small=small: damage(small)):
+                place = job.fails(MAKE_WRITABLE, CHECK, sync_seconds=0)
+        # 1 is "errors were corrected"
+        assert subprocess.run(["e2fsck", "-fy", str(image)], capture_output=True).returncode in (0, 1)
+        if place is not None:
+            places[place] += 1
+        with mounted(small, "-o", "loop", str(image)):
+            again += job.finishes(expected, 1)
+    print(f"{on_it}: {len(moments)} moments, {places.total()} failures, {again} sent again: {dict(places)}")
+    assert places.total() > len(moments) // 2
+
+
+def damage(folder: Path) -> None:
+    """Tells the kernel that this ext4 has an error."""
+    device = subprocess.run(
+        ["findmnt", "-n", "-o", "SOURCE", str(folder)], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    (Path("/sys/fs/ext4") / Path(device).name / "trigger_fs_error").write_text("1")

@@ -139,6 +139,7 @@ class Generation:
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self._next_change()
                 await self._places.acquire()
+                self._raise_if_stopping()  # nothing above need have waited, and so noticed
                 self._in_work += 1
                 self._idle.clear()
                 documents.create_task(self._process(read, place))

@@ -110,6 +110,7 @@ class Generation:
         loop = asyncio.get_running_loop()
         self.client: asyncio.Future[CompletionClient] = loop.create_future()
         self._change: asyncio.Future[None] = loop.create_future()
+        self._freed: asyncio.Future[None] = loop.create_future()
         self.checkpoint.on_change = lambda: _call_soon(loop, self._changed)
         if self.checkpoint.resumed.interrupted:
             self._needed.set()  # the server loads its model while a reader that cannot seek counts
@@ -160,16 +161,21 @@ class Generation:
             await self._next_change()
 
     def _changed(self) -> None:
-        done, self._change = self._change, asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done, self._change = self._change, loop.create_future()
         done.set_result(None)
+        if not self.checkpoint.congested:
+            freed, self._freed = self._freed, loop.create_future()
+            freed.set_result(None)
 
     async def _next_change(self) -> None:
         await asyncio.shield(self._change)
 
     async def room(self) -> None:
         """Waits while the storage thread is behind."""
+        # Not for every change: thousands may wait here, and a slow disk has a change every few milliseconds.
         while self.checkpoint.congested:
-            await self._next_change()
+            await asyncio.shield(self._freed)
 
     # one document ------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import manager
+from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     DocumentFailed,
@@ -107,6 +108,25 @@ def test_answers_are_kept_while_publishing_is_slow(
         step.run(documents(6))
     step.run(documents(6))
     assert set(server.asked.values()) == {1}
+
+
+def test_a_slow_disk_slows_the_run_and_fills_no_memory(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backlogs: list[int] = []
+    write = Storage._write
+
+    def slow(self: Storage, *args: Any) -> None:
+        backlogs.append(self.backlog)
+        time.sleep(0.005)
+        write(self, *args)
+
+    monkeypatch.setattr(Storage, "_write", slow)
+    monkeypatch.setattr(manager, "MAX_BACKLOG_BYTES", 1)
+    runner(tmp_path, server, config={"max_concurrent_generations": 4}, records_per_chunk=50).run(documents(40))
+    assert ids(tmp_path) == [f"id {index}" for index in range(40)]
+    one = 600  # bytes, at most, of a document and its answer
+    assert max(backlogs) <= 2 * 4 * one
 
 
 _model: Any = None

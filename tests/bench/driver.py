@@ -80,7 +80,6 @@ class Bench:
         rows = []
         for latency in self.options.latency:
             for output in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet"):
-                documents = _documents(count, latency, 256)
                 one = partial(self._at_place, places, output, latency / 1000, _documents(count, latency, 256))
                 results = interleaved(places, self.options.repetitions, one)
                 for place, some in results.items():

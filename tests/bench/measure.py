@@ -40,8 +40,8 @@ class MockServer:
 
 @contextmanager
 def mock_server() -> Iterator[MockServer]:
-    command = [sys.executable, "-m", "tests.bench.mock_server"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.bench.mock_server", "--until-stdin-closes"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield MockServer(int(process.stdout.readline()))

@@ -134,10 +134,12 @@ class Server(asyncio.Protocol):
                 self._transport.close()
 
 
-async def serve(port: int, latency: float) -> None:
+async def serve(port: int, latency: float, until_stdin_closes: bool) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
+    if until_stdin_closes:
+        loop.add_reader(sys.stdin.fileno(), ended.set)
     Server.counts = Counts(latency)
     server = await loop.create_server(Server, "127.0.0.1", port, backlog=8192)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -150,12 +152,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--latency-ms", type=float, default=0.0)
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="end with whoever started this, killed or not"
+    )
     arguments = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     factory = uvloop.new_event_loop if uvloop is not None else None
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(serve(arguments.port, arguments.latency_ms / 1000))
+        runner.run(serve(arguments.port, arguments.latency_ms / 1000, arguments.until_stdin_closes))
 
 
 if __name__ == "__main__":

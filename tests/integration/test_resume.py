@@ -211,7 +211,7 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Pat
         runner(folder, server, records_per_chunk=4, seek=True).run(read(folder, step=last_first_again))
 
 
-@pytest.mark.parametrize("change", ["removed", "replaced", "sorts first", "grown", "new at the end"])
+@pytest.mark.parametrize("change", ["removed", "replaced", "reordered", "sorts first", "grown", "new at the end"])
 def test_an_input_that_changed_is_refused_or_continued(folder: Path, server: FakeServer, change: str) -> None:
     again = interrupted(folder, server, read(folder))
     files = folder / "input"
@@ -220,6 +220,8 @@ def test_an_input_that_changed_is_refused_or_continued(folder: Path, server: Fak
         (files / "0.jsonl").unlink()
     elif change == "replaced":
         (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
+    elif change == "reordered":
+        (files / "0.jsonl").rename(files / "9.jsonl")
     elif change == "sorts first":
         (files / "!.jsonl").write_text(new)
     elif change == "grown":

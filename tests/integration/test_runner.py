@@ -33,6 +33,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     StorageFailed,
 )
+from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
 from tests.jobs import ask, config, documents, runner, writer
 
@@ -518,6 +519,25 @@ def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
     after = outputs(tmp_path)
     after.pop("checkpoints/00000/lock", None)
     assert after == before
+
+
+def test_another_output_template_or_number_of_tasks_is_another_run(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(3))
+    other = JsonlWriter(str(tmp_path / "output"), "${rank}-${chunk_index}.jsonl", compression=None)
+    with pytest.raises(CheckpointMismatch, match=r'output_filename: "\$\{rank\}_chunk_.*" -> "\$\{rank\}-'):
+        runner(tmp_path, server, output_writer=other).run(documents(3))
+    with pytest.raises(CheckpointMismatch, match="tasks: 1 -> 2"):
+        runner(tmp_path, server).run(documents(3), rank=0, world_size=2)
+
+
+def test_another_prompt_or_system_prompt_of_a_ready_made_rollout_is_another_run(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    runner(tmp_path, server, PromptRollout("Say {text}", system_prompt="Be brief.")).run(documents(1))
+    with pytest.raises(CheckpointMismatch, match=r'rollout_fn\.prompt: "Say \{text\}" -> "Sing \{text\}"'):
+        runner(tmp_path, server, PromptRollout("Sing {text}", system_prompt="Be brief.")).run(documents(1))
+    with pytest.raises(CheckpointMismatch, match=r'rollout_fn.system_prompt: "Be brief\." -> "Be loud\."'):
+        runner(tmp_path, server, PromptRollout("Say {text}", system_prompt="Be loud.")).run(documents(1))
 
 
 def test_another_prompt_constant_is_another_run(

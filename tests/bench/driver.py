@@ -227,6 +227,7 @@ def main() -> None:
     options = parser.parse_args()
     options.counts = [10_000, 100_000, *([1_000_000] if options.million else [])]
     with mock_server() as server:
+        print(f"{options.command}: {commands[options.command].__doc__}\n", flush=True)
         commands[options.command](Bench(server, options))
 
 

@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 try:
@@ -145,7 +146,8 @@ async def serve(port: int, latency: float, until_stdin_closes: bool) -> None:
     print(server.sockets[0].getsockname()[1], flush=True)
     await ended.wait()
     server.close()
-    print(Server.counts.to_json().decode(), flush=True)
+    with suppress(BrokenPipeError):  # whoever started this may have been killed
+        print(Server.counts.to_json().decode(), flush=True)
 
 
 def main() -> None:

@@ -94,6 +94,9 @@ def _writer(run: Run) -> Any:
 
 
 def run_bare(run: Run) -> Callable[[], None]:
+    import aiohttp  # noqa: F401 (so that importing it, a quarter of a second, is no part of the run)
+    import orjson  # noqa: F401
+
     return lambda: asyncio.run(_ask_all(run))
 
 

@@ -37,7 +37,8 @@ def make_input(folder: Path, kind: str, count: int, size: int) -> Path:
         _write_parquet(path, count, size)
     else:
         with _open(path) as file:
-            file.writelines(json.dumps(row).encode() + b"\n" for row in rows(count, size))
+            for row in rows(count, size):
+                file.write(json.dumps(row).encode() + b"\n")  # zstd's writer has no writelines
     (place / "done").touch()
     return place / "data"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,7 +118,7 @@ class ChunkJournal:
     def sync(self) -> None:
         self._file.sync()
 
-    def read_in_order(self) -> Iterator[Finished]:
+    def read_in_order(self) -> Generator[Finished, None, None]:
         """Every document of the chunk, by ordinal.
 
         Raises:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -384,7 +384,9 @@ class CheckpointManager:
     def _publish_all(self) -> None:
         try:
             while (chunk := self._to_publish.get()) is not None and not self._stopping.is_set():
-                output = self._write_chunk(chunk.index, self._written(chunk))
+                # Closed at once, also on failure, whose traceback would keep the journal open as long as it is kept.
+                with closing(self._written(chunk)) as documents:
+                    output = self._write_chunk(chunk.index, documents)
                 if chunk.tally.read != chunk.read:
                     raise CheckpointCorrupt(
                         f"The journal of chunk {chunk.index} in {self.folder} holds {chunk.tally.read} documents "
@@ -397,15 +399,18 @@ class CheckpointManager:
             self.error = self._fence.explain(error)
             self.on_change()
 
-    def _written(self, chunk: _Chunk) -> Iterator[Finished]:
+    def _written(self, chunk: _Chunk) -> Generator[Finished, None, None]:
         """The chunk's documents that go to the output, counting all of them on the way."""
-        for finished in self._journal(chunk.index).read_in_order():
-            chunk.tally.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
-            if self._stopping.is_set():
-                raise _Stopping
-            if finished.outcome == "dead":
-                chunk.dead_letters.append(finished.document + b"\n")
-            elif finished.outcome == "written":
-                yield finished
+        with closing(self._journal(chunk.index).read_in_order()) as documents:
+            for finished in documents:
+                chunk.tally.count(
+                    finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens
+                )
+                if self._stopping.is_set():
+                    raise _Stopping
+                if finished.outcome == "dead":
+                    chunk.dead_letters.append(finished.document + b"\n")
+                elif finished.outcome == "written":
+                    yield finished
         # The last moment before the caller publishes.
         self._fence.check(thorough=True)

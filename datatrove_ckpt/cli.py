@@ -25,6 +25,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.output import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, load, read_value, show
 
@@ -107,6 +108,9 @@ def _run(arguments: argparse.Namespace, overrides: list[str], command: str) -> i
             _retry_dead_letters(executor)
         else:
             _check_inputs(executor)
+        for step in executor.pipeline:
+            if isinstance(step, InferenceRunner):
+                check_rank_in_template(step.output_writer, executor.world_size)
     except ConfigError as error:
         return _fail(error, 2)
     return _execute(executor, command)

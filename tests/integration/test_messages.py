@@ -129,6 +129,15 @@ def test_an_unknown_key_is_named_with_the_likely_one(job: Path, capfd: pytest.Ca
     assert refused(job, capfd) == 'error: pipeline[0] JsonlReader: unknown key "limt", did you mean "limit"?'
 
 
+def test_a_template_by_which_tasks_would_write_one_file_is_refused_before_anything_starts(
+    job: Path, capfd: pytest.CaptureFixture[str], server: FakeServer
+) -> None:
+    edit(job, "${rank}_${chunk_index}", "${chunk_index}")
+    assert "2 tasks would write the same files" in refused(job, capfd, "--executor.tasks=2")
+    assert not (job / "logs").exists()
+    assert not server.asked
+
+
 @pytest.mark.parametrize(
     ("old", "new", "field"),
     [

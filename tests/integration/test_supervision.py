@@ -431,7 +431,7 @@ def test_the_queue_of_the_engine_is_kept_short_and_never_empty(first: int, monke
     asyncio.run(run())
     settled = sorted(int(line) for line in lines("waiting")[140:260])
     assert settled[6] >= 1
-    assert settled[-6] <= 5 * 4  # on a machine with other things to do; uncontrolled it would be near 300
+    assert settled[-6] <= 8
 
 
 # what must not be kept -------------------------------------------------------------------------------------------

@@ -150,11 +150,8 @@ class Job:
                         found.update(row[0] for row in connection.execute("SELECT ordinal FROM request_cache"))
         return {f"{number} {PADDING}" for number in found}
 
-    def finishes(self, expected: dict[str, bytes], failures: int, groups: int = 1) -> int:
-        """The rerun ends well; returns how many requests were sent again.
-
-        ``groups``: write groups that a failure may cost.
-        """
+    def finishes(self, expected: dict[str, bytes], failures: int) -> int:
+        """The rerun ends well; returns how many requests were sent again."""
         kept, before = self.answered(), self.server.asked.copy()
         self.run()
         assert not kept & (self.server.asked - before).keys(), "asked again for what is on disk"
@@ -164,7 +161,7 @@ class Job:
         assert not [*report.problems, *report.unfinished]
         assert len(self.server.asked) == DOCUMENTS
         again = self.server.asked.total() - DOCUMENTS
-        assert again <= failures * (IN_FLIGHT + groups * WRITE_GROUP), f"{again} requests were sent again"
+        assert again <= failures * (IN_FLIGHT + WRITE_GROUP), f"{again} requests were sent again"
         return again
 
 
@@ -331,8 +328,7 @@ def test_a_file_system_that_turns_read_only_stops_the_rank(
         if place is not None:
             places[place] += 1
         with mounted(small, "-o", "loop", str(image)):
-            # As in a power loss, what was not synced is gone with it, too; and a sync takes as long as it takes.
-            again += job.finishes(expected, 1, groups=4)
+            again += job.finishes(expected, 1)
     print(f"{on_it}: {len(moments)} moments, {places.total()} failures, {again} sent again: {dict(places)}")
     assert places.total() > len(moments) // 2
 

@@ -26,6 +26,7 @@ from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.output import check_rank_in_template
+from datatrove_ckpt.pool_workers import hand_in_before_sigterm
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, load, read_value, show
 
@@ -222,6 +223,7 @@ class QuietErrors:
     def _patch(self, record: Any) -> None:
         if record["exception"] is None or record["exception"].value is None:
             return
+        hand_in_before_sigterm()  # this is how datatrove says that a task has failed
         error = record["exception"].value
         own = _own_error(error)
         text = "".join(traceback.format_exception(error))

@@ -31,6 +31,7 @@ from datatrove_ckpt.inference.link import follow
 from datatrove_ckpt.inference.nodes import Nodes
 from datatrove_ckpt.inference.pool import connect
 from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
+from datatrove_ckpt.pool_workers import hand_in_before_sigterm, sigterm_as_usual
 from datatrove_ckpt.progress import Progress, wants_bar
 from datatrove_ckpt.source import DocumentSource
 from datatrove_ckpt.uncheckpointed import Uncheckpointed
@@ -128,6 +129,14 @@ class InferenceRunner(PipelineStep):
         Raises:
             CkptError: see errors.py. What was finished is saved; the same call resumes.
         """
+        sigterm_as_usual()
+        try:
+            self._run(data, rank, world_size)
+        except BaseException:
+            hand_in_before_sigterm()
+            raise
+
+    def _run(self, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
         check_rank_in_template(self.output_writer, world_size)
         nodes = Nodes.from_environment()
         if nodes.rank > 0:  # the first node reads and writes

@@ -37,6 +37,7 @@ ROOMS = [
     "generation",
     "uncheckpointed",
     "progress",
+    "pool_workers",
     "rollouts",
     "torch",
     "runner",

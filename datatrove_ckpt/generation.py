@@ -11,36 +11,28 @@ A document whose rollout met a dead or refusing server is never recorded, whatev
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-import orjson
 from datatrove.data import Document
-from datatrove.pipeline.inference.types import InferenceError, InferenceResult
-from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
 from datatrove_ckpt.checkpoint.commits import Tally
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.checkpoint.manager import Place
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
-from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError
 from datatrove_ckpt.failures import Failures
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.requests import Answers, Requests, call_soon
 from datatrove_ckpt.source import DocumentSource, Read
 
 Rollout = Callable[..., Awaitable[Any]]
 Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Callable[[], Awaitable[None]]]]]
 """Starts the server; gives a client and a coroutine function that ends, with an error, when the server dies."""
-
-
-# Integers as keys are what logit_bias has.
-_PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class Checkpoint(Protocol):
@@ -111,7 +103,7 @@ class Generation:
         self.client: asyncio.Future[CompletionClient] = loop.create_future()
         self._change: asyncio.Future[None] = loop.create_future()
         self._freed: asyncio.Future[None] = loop.create_future()
-        self.checkpoint.on_change = lambda: _call_soon(loop, self._changed)
+        self.checkpoint.on_change = lambda: call_soon(loop, self._changed)
         if self.checkpoint.resumed.interrupted:
             self._needed.set()  # the server loads its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
@@ -193,7 +185,7 @@ class Generation:
 
     async def _finish(self, read: Read, place: Place) -> Finished:
         document = read.document
-        answers = _Answers(self, place, str(document.id))
+        answers = Answers(self, place, str(document.id))
         requests = [Requests(self, answers, index) for index in range(self._rollouts)]
         try:
             results = await self._run_rollouts(document, requests)
@@ -243,117 +235,3 @@ class Generation:
             prompt_tokens=sum(request.prompt_tokens for request in requests),
             completion_tokens=sum(request.completion_tokens for request in requests),
         )
-
-
-class _Answers:
-    """What one document was answered in earlier lives, and whether the server failed it in this one."""
-
-    def __init__(self, generation: Generation, place: Place, doc_id: str) -> None:
-        self.place = place
-        self.doc_id = doc_id
-        self.fatal: ServerError | None = None
-        self._generation = generation
-        self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
-
-    async def cached(self, key: AnswerKey) -> Answer | None:
-        if not self.place.cached:
-            return None
-        if self._cached is None:
-            loop = asyncio.get_running_loop()
-            future = self._cached = loop.create_future()
-            receive = lambda rows: _call_soon(loop, future.set_result, rows)  # noqa: E731
-            self._generation.checkpoint.lookup(self.place.ordinal, receive)
-        return (await asyncio.shield(self._cached)).get(key)
-
-    def raise_fatal(self) -> None:
-        if self.fatal is not None:
-            raise self.fatal
-
-
-class Requests:
-    """The ``generate`` callback of one rollout."""
-
-    def __init__(self, generation: Generation, answers: _Answers, rollout_idx: int) -> None:
-        self.count = 0
-        self.last_hash = ""
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self._generation = generation
-        self._answers = answers
-        self._rollout_idx = rollout_idx
-        self._occurrences: Counter[str] = Counter()
-
-    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
-        """Sends the payload, or answers from the cache.
-
-        Raises:
-            InferenceError: the request can't be answered; ``error`` says why.
-            datatrove's ServerError: no request can be answered.
-        """
-        config = self._generation.config
-        payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
-        try:
-            body = orjson.dumps(payload, option=_PAYLOAD)
-        except TypeError as error:
-            raise InferenceError(None, error, payload=payload) from error
-        self.last_hash = digest = payload_hash(body)
-        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
-        self._occurrences[digest] += 1
-        self.count += 1
-        answer = await self._answers.cached(key)
-        result = await self._ask(key, body, payload) if answer is None else _from_cache(answer, payload)
-        self.prompt_tokens += result.usage.get("prompt_tokens") or 0
-        self.completion_tokens += result.usage.get("completion_tokens") or 0
-        return result
-
-    async def _ask(self, key: AnswerKey, body: bytes, payload: dict[str, Any]) -> InferenceResult:
-        generation = self._generation
-        try:
-            client = await asyncio.shield(generation.client)
-            completion = await client.complete(body)
-        except RequestRejected as error:
-            generation.observer.request_failed()
-            await self._keep(key, Answer(None, f"{error.status} {error.body}"))
-            raise InferenceError(None, error, payload=payload) from error
-        except (RequestFailed, RequestPoisoned) as error:
-            generation.observer.request_failed()
-            raise InferenceError(None, error, payload=payload) from error
-        except ServerError as error:
-            self._answers.fatal = error
-            raise RolloutServerError(error) from error
-        generation.observer.answered(completion)
-        await self._keep(key, Answer(_to_json(completion), None))
-        return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
-
-    async def _keep(self, key: AnswerKey, answer: Answer) -> None:
-        # Handed over first: an answer that waits for the disk outside its queue would be lost in a kill.
-        self._generation.checkpoint.put_answer(self._answers.place, self._answers.doc_id, key, answer)
-        await self._generation.room()
-
-
-def _from_cache(answer: Answer, payload: dict[str, Any]) -> InferenceResult:
-    if answer.result is not None:
-        return InferenceResult(**orjson.loads(answer.result))
-    status, _, body = (answer.error_message or "").partition(" ")
-    rejected = RequestRejected(int(status), body)
-    raise InferenceError(None, rejected, payload=payload) from rejected
-
-
-def _to_json(completion: Completion) -> bytes:
-    return orjson.dumps(
-        {
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "usage": completion.usage,
-            "reasoning": completion.reasoning,
-        }
-    )
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
-    """From another thread; a loop that is closed meanwhile has nobody left to tell."""
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise

@@ -34,6 +34,7 @@ ROOMS = [
     "source",
     "dead_letters",
     "failures",
+    "requests",
     "generation",
     "uncheckpointed",
     "progress",

@@ -13,6 +13,7 @@ CkptError
 │   ├── DocumentNotSerializable  a value in a document that cannot be kept or written
 │   ├── TooManyDeadLetters     more documents failed than max_dead_letters allows
 │   └── OutputFailed           a finished chunk could not be written or published
+├── Preempted                  told to end early, by a signal or the job's time limit; the same command resumes
 ├── ServerError
 │   ├── ServerStartFailed      never became ready; holds the command, the exit code and the log's tail
 │   ├── ServerDied             was ready, is gone, and may not be restarted once more
@@ -79,6 +80,10 @@ class TooManyDeadLetters(DocumentError):
 
 class OutputFailed(DocumentError):
     """A finished chunk could not be written to the output folder. Its journal is kept."""
+
+
+class Preempted(CkptError):
+    """The rank was told to end before its documents were done. What was finished is saved."""
 
 
 class ServerError(CkptError):

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from datatrove.data import Document
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Tally
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
@@ -24,9 +25,12 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
+from datatrove_ckpt.drain import Drain
 from datatrove_ckpt.failures import Failures
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.interface import wait_until_cancelled
+from datatrove_ckpt.preemption import Preemption
 from datatrove_ckpt.requests import Answers, Requests, call_soon
 from datatrove_ckpt.source import DocumentSource, Read
 
@@ -50,6 +54,8 @@ class Checkpoint(Protocol):
     def raise_failure(self) -> None: ...
     @property
     def congested(self) -> bool: ...
+    @property
+    def publishing(self) -> int: ...
     @property
     def publishing_behind(self) -> bool: ...
     @property
@@ -77,6 +83,7 @@ class Generation:
         observer: Observer,
         metadata_key: str,
         failures: Failures,
+        preemption: Preemption,
     ) -> None:
         self.rollout_fn = rollout_fn
         self.config = config
@@ -85,6 +92,8 @@ class Generation:
         self._connect = connect
         self._metadata_key = metadata_key
         self._failures = failures
+        self._preemption = preemption
+        self.drain = Drain()
         self._rollouts = config.rollouts_per_document
         self._places = asyncio.Semaphore(config.max_concurrent_documents or 1)
         self._needed = asyncio.Event()
@@ -97,7 +106,8 @@ class Generation:
         """Returns once every document of the source is committed.
 
         Raises:
-            BaseExceptionGroup: of whatever failed first, and perhaps of what failed with it.
+            BaseExceptionGroup: of whatever failed first, and perhaps of what failed with it. ``Preempted`` when the
+                rank was told to end early.
         """
         loop = asyncio.get_running_loop()
         self.client: asyncio.Future[CompletionClient] = loop.create_future()
@@ -107,7 +117,12 @@ class Generation:
         if self.checkpoint.resumed.interrupted:
             self._needed.set()  # the server loads its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
-            tasks = [background.create_task(self._serve()), background.create_task(self._watch_checkpoint())]
+            serving = background.create_task(self._serve())
+            tasks = [
+                serving,
+                background.create_task(self._watch_checkpoint()),
+                background.create_task(self._end_early(serving)),
+            ]
             async with asyncio.TaskGroup() as documents:
                 # All waiting is done in here, so that whatever ends it is seen before it cancels the documents.
                 try:
@@ -133,7 +148,10 @@ class Generation:
                     await self._next_change()
                 await self._places.acquire()
                 self._raise_if_stopping()  # nothing above need have waited, and so noticed
+                if self.drain.on:
+                    await wait_until_cancelled()
                 self._in_work += 1
+                self.drain.begins()
                 self._idle.clear()
                 documents.create_task(self._process(read, place))
 
@@ -150,6 +168,32 @@ class Generation:
     async def _watch_checkpoint(self) -> None:
         while True:
             self.checkpoint.raise_failure()
+            await self._next_change()
+
+    async def _end_early(self, serving: asyncio.Task[None]) -> None:
+        """Once the rank is told to end: nothing new is begun, and what is in flight has a while.
+
+        Raises:
+            Preempted: always.
+        """
+        with self._preemption.listening() as told:
+            await told.wait()
+            client = self.client.result() if self.client.done() else None
+            if client is None:
+                serving.cancel()  # a model may need minutes to load
+            else:
+                logger.warning(
+                    f"{self._preemption.cause}: {client.stats.in_flight} requests in flight have "
+                    f"{self._preemption.drain_seconds:g} s to be answered; a second signal ends them at once."
+                )
+            if not await self._preemption.wait_for(self._drained(client)) and client is not None:
+                client.in_haste = True
+            self._preemption.given_up = client.stats.in_flight if client is not None else 0
+        self._preemption.end()
+
+    async def _drained(self, client: CompletionClient | None) -> None:
+        await self.drain.until_over(client)
+        while self.checkpoint.publishing:
             await self._next_change()
 
     def _changed(self) -> None:
@@ -180,6 +224,7 @@ class Generation:
         finally:
             self._places.release()
             self._in_work -= 1
+            self.drain.ends()
             if not self._in_work:
                 self._idle.set()
 

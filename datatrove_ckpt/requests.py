@@ -17,6 +17,7 @@ from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from datatrove_ckpt.checkpoint.manager import Place
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.drain import Drain
 from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
@@ -50,6 +51,8 @@ class Rank(Protocol):
     def observer(self) -> Listener: ...
     @property
     def client(self) -> asyncio.Future[CompletionClient]: ...
+    @property
+    def drain(self) -> Drain: ...
     async def room(self) -> None: ...
 
 
@@ -62,6 +65,7 @@ class Answers:
         self.fatal: ServerError | None = None
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
+        self._pending = 0
 
     async def cached(self, key: AnswerKey) -> Answer | None:
         if not self.place.cached:
@@ -72,6 +76,18 @@ class Answers:
             receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
             self._rank.checkpoint.lookup(self.place.ordinal, receive)
         return (await asyncio.shield(self._cached)).get(key)
+
+    def asks(self) -> None:
+        """A request waits for the server."""
+        self._pending += 1
+        if self._pending == 1:
+            self._rank.drain.asks()
+
+    def asked(self) -> None:
+        """It does no more."""
+        self._pending -= 1
+        if not self._pending:
+            self._rank.drain.goes_on()
 
     def raise_fatal(self) -> None:
         if self.fatal is not None:
@@ -117,8 +133,7 @@ class Requests:
     async def _ask(self, key: AnswerKey, body: bytes, payload: dict[str, Any]) -> InferenceResult:
         rank = self._rank
         try:
-            client = await asyncio.shield(rank.client)
-            completion = await client.complete(body)
+            completion = await self._complete(body)
         except RequestRejected as error:
             rank.observer.request_failed()
             await self._keep(key, Answer(None, f"{error.status} {error.body}"))
@@ -132,6 +147,14 @@ class Requests:
         rank.observer.answered(completion)
         await self._keep(key, Answer(_to_json(completion), None))
         return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
+
+    async def _complete(self, body: bytes) -> Completion:
+        self._answers.asks()
+        try:
+            client = await asyncio.shield(self._rank.client)
+            return await client.complete(body)
+        finally:
+            self._answers.asked()
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         # Handed over first: an answer that waits for the disk outside its queue would be lost in a kill.

@@ -7,8 +7,8 @@ the user's settings and nothing else; everything a rank needs is made in ``run``
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +32,7 @@ from datatrove_ckpt.inference.nodes import Nodes
 from datatrove_ckpt.inference.pool import connect
 from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
 from datatrove_ckpt.pool_workers import hand_in_before_sigterm, sigterm_as_usual
+from datatrove_ckpt.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 from datatrove_ckpt.progress import Progress, wants_bar
 from datatrove_ckpt.source import DocumentSource
 from datatrove_ckpt.uncheckpointed import Uncheckpointed
@@ -66,6 +67,9 @@ class InferenceRunner(PipelineStep):
         seek: whether a resume may seek in the input. None: if the reader can, and no step between it and this one may
             keep something from one document to the next, as far as can be told; else documents are counted.
         sync_seconds: how many seconds of answers a power loss may cost. kill -9 costs none.
+        drain_seconds: how long requests in flight may take once the rank is told to end, by a signal or because Slurm's
+            time limit comes near. A second signal ends the wait.
+        drain_signals: names of the signals that do that. Each is handed on to the handler that was there, afterwards.
         retry_errors: ask again where an earlier run got a permanent error.
         accept_changes: go on with a checkpoint that was made with other settings, and record that in its run.json.
 
@@ -91,6 +95,8 @@ class InferenceRunner(PipelineStep):
         retry_dead_letters: bool = False,
         seek: bool | None = None,
         sync_seconds: float = 1.0,
+        drain_seconds: float = DRAIN_SECONDS,
+        drain_signals: Sequence[str] = SIGNALS,
         retry_errors: bool = False,
         accept_changes: bool = False,
     ) -> None:
@@ -101,6 +107,8 @@ class InferenceRunner(PipelineStep):
             raise ConfigError(f"records_per_chunk: records_per_chunk must be positive; it is {records_per_chunk}.")
         if not sync_seconds >= 0:
             raise ConfigError(f"sync_seconds: must be >= 0; it is {sync_seconds}.")
+        if not drain_seconds >= 0:
+            raise ConfigError(f"drain_seconds: must be >= 0; it is {drain_seconds}.")
         if on_document_error not in get_args(OnDocumentError):
             raise ConfigError(f"on_document_error: {on_document_error!r} is not one of stop, dead_letter.")
         if checkpoints_local_dir is None and (on_document_error != "stop" or retry_dead_letters):
@@ -119,6 +127,8 @@ class InferenceRunner(PipelineStep):
         self.retry_dead_letters = retry_dead_letters
         self.seek = seek
         self.sync_seconds = sync_seconds
+        self.drain_seconds = drain_seconds
+        self.drain_signals = check_signals(drain_signals)
         self.retry_errors = retry_errors
         self.accept_changes = accept_changes
         self._code_when_made = code_identity(rollout_fn, shared_context)
@@ -128,6 +138,7 @@ class InferenceRunner(PipelineStep):
 
         Raises:
             CkptError: see errors.py. What was finished is saved; the same call resumes.
+            Preempted, or what the handlers that were there raise: it was told to end early, see preemption.py.
         """
         sigterm_as_usual()
         try:
@@ -139,29 +150,51 @@ class InferenceRunner(PipelineStep):
     def _run(self, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
         check_rank_in_template(self.output_writer, world_size)
         nodes = Nodes.from_environment()
-        if nodes.rank > 0:  # the first node reads and writes
-            asyncio.run(follow(self.config, rank, nodes))
-            return
-        with self.track_time(unit="total"):
-            if self.checkpoints_local_dir is None:
-                self._process(data or [], rank, Uncheckpointed(self.output_writer, rank, self.records_per_chunk), None)
+        # Without a checkpoint there is nothing to wait for: the next run starts over.
+        seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
+        with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
+            if nodes.rank > 0:  # the first node reads and writes
+                asyncio.run(self._follow(rank, nodes, preemption))
+            elif self.checkpoints_local_dir is None:
+                absence = Uncheckpointed(self.output_writer, rank, self.records_per_chunk)
+                self._process(data or [], rank, preemption, absence, None)
             elif not self.retry_dead_letters:
                 root = Path(self.checkpoints_local_dir).absolute()
-                self._process(data or [], rank, *self._checkpoint(root, rank, world_size))
+                self._process(data or [], rank, preemption, *self._checkpoint(root, rank, world_size))
             else:
-                self._retry(rank, world_size)
+                self._retry(rank, world_size, preemption)
 
-    def _retry(self, rank: int, world_size: int) -> None:
+    async def _follow(self, rank: int, nodes: Nodes, preemption: Preemption) -> None:
+        """Serves until the first node ends; it is told to end, too, and needs this one while it drains."""
+        serving = asyncio.create_task(follow(self.config, rank, nodes))
+        with preemption.listening() as told:
+            waiting = asyncio.create_task(told.wait())
+            await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                await preemption.wait_for(asyncio.wait([serving]))
+                serving.cancel()
+            waiting.cancel()
+        await asyncio.gather(serving, return_exceptions=preemption.cause != "")
+
+    def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
         root = Path(self.checkpoints_local_dir or "").absolute()
         retry = Retry.next(root, rank)
         if retry is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             return
         checkpoint, output = self._checkpoint(retry.root, rank, world_size, retry.prefix)
-        self._process(retry.documents(), rank, checkpoint, output)
+        self._process(retry.documents(), rank, preemption, checkpoint, output)
 
-    def _process(self, data: Iterable[Document], rank: int, checkpoint: Any, output: ChunkOutput | None) -> None:
+    def _process(
+        self,
+        data: Iterable[Document],
+        rank: int,
+        preemption: Preemption,
+        checkpoint: Any,
+        output: ChunkOutput | None,
+    ) -> None:
         checkpoint.open()
+        preemption.on_signal = checkpoint.hasten
         if not checkpoint.has_locks:
             logger.warning(
                 f"{self.checkpoints_local_dir} has no working file locks: start no second process for rank {rank}. One "
@@ -172,13 +205,16 @@ class InferenceRunner(PipelineStep):
             if output is not None:
                 output.prepare()
             progress = Progress(self.stat_update, checkpoint.tally, self.config.metric_interval, wants_bar())
-            asyncio.run(self._generate(data, rank, checkpoint, progress))
+            preemption.raise_if_told()
+            asyncio.run(self._generate(data, rank, checkpoint, progress, preemption))
             completed = True
         except BaseExceptionGroup as group:
             error = _first(group)
             raise error from error.__cause__
         finally:
             checkpoint.close(completed)
+            if preemption.cause and not completed:
+                self._say_ended(rank, checkpoint, preemption)
         checkpoint.raise_failure()
         if output is not None:
             output.finish()
@@ -209,7 +245,9 @@ class InferenceRunner(PipelineStep):
         )
         return manager, output
 
-    async def _generate(self, data: Iterable[Document], rank: int, checkpoint: Any, progress: Progress) -> None:
+    async def _generate(
+        self, data: Iterable[Document], rank: int, checkpoint: Any, progress: Progress, preemption: Preemption
+    ) -> None:
         point = checkpoint.resumed
         if not point.is_fresh:
             logger.info(
@@ -224,9 +262,9 @@ class InferenceRunner(PipelineStep):
             kept=self.checkpoints_local_dir is not None,
         )
         source = DocumentSource(data, failures.keep_as_read, self.seek)
-        reporter = asyncio.create_task(progress.report())
+        watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
-            with self._inference_timer(), self._shared() as shared:
+            with self._inference_timer(), self._shared(preemption) as shared:
                 generation = Generation(
                     rollout_fn=partial(self.rollout_fn, **shared),
                     config=self.config,
@@ -235,22 +273,27 @@ class InferenceRunner(PipelineStep):
                     observer=progress,
                     metadata_key=self.metadata_key,
                     failures=failures,
+                    preemption=preemption,
                 )
                 await generation.run(source)
         finally:
-            reporter.cancel()
+            for watcher in watchers:
+                watcher.cancel()
             progress.close()
             source.close()
 
     @contextmanager
-    def _shared(self) -> Iterator[dict[str, Any]]:
+    def _shared(self, preemption: Preemption) -> Iterator[dict[str, Any]]:
         """The four forms of ``shared_context`` as one."""
         context: Any = self.shared_context
         # A context manager made by @contextmanager is callable, too, so it is looked for first.
         if not hasattr(context, "__enter__") and callable(context):
-            context = context()
+            with preemption.raising():
+                context = context()
         if hasattr(context, "__enter__"):
-            with context as entered:
+            with ExitStack() as stack:
+                with preemption.raising():
+                    entered = stack.enter_context(context)
                 yield entered or {}
         elif context is None or isinstance(context, dict):
             yield context or {}
@@ -263,6 +306,17 @@ class InferenceRunner(PipelineStep):
         if not isinstance(timer, TimingStats):
             timer = self.stats.stats["inference_time"] = TimingStats(unit="seconds")
         return timer
+
+    def _say_ended(self, rank: int, checkpoint: Any, preemption: Preemption) -> None:
+        if checkpoint.error is not None:
+            logger.error(f"Rank {rank}: not everything could be saved: {checkpoint.error}")
+        kept = (
+            f"what was answered is saved, {preemption.given_up} requests in flight were given up. Run the same command "
+            "again to go on."
+            if self.checkpoints_local_dir is not None
+            else "there is no checkpoint (checkpoints_local_dir is not set), so the same command starts over."
+        )
+        logger.warning(f"Rank {rank}: ended by {preemption.cause} after {preemption.seconds:.1f} s; {kept}")
 
     def _say_done(self, rank: int, checkpoint: Any, progress: Progress) -> None:
         tally = checkpoint.tally

@@ -22,6 +22,8 @@ from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import OutputFailed
 
+_PATIENCE = 1.0  # seconds
+
 
 class Uncheckpointed:
     """Writes finished documents in a thread of its own, in the order in which they finish."""
@@ -33,6 +35,7 @@ class Uncheckpointed:
         self.on_change: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         self._writer = writer
+        self._hastened = False
         self._rank = rank
         self._records_per_chunk = records_per_chunk
         self._admitted = 0
@@ -47,11 +50,16 @@ class Uncheckpointed:
 
     def close(self, completed: bool = False) -> None:
         self._queue.put(None)
-        self._thread.join()
+        # A writer that is blocked keeps nobody waiting who was told to end: without a checkpoint nothing is saved.
+        self._thread.join(_PATIENCE if self._hastened else None)
         if completed and self.error is None:
             self._writer.close()
         else:
             self._abandon()
+
+    def hasten(self) -> None:
+        """``close`` waits a second at most."""
+        self._hastened = True
 
     def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> Place | None:
         place = Place(self._admitted, self._admitted // self._records_per_chunk, cached=False)
@@ -81,6 +89,10 @@ class Uncheckpointed:
     @property
     def congested(self) -> bool:
         return self._handed_over - self._written > MAX_BACKLOG_BYTES
+
+    @property
+    def publishing(self) -> int:
+        return 0
 
     @property
     def publishing_behind(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
 
 # Chunks that wait to be published, beyond which admission waits: journals would pile up on the disk.
 MAX_PUBLISHING = 4
+# Seconds that ``close`` waits for a publication once it is told to hurry: it may be an upload.
+_PATIENCE = 1.0
 
 WriteChunk = Callable[[int, Iterator[Finished]], list[OutputFile]]
 """Writes and publishes the output of one chunk from its written documents (steps 2 and 3)."""
@@ -110,6 +112,7 @@ class CheckpointManager:
         self._to_publish: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._publisher = threading.Thread(target=self._publish_all, name="datatrove-ckpt publisher", daemon=True)
+        self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     # a life's beginning and end --------------------------------------------------------------------------------
 
@@ -183,7 +186,10 @@ class CheckpointManager:
         """
         self._stopping.set()
         self._to_publish.put(None)
-        self._publisher.join()
+        if not self._ended.get():
+            # Left alone, a publication does no harm: it ends with this process, or without its commit.
+            with suppress(queue.Empty):
+                self._ended.get(timeout=_PATIENCE)
         self._storage.stop()
         self.error = self.error or self._storage.error
         completed = completed and self.error is None
@@ -199,6 +205,13 @@ class CheckpointManager:
             self._lock.release(remove=completed)
         if completed:
             files.disk.sync_dir(self.folder)  # that the rank is finished survives power loss, too
+
+    def hasten(self) -> None:
+        """``close`` waits a second at most for what is being published; called again, not at all.
+
+        May be called in a signal handler, so it takes no lock.
+        """
+        self._ended.put(False)
 
     # the caller's side -----------------------------------------------------------------------------------------
 
@@ -398,6 +411,8 @@ class CheckpointManager:
         except BaseException as error:  # whatever failed here must reach the event loop
             self.error = self._fence.explain(error)
             self.on_change()
+        finally:
+            self._ended.put(True)
 
     def _written(self, chunk: _Chunk) -> Generator[Finished, None, None]:
         """The chunk's documents that go to the output, counting all of them on the way."""

@@ -89,6 +89,7 @@ class CompletionClient:
     Attributes:
         stats: counters.
         router: who is up, and who waits.
+        in_haste: there is no time left for servers to end by themselves.
 
     Raises:
         ConfigError: a URL that cannot be used.
@@ -103,6 +104,7 @@ class CompletionClient:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.stats = ClientStats()
+        self.in_haste = False
         self.router = Router(config.max_concurrent_generations)
         self._config = config
         self._sleep = sleep

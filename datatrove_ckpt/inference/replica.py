@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.interface import wait_until_cancelled
 from datatrove_ckpt.inference.link import Leader
 from datatrove_ckpt.inference.metrics import Metrics, read_metrics
 from datatrove_ckpt.inference.server import InferenceServer
@@ -86,7 +87,7 @@ class Replica:
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)
-        await self.server.stop()
+        await (self.server.kill() if self.client.in_haste else self.server.stop())
 
     async def keep_alive(self) -> NoReturn:
         """Start the server again whenever it ends.
@@ -97,6 +98,10 @@ class Replica:
         while True:
             cause = await self._live()
             await self.client.disconnect(self.target)
+            if self.client.router.closed:
+                # Clusters signal the server, too: it may well end before us.
+                logger.info(f"{self._name} has ended. It is not started again, because the run ends, too.")
+                await wait_until_cancelled()
             logger.warning(f"{self._name} is given up: {cause}\n{self._lost} requests are sent again.")
             await self.server.kill()
             await self._start_again(cause)
@@ -129,6 +134,8 @@ class Replica:
     async def _start_again(self, cause: str) -> None:
         while True:
             await asyncio.sleep(self._next_backoff(cause))
+            if self.client.router.closed:
+                await wait_until_cancelled()
             self.restarts += 1
             try:
                 await self.start()

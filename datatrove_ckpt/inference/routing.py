@@ -134,6 +134,21 @@ class Router:
         self._suspects: list[tuple[float, int, Request, asyncio.Future[Target]]] = []
         self._order = 0
         self._failure: str | None = None
+        self._on_release: Callable[[], None] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Attempts under way at all targets together."""
+        return self._in_flight
+
+    @property
+    def closed(self) -> bool:
+        """No further attempt is begun, ever."""
+        return self._on_release is not None
+
+    def close(self, on_release: Callable[[], None]) -> None:
+        """Begin no further attempt: who waits, or comes, waits on. ``on_release`` is called when one has ended."""
+        self._on_release = on_release
 
     async def acquire(self, request: Request) -> Target:
         """A target for one attempt, to be given back with ``release``.
@@ -159,9 +174,13 @@ class Router:
         target.in_flight -= 1
         self._in_flight -= 1
         self.admit()
+        if self._on_release is not None:
+            self._on_release()
 
     def admit(self) -> None:
         """Give targets to those that wait, as far as there are any."""
+        if self.closed:
+            return
         self._admit_suspect()
         while self._waiting:
             _, future = self._waiting[0]
@@ -215,7 +234,7 @@ class Router:
 
     def _free(self) -> Target | None:
         """The least busy target that can take a request."""
-        if self._in_flight >= self._limit:
+        if self._in_flight >= self._limit or self.closed:
             return None
         free = [target for target in self.targets if target.up and not target.reserved]
         free = [target for target in free if target.in_flight < target.limit]

@@ -34,6 +34,8 @@ ROOMS = [
     "source",
     "dead_letters",
     "failures",
+    "preemption",
+    "drain",
     "requests",
     "generation",
     "uncheckpointed",

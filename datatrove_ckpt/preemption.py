@@ -1,0 +1,293 @@
+"""Signals borrowed and given back: how a rank ends early and still saves what it has paid for.
+
+    a signal, or the end of the job's time comes near    nothing new is begun; what is in flight has ``drain_seconds``
+    a second signal                                      that wait is over
+    then      everything is written down, the server stops, the handlers that were there before come back, and the
+              signal is handed on to its own
+
+Handed on means: raised again. datatrove's Slurm executor then requeues its job, SIGINT becomes KeyboardInterrupt,
+SIGTERM ends the process. Where nothing of that ends us, ``Preempted`` does: an early end is never taken for a finished
+rank.
+
+One event often sends several signals: srun passes on what Slurm sends its tasks anyway, and Ctrl-C reaches a pool's
+workers and its parent, which then terminates the workers. So what follows within ``_SAME_EVENT`` seconds is no second
+signal.
+
+Handlers here are plain ones, which wake the event loop. ``loop.add_signal_handler`` would need a loop first, and could
+not put back what it replaced. Signals are the main thread's: a rank that runs in another thread does without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+import multiprocess
+from loguru import logger
+
+from datatrove_ckpt.errors import ConfigError, Preempted
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+# Slurm kills 30 s (KillWait) after SIGTERM: that leaves 10 s to stop the server and to have the job requeued.
+DRAIN_SECONDS = 20.0
+_SAME_EVENT = 1.0
+# Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
+_MARGIN = 30.0
+_SQUEUE_TIMEOUT = 15.0
+# Seconds a pool's worker lives on after an early end: its parent must be told of it, or would wait for ever.
+_DELIVERY = 0.5
+_TIME_LIMIT = "the end of the job's time limit"
+
+
+def check_signals(names: Sequence[str]) -> tuple[str, ...]:
+    """The names as they are.
+
+    Raises:
+        ConfigError: not a signal, or one that no process can catch.
+    """
+    if isinstance(names, str):
+        raise ConfigError(f"drain_signals: must be a list of names such as {list(SIGNALS)}; it is {names!r}.")
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise ConfigError(f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM.")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ConfigError(f"drain_signals: no process can catch {name}.")
+    return tuple(names)
+
+
+class Preemption:
+    """``with Preemption(...) as preemption:`` around the whole run of a rank.
+
+    Args:
+        signals: names of the signals to borrow.
+        drain_seconds: how long what is in flight may take.
+
+    Attributes:
+        cause: what told the rank to end; "" as long as nothing did.
+        given_up: how many requests were in flight when the wait was over.
+        on_signal: called in the signal handler, so it must be safe there: no locks, no logging.
+
+    Raises:
+        Preempted, KeyboardInterrupt: at the end, when the rank was told to end and nobody else ended it.
+    """
+
+    def __init__(self, signals: Sequence[str], drain_seconds: float) -> None:
+        self.drain_seconds = drain_seconds
+        self.cause = ""
+        self.given_up = 0
+        self.on_signal: Callable[[], None] = lambda: None
+        self._names = signals
+        self._previous: dict[int, Any] = {}
+        self._number: int | None = None
+        self._began = 0.0
+        self._in_haste = False
+        self._raising = False
+        self._noticed = False
+        self._wake: Callable[[], None] | None = None
+        self._told = asyncio.Event()
+        self._wait: asyncio.Timeout | None = None
+        self._pid = os.getpid()
+
+    @property
+    def seconds(self) -> float:
+        """Since the rank was told to end."""
+        return time.monotonic() - self._began
+
+    # borrowed and given back -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            logger.info("This rank runs in a thread: signals end it at once, without a drain.")
+            return self
+        for name in self._names:
+            number = signal.Signals[name]
+            if signal.getsignal(number) is not None:  # None: not Python's, which Python cannot give back
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        if not self.cause:
+            return
+        if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
+            logger.error(f"Besides being told to end by {self.cause}, this rank failed: {error}")
+        self._hand_on()
+        if self._number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if error is None or isinstance(error, KeyboardInterrupt):
+            self.end()
+
+    def _hand_on(self) -> None:
+        if self._number is None:
+            return
+        fatal = signal.getsignal(self._number) in (signal.SIG_DFL, signal.default_int_handler)
+        if fatal and "PoolWorker" in multiprocess.current_process().name:
+            # The parent waits for this task's result. It gets an error; if it is ending its pool already, it waits
+            # for this process to end.
+            signal.signal(self._number, signal.SIG_DFL)
+            death = threading.Timer(_DELIVERY, os.kill, (os.getpid(), self._number))
+            death.daemon = True
+            death.start()
+            self.end()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        try:
+            signal.raise_signal(self._number)
+        except BaseException as end:
+            raise end from None  # what the rank itself ended with is no news
+
+    def end(self) -> NoReturn:
+        """Raises Preempted."""
+        raise Preempted(f"Told to end by {self.cause}. The same command, run again, goes on from there.")
+
+    # when a signal comes -----------------------------------------------------------------------------------------
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a fork of ours, which has our handlers and not our event loop
+            signal.signal(number, self._previous[number])
+            os.kill(os.getpid(), number)
+            return
+        if not self.cause:
+            self._tell(signal.Signals(number).name, number)
+        elif self.seconds > _SAME_EVENT:
+            if self._wake is not None and not self._noticed:
+                raise KeyboardInterrupt  # something blocks the event loop
+            self._in_haste = True
+            self._call()
+        if self._raising:
+            raise KeyboardInterrupt
+
+    def _tell(self, cause: str, number: int | None) -> None:
+        self._began = time.monotonic()
+        self._number = number
+        self.cause = cause
+        self._call()
+
+    def _call(self) -> None:
+        self.on_signal()
+        if self._wake is not None:
+            self._wake()
+
+    def raise_if_told(self) -> None:
+        """Where nothing is begun yet.
+
+        Raises:
+            Preempted: the rank is to end.
+        """
+        if self.cause:
+            self.end()
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Around code that may take long and is not ours: any signal raises KeyboardInterrupt in it."""
+        self._raising = True
+        try:
+            if self.cause:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raising = False
+
+    # on the event loop -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self) -> Iterator[asyncio.Event]:
+        """On the event loop: an event that is set once the rank is to end."""
+        loop = asyncio.get_running_loop()
+        self._told = asyncio.Event()
+        self._noticed = False
+        self._wake = lambda: _call_soon(loop, self._notice)
+        try:
+            if self.cause:
+                self._notice()
+            yield self._told
+        finally:
+            self._wake = None
+
+    def _notice(self) -> None:
+        self._noticed = True
+        self._told.set()
+        if self._in_haste and self._wait is not None:
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    @contextmanager
+    def _waiting(self, wait: asyncio.Timeout) -> Iterator[None]:
+        self._wait = wait
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    async def wait_for(self, awaitable: Any) -> bool:
+        """Waits for something, as long as the drain may take; whether it came."""
+        left = 0.0 if self._in_haste else max(0.0, self.drain_seconds - self.seconds)
+        try:
+            async with asyncio.timeout(left) as wait:
+                with self._waiting(wait):
+                    await awaitable
+        except TimeoutError:
+            return False
+        return True
+
+    async def watch_time_limit(self) -> None:
+        """Ends the rank early enough before Slurm ends the job."""
+        end = await slurm_deadline()
+        if end is None:
+            return
+        left = end - time.time()
+        # At least half of a short time is for work, or such a job would be requeued for ever.
+        reserve = min(self.drain_seconds + _MARGIN, left / 2)
+        await asyncio.sleep(left - reserve)
+        if not self.cause:
+            self._tell(_TIME_LIMIT, self._requeueing_signal())
+
+    def _requeueing_signal(self) -> int | None:
+        """The signal somebody waits for in order to requeue the job, as datatrove's Slurm executor does."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if callable(self._previous.get(number, signal.getsignal(number))):
+                return number
+        return None
+
+
+async def slurm_deadline() -> float | None:
+    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if nobody knows."""
+    with suppress(ValueError):
+        return float(os.environ.get("SLURM_JOB_END_TIME", ""))
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None or shutil.which("squeue") is None:  # Slurm before 23.02 does not tell its jobs
+        return None
+    process = await asyncio.create_subprocess_exec(
+        *("squeue", "--noheader", "--jobs", job, "--format=%e"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+    )
+    try:
+        async with asyncio.timeout(_SQUEUE_TIMEOUT):
+            answer, _ = await process.communicate()
+        return datetime.fromisoformat(answer.decode().strip()).timestamp()
+    except (TimeoutError, ValueError):
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # closed meanwhile: nobody left to tell
+        loop.call_soon_threadsafe(callback)

@@ -3,7 +3,7 @@
 What looks at a checkpoint afterwards (status, verify, repair) is in commands.py.
 
 Exit codes: 0 done; 1 stopped by an error, the same command goes on from there; 2 a mistake in the file or on the
-command line, nothing was started; 130 interrupted.
+command line, nothing was started; 128 + n ended by signal n, so 130 for Ctrl-C; the same command goes on from there.
 
 An error of this package is its message: no traceback of it reaches the terminal. The task's log file keeps one.
 """
@@ -13,20 +13,24 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from datatrove.executor import LocalPipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.output import check_rank_in_template
 from datatrove_ckpt.pool_workers import hand_in_before_sigterm
+from datatrove_ckpt.preemption import Interruption, start_deaf_workers
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, load, read_value, show
 
@@ -119,20 +123,36 @@ def _run(arguments: argparse.Namespace, overrides: list[str], command: str) -> i
 
 def _execute(executor: Any, command: str) -> int:
     executor._quiet = QuietErrors(said_later=True)  # travels with the executor into pool workers and cluster jobs
+    steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    signals = sorted({name for step in steps for name in step.drain_signals})
+    interruption = Interruption(signals)
     try:
-        executor.run()
+        with interruption:
+            if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
+                start_deaf_workers(signals)
+            executor.run()
     except KeyboardInterrupt:
-        print(f"interrupted; what is finished is saved. To go on: {command}", file=sys.stderr)
-        return 130
+        return _interrupted(interruption, command)
     except Exception as error:
+        if interruption.number is not None:  # datatrove's own helpers may have ended of the signal before it did
+            return _interrupted(interruption, command)
         own = _own_error(error) or (error if isinstance(error, OSError) else None)
         if own is None:
             raise
         return _fail(own, 1)
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
+    for step in steps:
+        if step.checkpoints_local_dir is not None:
             print(_summary(step, command))
     return 0
+
+
+def _interrupted(interruption: Interruption, command: str) -> int:
+    number = interruption.number or signal.SIGINT
+    with suppress(KeyboardInterrupt):
+        interruption.wait_for_workers()
+    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To go on: {command}"
+    print(what, file=sys.stderr)
+    return 128 + number
 
 
 def _retry_dead_letters(executor: Any) -> None:
@@ -231,7 +251,9 @@ class QuietErrors:
         if own is None:
             record["message"] += f"\n{text}"
         else:
-            record["message"] = f"stopped by {type(own).__name__}" if self.said_later else str(own)
+            record["message"] = (
+                f"stopped by {type(own).__name__}" if self.said_later or isinstance(own, Preempted) else str(own)
+            )
             logger.debug(text)  # the terminal shows INFO and up while a task runs, its log file everything
 
 

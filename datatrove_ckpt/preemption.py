@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
 import signal
 import sys
@@ -33,6 +34,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 import multiprocess
+import multiprocess.forkserver
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
@@ -46,6 +48,8 @@ _MARGIN = 30.0
 _SQUEUE_TIMEOUT = 15.0
 # Seconds a pool's worker lives on after an early end: its parent must be told of it, or would wait for ever.
 _DELIVERY = 0.5
+_NOT_HANDLED = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+_FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _TIME_LIMIT = "the end of the job's time limit"
 
 
@@ -63,6 +67,85 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
         if name in ("SIGKILL", "SIGSTOP"):
             raise ConfigError(f"drain_signals: no process can catch {name}.")
     return tuple(names)
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal as an exception: whatever ends in good order on Ctrl-C does so on this one, too."""
+
+
+class Interruption:
+    """``with Interruption(signals) as interruption:`` around what a command does, in one process or in a pool.
+
+    Signals that would end this process on the spot raise ``Signalled`` instead. The pool then terminates its workers,
+    which drain, and waits for them.
+
+    Attributes:
+        number: the signal that came.
+    """
+
+    def __init__(self, signals: Sequence[str]) -> None:
+        self.number: int | None = None
+        self._borrowed: dict[int, Any] = {}
+        self._names = signals
+        self._came = 0.0
+        self._workers: list[int] = []
+
+    def __enter__(self) -> Self:
+        for name in dict.fromkeys([*self._names, "SIGINT"]):
+            number = signal.Signals[name]
+            if signal.getsignal(number) in _FATAL:
+                self._borrowed[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, previous in self._borrowed.items():
+            signal.signal(number, previous)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number = number
+            self._came = time.monotonic()
+            self._workers = list(_pool_workers())
+        elif time.monotonic() - self._came > _SAME_EVENT:
+            self._tell_workers()
+        else:
+            return  # the first one is being acted on
+        raise Signalled(signal.Signals(number).name)
+
+    def _tell_workers(self) -> None:
+        for worker in self._workers:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker, signal.SIGTERM)
+
+    def wait_for_workers(self) -> None:
+        """Until they are gone. The pool does not wait if the same signal ended its fork server, which knew them."""
+        for worker in self._workers:
+            select.select([worker], [], [])
+
+
+def _pool_workers() -> Iterator[int]:
+    """A pidfd of each; they are children of the fork server. Where there are none (macOS) nobody waits for them."""
+    for child in multiprocess.active_children():
+        if "PoolWorker" in child.name and hasattr(os, "pidfd_open"):
+            with suppress(ProcessLookupError):
+                yield os.pidfd_open(child.pid)
+
+
+def start_deaf_workers(names: Sequence[str]) -> None:
+    """Starts multiprocess's fork server so that it, and pool workers without a task, ignore these signals.
+
+    A signal to the whole process group, as Ctrl-C is one, would end some of them with tracebacks, and the parent ends
+    all of them anyway: with SIGTERM, the only one that they heed. In a task, a worker has handlers of its own.
+    """
+    numbers = {signal.Signals[name] for name in [*names, "SIGINT"]} - {signal.SIGTERM}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        multiprocess.forkserver.ensure_running()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class Preemption:
@@ -88,7 +171,7 @@ class Preemption:
         self.on_signal: Callable[[], None] = lambda: None
         self._names = signals
         self._previous: dict[int, Any] = {}
-        self._number: int | None = None
+        self._numbers: list[int] = []
         self._began = 0.0
         self._in_haste = False
         self._raising = False
@@ -125,30 +208,31 @@ class Preemption:
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"Besides being told to end by {self.cause}, this rank failed: {error}")
         self._hand_on()
-        if self._number == signal.SIGINT:
+        if self._numbers[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):
             self.end()
 
     def _hand_on(self) -> None:
-        if self._number is None:
-            return
-        fatal = signal.getsignal(self._number) in (signal.SIG_DFL, signal.default_int_handler)
-        if fatal and "PoolWorker" in multiprocess.current_process().name:
-            # The parent waits for this task's result. It gets an error; if it is ending its pool already, it waits
-            # for this process to end.
-            signal.signal(self._number, signal.SIG_DFL)
-            death = threading.Timer(_DELIVERY, os.kill, (os.getpid(), self._number))
-            death.daemon = True
-            death.start()
-            self.end()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        try:
-            signal.raise_signal(self._number)
-        except BaseException as end:
-            raise end from None  # what the rank itself ended with is no news
+        for number in self._numbers:
+            if "PoolWorker" in multiprocess.current_process().name and signal.getsignal(number) in _NOT_HANDLED:
+                self._leave_pool(number)
+            try:
+                signal.raise_signal(number)
+            except BaseException as end:
+                raise end from None  # what the rank itself ended with is no news
+
+    def _leave_pool(self, number: int) -> NoReturn:
+        """The parent waits for this task's result, so it gets an error before this process ends. If it is ending its
+        pool already, it waits for the end of this process."""
+        signal.signal(number, signal.SIG_DFL)
+        death = threading.Timer(_DELIVERY, os.kill, (os.getpid(), number))
+        death.daemon = True
+        death.start()
+        self.end()
 
     def end(self) -> NoReturn:
         """Raises Preempted."""
@@ -161,8 +245,10 @@ class Preemption:
             signal.signal(number, self._previous[number])
             os.kill(os.getpid(), number)
             return
+        if number not in self._numbers:
+            self._numbers.append(number)
         if not self.cause:
-            self._tell(signal.Signals(number).name, number)
+            self._tell(signal.Signals(number).name)
         elif self.seconds > _SAME_EVENT:
             if self._wake is not None and not self._noticed:
                 raise KeyboardInterrupt  # something blocks the event loop
@@ -171,9 +257,8 @@ class Preemption:
         if self._raising:
             raise KeyboardInterrupt
 
-    def _tell(self, cause: str, number: int | None) -> None:
+    def _tell(self, cause: str) -> None:
         self._began = time.monotonic()
-        self._number = number
         self.cause = cause
         self._call()
 
@@ -253,14 +338,16 @@ class Preemption:
         reserve = min(self.drain_seconds + _MARGIN, left / 2)
         await asyncio.sleep(left - reserve)
         if not self.cause:
-            self._tell(_TIME_LIMIT, self._requeueing_signal())
+            self._numbers += self._requeueing_signal()
+            self._tell(_TIME_LIMIT)
 
-    def _requeueing_signal(self) -> int | None:
+    def _requeueing_signal(self) -> list[int]:
         """The signal somebody waits for in order to requeue the job, as datatrove's Slurm executor does."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            if callable(self._previous.get(number, signal.getsignal(number))):
-                return number
-        return None
+            handler = self._previous.get(number, signal.getsignal(number))
+            if callable(handler):
+                return [number]
+        return []
 
 
 async def slurm_deadline() -> float | None:

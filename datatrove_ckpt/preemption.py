@@ -373,6 +373,7 @@ async def slurm_deadline() -> float | None:
     finally:
         with suppress(ProcessLookupError):
             process.kill()
+        await process.wait()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

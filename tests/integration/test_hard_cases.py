@@ -71,7 +71,7 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
             raise RuntimeError("something went wrong") from error
 
     with FakeServer(hold_after=2) as server:
-        step = runner(tmp_path, server, converts, on_document_error="dead_letter")
+        step = runner(tmp_path, server, converts, on_document_error="dead_letter", drain_seconds=0)
         with pytest.raises(KeyboardInterrupt):
             step.run(documents(6))
         stops.clear()

@@ -1,0 +1,456 @@
+"""Told to end early: what still finishes, what is saved, and who gets the signal afterwards.
+
+Most tests run in this process, whose signals they set up themselves; the last ones use real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from loguru import logger
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner, preemption
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
+from datatrove_ckpt.inference import guardian
+from datatrove_ckpt.output import ChunkOutput
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import ask, documents, runner, writer
+
+DRAINS = "requests in flight have"
+SIGNALS = [signal.Signals[name] for name in preemption.SIGNALS]
+
+
+def tell(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@contextmanager
+def when_logged(text: str, action: Callable[[], object]) -> Iterator[None]:
+    """Does something once a line with this text is logged."""
+    todo = [action]
+    handler = logger.add(lambda line: todo.pop()() if text in line and todo else None)
+    try:
+        yield
+    finally:
+        logger.remove(handler)
+
+
+@pytest.fixture
+def handed_on() -> Iterator[list[int]]:
+    """Handlers that were there before, for all signals that are borrowed, and what they got."""
+    got: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in SIGNALS}
+    yield got
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def told_once_asked(server: FakeServer, number: int, sent: int = signal.SIGTERM) -> threading.Thread:
+    """Tells this process to end once the server was asked so often."""
+
+    def watch() -> None:
+        while len(server.payloads) < number:
+            time.sleep(0.001)
+        tell(sent)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+async def plain(document: Document, generate: Any) -> Any:
+    return (await ask(document, generate)).text
+
+
+async def twice(document: Document, generate: Any) -> Any:
+    first = await plain(document, generate)
+    return [first, (await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})).text]
+
+
+def expected(tmp_path: Path, rollout: Any, number: int) -> dict[str, bytes]:
+    """The output of a run that nothing interrupted."""
+    with FakeServer() as server:
+        runner(tmp_path / "undisturbed", server, rollout).run(documents(number))
+    return outputs(tmp_path / "undisturbed" / "output")
+
+
+# --------------------------------------------------------------------------- what still finishes
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_what_is_in_flight_finishes_nothing_is_begun_and_the_handler_that_was_there_gets_the_signal(
+    tmp_path: Path, handed_on: list[int], number: signal.Signals
+) -> None:
+    finished: list[str] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        result = await plain(document, generate)
+        finished.append(document.id)
+        return result
+
+    with FakeServer(hold_after=0) as server:
+        step = runner(tmp_path, server, rollout, config={"max_concurrent_generations": 4})
+        handlers = [signal.getsignal(name) for name in SIGNALS]
+        timer = told_once_asked(server, 4, number)
+        end = KeyboardInterrupt if number == signal.SIGINT else Preempted
+        with when_logged(DRAINS, server.release), pytest.raises(end):
+            step.run(documents(20))
+        timer.join()
+        assert handed_on == [number]
+        assert [signal.getsignal(name) for name in SIGNALS] == handlers
+        assert len(finished) == sum(server.asked.values()) == 4
+        step.run(documents(20))
+        assert sorted(finished) == sorted(document.id for document in documents(20))
+        assert set(server.asked.values()) == {1}
+    assert outputs(tmp_path / "output") == expected(tmp_path, plain, 20)
+
+
+def test_a_document_that_asks_once_more_waits_for_the_next_life_and_keeps_what_it_was_answered(
+    tmp_path: Path, handed_on: list[int]
+) -> None:
+    with FakeServer(hold_after=0) as server:
+        step = runner(tmp_path, server, twice, drain_seconds=600)
+        timer = told_once_asked(server, 3)
+        with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="SIGTERM"):
+            step.run(documents(3))
+        timer.join()
+        assert server.asked == {f"text {index}": 1 for index in range(3)}
+        step.run(documents(3))
+        assert len(server.asked) == 6
+        assert set(server.asked.values()) == {1}
+    assert outputs(tmp_path / "output") == expected(tmp_path, twice, 3)
+
+
+@pytest.mark.parametrize("previous", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"])
+def test_a_signal_that_ends_nobody_still_ends_the_rank(tmp_path: Path, previous: Any, server: FakeServer) -> None:
+    async def told(document: Document, generate: Any) -> Any:
+        tell()
+        return await plain(document, generate)
+
+    before = signal.signal(signal.SIGTERM, previous)
+    try:
+        with pytest.raises(Preempted):
+            runner(tmp_path, server, told).run(documents(1))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ctrl_c_is_a_keyboard_interrupt(tmp_path: Path, server: FakeServer) -> None:
+    async def told(document: Document, generate: Any) -> Any:
+        tell(signal.SIGINT)
+        return await plain(document, generate)
+
+    with pytest.raises(KeyboardInterrupt):
+        runner(tmp_path, server, told).run(documents(1))
+
+
+def test_the_wait_ends_after_drain_seconds_and_only_what_was_given_up_is_asked_again(
+    tmp_path: Path, handed_on: list[int], log: list[str]
+) -> None:
+    with FakeServer(hold_after=6) as server:
+        step = runner(tmp_path, server, plain, drain_seconds=0.3, config={"max_concurrent_generations": 4})
+        timer = told_once_asked(server, 10)
+        with pytest.raises(Preempted):
+            step.run(documents(20))
+        timer.join()
+        assert any("4 requests in flight were given up" in line for line in log)
+        assert "after 0.3 s" in "".join(log)
+        server.release()
+        step.run(documents(20))
+        assert sum(server.asked.values()) == 24
+    assert outputs(tmp_path / "output") == expected(tmp_path, plain, 20)
+
+
+def test_a_second_signal_ends_the_wait_at_once(
+    tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(preemption, "_SAME_EVENT", 0.0)
+    with FakeServer(hold_after=0) as server:
+        step = runner(tmp_path, server, plain, drain_seconds=600)
+        timer = told_once_asked(server, 1)
+        with when_logged(DRAINS, lambda: tell(signal.SIGUSR1)), pytest.raises(Preempted):
+            step.run(documents(1))
+        timer.join()
+    assert handed_on == [signal.SIGTERM, signal.SIGUSR1]
+    assert any("1 requests in flight were given up" in line for line in log)
+
+
+def test_several_signals_of_one_event_are_one(tmp_path: Path, handed_on: list[int], log: list[str]) -> None:
+    """srun passes SIGTERM on to tasks that got it already; a pool's parent terminates workers that got Ctrl-C."""
+    with FakeServer(hold_after=0) as server:
+        step = runner(tmp_path, server, plain)
+
+        def again() -> None:
+            tell()
+            tell(signal.SIGUSR1)
+            server.release()
+
+        timer = told_once_asked(server, 1)
+        with when_logged(DRAINS, again), pytest.raises(Preempted):
+            step.run(documents(1))
+        timer.join()
+    assert handed_on == [signal.SIGTERM, signal.SIGUSR1]
+    assert any("0 requests in flight were given up" in line for line in log)
+
+
+def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer) -> None:
+    def told(number: int) -> Any:
+        async def rollout(document: Document, generate: Any) -> Any:
+            tell(number)
+            return await plain(document, generate)
+
+        return rollout
+
+    got: list[int] = []
+    numbers = (signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in numbers}
+    try:
+        with pytest.raises(Preempted, match="SIGHUP"):
+            runner(tmp_path / "1", server, told(signal.SIGHUP), drain_signals=["SIGHUP"]).run(documents(1))
+        runner(tmp_path / "2", server, told(signal.SIGUSR1), drain_signals=["SIGHUP"]).run(documents(1))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert got == list(numbers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"drain_signals": ["SIGNAL"]}, "drain_signals: 'SIGNAL' is no signal"),
+        ({"drain_signals": ["SIGKILL"]}, "drain_signals: no process can catch SIGKILL"),
+        ({"drain_signals": "SIGTERM"}, "drain_signals: must be a list"),
+        ({"drain_seconds": -1}, "drain_seconds: must be >= 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    tmp_path: Path, server: FakeServer, settings: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        runner(tmp_path, server, plain, **settings)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_on_any_event_loop(tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+    if loop == "uvloop":
+        uvloop = pytest.importorskip("uvloop")
+        monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
+        monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
+    with FakeServer(hold_after=0) as server:
+        timer = told_once_asked(server, 4)
+        with when_logged(DRAINS, server.release), pytest.raises(Preempted):
+            runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}).run(documents(20))
+        timer.join()
+        assert sum(server.asked.values()) == 4
+
+
+def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(
+    tmp_path: Path, handed_on: list[int], log: list[str]
+) -> None:
+    async def fails(document: Document, generate: Any) -> Any:
+        await ask(document, generate)
+        tell()
+        raise RuntimeError("a bug")
+
+    with FakeServer() as server, pytest.raises(DocumentFailed, match="a bug"):
+        runner(tmp_path, server, fails).run(documents(1))
+    assert handed_on == [signal.SIGTERM]
+    assert any("ERROR" in line and "a bug" in line for line in log)
+
+
+# --------------------------------------------------------------------------- at any moment
+
+
+def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, handed_on: list[int], server: FakeServer) -> None:
+    never = threading.Event()
+
+    def blocked() -> Iterator[Document]:
+        yield from documents(2)
+        tell()
+        never.wait()
+
+    try:
+        with pytest.raises(Preempted):
+            runner(tmp_path, server, plain, drain_seconds=60).run(blocked())
+    finally:
+        never.set()
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_is_starting_is_stopped_at_once(
+    tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)")
+    monkeypatch.chdir(tmp_path)
+    config = InferenceConfig("custom", "m", model_kwargs={"server_script": "loads.py"})
+    step = InferenceRunner(plain, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"))
+
+    def watch() -> None:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.001)
+        tell()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(Preempted):
+        step.run(documents(2))
+    thread.join()
+    assert time.monotonic() - began < 15
+    pid = int((tmp_path / "pid").read_text())
+    assert pid not in [process.pid for process in guardian.process_table()]
+
+
+def test_while_the_users_context_is_entered_a_signal_raises_at_once(
+    tmp_path: Path, handed_on: list[int], server: FakeServer
+) -> None:
+    after: list[str] = []
+
+    def slow() -> dict[str, Any]:
+        tell()
+        after.append("still here")
+        return {}
+
+    with pytest.raises(Preempted):
+        runner(tmp_path, server, plain, shared_context=slow).run(documents(2))
+    assert not after
+    assert handed_on == [signal.SIGTERM]
+    assert not server.asked
+
+
+def test_an_event_loop_that_a_rollout_blocks_is_interrupted_by_the_second_signal(
+    tmp_path: Path, handed_on: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "_SAME_EVENT", 0.0)
+
+    async def blocks(document: Document, generate: Any) -> Any:
+        tell()
+        tell()
+        raise AssertionError("the second one did not raise")
+
+    with pytest.raises(Preempted):
+        runner(tmp_path, server, blocks).run(documents(1))
+    assert handed_on == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
+def test_a_chunk_that_is_being_published_is_committed_only_if_that_is_quick(
+    tmp_path: Path, handed_on: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    publishing, goes_on = threading.Event(), threading.Event()
+    write_chunk = ChunkOutput.write_chunk
+
+    def held(self: ChunkOutput, *args: Any) -> Any:
+        publishing.set()
+        goes_on.wait()
+        return write_chunk(self, *args)
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        result = await plain(document, generate)
+        if document.id == "id 2" and not goes_on.is_set():
+            await asyncio.to_thread(publishing.wait)
+            tell()
+        return result
+
+    monkeypatch.setattr(ChunkOutput, "write_chunk", held)
+    step = runner(tmp_path, server, rollout, drain_seconds=60 if quick else 0.2)
+    try:
+        with when_logged(DRAINS, goes_on.set if quick else lambda: None), pytest.raises(Preempted):
+            step.run(documents(4))
+        log = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
+        commits = read_commits(log) if log.exists() else {}
+        assert len(commits) == (2 if quick else 0)
+    finally:
+        goes_on.set()
+    step.run(documents(4))
+    assert set(server.asked.values()) == {1}
+    assert outputs(tmp_path / "output") == expected(tmp_path, plain, 4)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_wait_for(
+    tmp_path: Path, handed_on: list[int], log: list[str]
+) -> None:
+    with FakeServer(hold_after=0) as server:
+        step = runner(tmp_path, server, plain, drain_seconds=600)
+        step.checkpoints_local_dir = None
+        timer = told_once_asked(server, 1)
+        with pytest.raises(Preempted):
+            step.run(documents(1))
+        timer.join()
+    assert any("the same command starts over" in line for line in log)
+
+
+def test_a_rank_in_a_thread_does_without_signals(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=lambda: runner(tmp_path, server, plain).run(documents(3)))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert any("in a thread" in line for line in log)
+    assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
+
+
+# --------------------------------------------------------------------------- Slurm's time limit
+
+
+def test_slurms_time_limit_is_a_signal_to_whoever_requeues(
+    tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 1))
+    with FakeServer(hold_after=0) as server:
+        with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
+            runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
+        assert sum(server.asked.values()) == 1
+    assert handed_on == [signal.SIGUSR1]
+
+
+def test_a_time_limit_without_anybody_who_requeues_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 0.5))
+    ended = pytest.raises(Preempted, match="time limit")
+    with FakeServer(hold_after=0) as server, when_logged(DRAINS, server.release), ended:
+        runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
+
+
+def _squeue(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = folder / "squeue"
+    tool.write_text(f"#!{sys.executable}\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+
+
+def test_older_slurm_is_asked_for_the_end_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = int(time.time()) + 3600
+    shown = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
+    check = "import sys, os; assert sys.argv[-2:] == ['17', '--format=%e']; print(" + repr(shown) + ")"
+    _squeue(tmp_path, check, monkeypatch)
+    assert asyncio.run(preemption.slurm_deadline()) == end
+
+
+@pytest.mark.parametrize("script", ["print('N/A')", "import sys; sys.exit(1)", "import time; time.sleep(600)"])
+def test_a_slurm_that_does_not_know_is_no_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    _squeue(tmp_path, script, monkeypatch)
+    monkeypatch.setattr(preemption, "_SQUEUE_TIMEOUT", 0.5)
+    assert asyncio.run(preemption.slurm_deadline()) is None
+
+
+def test_outside_of_slurm_there_is_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert asyncio.run(preemption.slurm_deadline()) is None

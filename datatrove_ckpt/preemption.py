@@ -9,9 +9,9 @@ Handed on means: raised again. datatrove's Slurm executor then requeues its job,
 SIGTERM ends the process. Where nothing of that ends us, ``Preempted`` does: an early end is never taken for a finished
 rank.
 
-One event often sends several signals: srun passes on what Slurm sends its tasks anyway, and Ctrl-C reaches a pool's
-workers and its parent, which then terminates the workers. So what follows within ``_SAME_EVENT`` seconds is no second
-signal.
+One event often sends several signals: srun passes on what Slurm sends its tasks anyway. So what follows within
+``_SAME_EVENT`` seconds is no second signal. Nor is the first SIGTERM after another signal in a pool's worker: Ctrl-C
+reaches the parent, too, which then terminates its workers.
 
 Handlers here are plain ones, which wake the event loop. ``loop.add_signal_handler`` would need a loop first, and could
 not put back what it replaced. Signals are the main thread's: a rank that runs in another thread does without.
@@ -125,6 +125,10 @@ class Interruption:
             select.select([worker], [], [])
 
 
+def _is_pool_worker() -> bool:
+    return "PoolWorker" in str(multiprocess.current_process().name)
+
+
 def _pool_workers() -> Iterator[int]:
     """A pidfd of each; they are children of the fork server. Where there are none (macOS) nobody waits for them."""
     for child in multiprocess.active_children():
@@ -180,6 +184,7 @@ class Preemption:
         self._told = asyncio.Event()
         self._wait: asyncio.Timeout | None = None
         self._pid = os.getpid()
+        self._expects_sigterm = _is_pool_worker()
 
     @property
     def seconds(self) -> float:
@@ -218,7 +223,7 @@ class Preemption:
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         for number in self._numbers:
-            if "PoolWorker" in multiprocess.current_process().name and signal.getsignal(number) in _NOT_HANDLED:
+            if _is_pool_worker() and signal.getsignal(number) in _NOT_HANDLED:
                 self._leave_pool(number)
             try:
                 signal.raise_signal(number)
@@ -249,6 +254,8 @@ class Preemption:
             self._numbers.append(number)
         if not self.cause:
             self._tell(signal.Signals(number).name)
+        elif self._expects_sigterm and number == signal.SIGTERM:
+            self._expects_sigterm = False
         elif self.seconds > _SAME_EVENT:
             if self._wake is not None and not self._noticed:
                 raise KeyboardInterrupt  # something blocks the event loop

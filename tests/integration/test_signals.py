@@ -1,0 +1,284 @@
+"""Signals to real processes: the command, its pool's workers, a task of datatrove's Slurm executor."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt import preemption
+from datatrove_ckpt.inference import guardian
+from datatrove_ckpt.testing import FakeServer, outputs
+
+DRAINS = "requests in flight have"
+ROLLOUTS = """
+import os
+from pathlib import Path
+
+async def ask(document, generate):
+    pids = Path("pids")
+    pids.mkdir(exist_ok=True)
+    (pids / document.id.split()[0]).write_text(str(os.getpid()))
+    first = await generate({"messages": [{"role": "user", "content": document.text}]})
+    second = await generate({"messages": [{"role": "user", "content": document.text + " again"}]})
+    return [first.text, second.text]
+"""
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: {tasks}
+    workers: {tasks}
+    logging_dir: logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {{data_folder: input, add_file_path: false}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: my_rollouts.ask
+          config: {{server_type: endpoint, model_name_or_path: m, endpoint_url: "{url}", max_concurrent_generations: 4}}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {{output_folder: output, output_filename: "${{rank}}_chunk_${{chunk_index}}.jsonl"}}
+          checkpoints_local_dir: checkpoints
+          records_per_chunk: 4
+          drain_signals: [SIGTERM, SIGUSR1, SIGINT, SIGHUP]
+"""
+DOCUMENTS = 12
+
+
+def answer(payload: dict[str, Any], times: int) -> str:
+    return f"answer to {payload['messages'][-1]['content']}"
+
+
+class Process:
+    """A command in a session of its own, and what it says."""
+
+    def __init__(self, argv: list[str], folder: Path, **environment: str) -> None:
+        self.popen = subprocess.Popen(
+            argv,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        self.log = ""
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        with self.popen.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+
+    def until(self, text: str) -> None:
+        while text not in (line := self._lines.get(timeout=30)):
+            self.log += line
+        self.log += line
+
+    def end(self) -> int:
+        """Its exit code; ``left`` are those of its session who do not end with it."""
+        code = self.popen.wait(timeout=60)
+        self.left = [process.pid for process in self._others() if not ends(process.pid)]
+        guardian.kill_session(self.popen.pid)
+        self._reader.join()
+        while not self._lines.empty():
+            self.log += self._lines.get()
+        return code
+
+    def _others(self) -> list[guardian.Process]:
+        return [p for p in guardian.process_table() if p.session == self.popen.pid and not p.zombie]
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends by itself: multiprocess's helpers do, a moment after their parent."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 10)[0])
+    finally:
+        os.close(descriptor)
+
+
+class Job:
+    """``datatrove-ckpt run``, as often as it takes."""
+
+    def __init__(self, folder: Path, server: FakeServer, tasks: int) -> None:
+        self.folder = folder
+        (folder / "input").mkdir(parents=True)
+        for task in range(tasks):
+            rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
+            (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "my_rollouts.py").write_text(ROLLOUTS)
+        (folder / "job.yaml").write_text(JOB.format(tasks=tasks, url=server.url))
+
+    def start(self) -> Process:
+        return Process([sys.executable, "-m", "datatrove_ckpt.cli", "run", "job.yaml"], self.folder)
+
+    @property
+    def completed(self) -> int:
+        return len(list((self.folder / "logs").glob("completions/*")))
+
+
+def until_asked(server: FakeServer, number: int) -> None:
+    while len(server.payloads) < number:
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
+    """The output of jobs that nothing interrupted, by their number of tasks."""
+    found = {}
+    for tasks in (1, 2):
+        folder = tmp_path_factory.mktemp("undisturbed") / "job"
+        with FakeServer(answer) as server:
+            process = Job(folder, server, tasks).start()
+            assert process.end() == 0, process.log
+        found[tasks] = outputs(folder / "output")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "tasks", "group"),
+    [
+        (signal.SIGINT, 1, True),
+        (signal.SIGINT, 2, True),
+        (signal.SIGTERM, 1, True),
+        (signal.SIGTERM, 2, True),
+        (signal.SIGTERM, 2, False),
+        (signal.SIGHUP, 2, True),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_asking_twice(
+    tmp_path: Path, undisturbed: dict[int, dict[str, bytes]], number: signal.Signals, tasks: int, group: bool
+) -> None:
+    with FakeServer(answer, hold_after=8 * tasks) as server:
+        job = Job(tmp_path / "job", server, tasks)
+        process = job.start()
+        until_asked(server, 12 * tasks)
+        (os.killpg if group else os.kill)(process.popen.pid, number)
+        process.until(DRAINS)
+        server.release()
+        assert process.end() == 128 + number
+        assert process.log.count("To go on: datatrove-ckpt run job.yaml") == 1
+        assert process.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
+        assert "Traceback" not in process.log
+        assert process.left == []
+        assert job.completed == 0
+        again = job.start()
+        assert again.end() == 0, again.log
+        assert job.completed == tasks
+        assert set(server.asked.values()) == {1}
+    assert outputs(tmp_path / "job" / "output") == undisturbed[tasks]
+
+
+def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
+    with FakeServer(answer, hold_after=0) as server:
+        process = Job(tmp_path, server, 2).start()
+        until_asked(server, 8)
+        os.killpg(process.popen.pid, signal.SIGINT)
+        process.until(DRAINS)
+        time.sleep(preemption._SAME_EVENT)  # earlier ones are taken for the same Ctrl-C
+        began = time.monotonic()
+        os.killpg(process.popen.pid, signal.SIGINT)
+        assert process.end() == 130
+        assert time.monotonic() - began < 10
+        assert process.log.count("To go on:") == 1
+        assert "Traceback" not in process.log
+        assert process.left == []
+
+
+def test_a_worker_that_is_told_alone_ends_the_command_instead_of_leaving_it_waiting(tmp_path: Path) -> None:
+    with FakeServer(answer, hold_after=0) as server:
+        job = Job(tmp_path, server, 2)
+        process = job.start()
+        until_asked(server, 8)
+        os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGTERM)
+        while "SIGTERM" not in "".join(log.read_text() for log in (tmp_path / "logs" / "logs").glob("*.log")):
+            time.sleep(0.001)
+        server.release()
+        assert process.end() == 1
+        assert "error: Told to end by SIGTERM." in process.log
+        assert process.left == []
+        assert job.completed < 2
+
+
+# --------------------------------------------------------------------------- datatrove's Slurm executor
+
+TASK = """
+import sys
+from datatrove.executor import SlurmPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from my_rollouts import ask
+
+runner = InferenceRunner(
+    ask,
+    InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1], max_concurrent_generations=4),
+    JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl"),
+    checkpoints_local_dir="checkpoints",
+)
+SlurmPipelineExecutor(
+    [JsonlReader("input"), runner], tasks=1, time="1:00:00", partition="p", logging_dir="logs", venv_path="x"
+).run()
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of an array's task. Its job's end is two seconds after the file "asked" appears."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\necho here\n')
+    (tools / "squeue").write_text(
+        f"#!/bin/sh\nuntil [ -e {tmp_path}/asked ]; do sleep 0.01; done\ndate -d '+2 seconds' +%FT%T\n"
+    )
+    (tools / "scontrol").chmod(0o755)
+    (tools / "squeue").chmod(0o755)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "ranks_to_run.json").write_text("[0]")
+    return {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_ARRAY_TASK_ID": "0",
+        "SLURM_NODELIST": "here",
+        "SLURM_JOB_ID": "17",
+    }
+
+
+@pytest.mark.parametrize("cause", ["SIGUSR1", "the end of the job's time limit"])
+def test_datatroves_slurm_task_is_requeued_after_its_drain(tmp_path: Path, slurm: dict[str, str], cause: str) -> None:
+    with FakeServer(answer, hold_after=2) as server:
+        Job(tmp_path, server, 1)
+        (tmp_path / "task.py").write_text(TASK)
+        process = Process([sys.executable, "task.py", server.url], tmp_path, **slurm)
+        until_asked(server, 6)
+        if cause == "SIGUSR1":
+            process.popen.send_signal(signal.SIGUSR1)
+        else:
+            (tmp_path / "asked").touch()
+        process.until(f"{cause}: 4 {DRAINS}")
+        assert "requeue" not in (tmp_path / "scontrol.log").read_text()
+        server.release()
+        assert process.end() == 15  # datatrove's handler
+        assert (tmp_path / "scontrol.log").read_text().count("requeue 17") == 1
+        assert not (tmp_path / "logs" / "completions").exists()
+        assert set(server.asked.values()) == {1}

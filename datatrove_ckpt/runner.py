@@ -201,10 +201,10 @@ class InferenceRunner(PipelineStep):
                 "that is started all the same takes the rank over, and this one stops before its next write."
             )
         completed = False
+        progress = Progress(self.stat_update, checkpoint.tally, self.config.metric_interval, wants_bar())
         try:
             if output is not None:
                 output.prepare()
-            progress = Progress(self.stat_update, checkpoint.tally, self.config.metric_interval, wants_bar())
             preemption.raise_if_told()
             asyncio.run(self._generate(data, rank, checkpoint, progress, preemption))
             completed = True
@@ -214,7 +214,7 @@ class InferenceRunner(PipelineStep):
         finally:
             checkpoint.close(completed)
             if preemption.cause and not completed:
-                self._say_ended(rank, checkpoint, preemption)
+                self._say_ended(rank, checkpoint, progress, preemption)
         checkpoint.raise_failure()
         if output is not None:
             output.finish()
@@ -307,12 +307,12 @@ class InferenceRunner(PipelineStep):
             timer = self.stats.stats["inference_time"] = TimingStats(unit="seconds")
         return timer
 
-    def _say_ended(self, rank: int, checkpoint: Any, preemption: Preemption) -> None:
+    def _say_ended(self, rank: int, checkpoint: Any, progress: Progress, preemption: Preemption) -> None:
         if checkpoint.error is not None:
             logger.error(f"Rank {rank}: not everything could be saved: {checkpoint.error}")
         kept = (
-            f"what was answered is saved, {preemption.given_up} requests in flight were given up. Run the same command "
-            "again to go on."
+            f"the {progress.documents} documents that this run finished are saved, and every answer, "
+            f"{preemption.given_up} requests in flight were given up. Run the same command again to go on."
             if self.checkpoints_local_dir is not None
             else "there is no checkpoint (checkpoints_local_dir is not set), so the same command starts over."
         )

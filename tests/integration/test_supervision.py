@@ -597,6 +597,20 @@ def test_the_other_node_ends_when_the_first_one_is_killed(monkeypatch: pytest.Mo
         assert task.codes() == [-signal.SIGKILL, 0]
 
 
+def test_a_task_that_is_told_to_end_is_served_by_all_its_nodes_until_its_requests_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with TwoNodes(["a", "wait"], monkeypatch) as task:
+        task.until_waiting()
+        for node in task.nodes:
+            node.terminate()
+        task.until(lambda: "1 requests in flight have" in task.log(0))
+        open_gate()
+        assert task.codes() == [-signal.SIGTERM, -signal.SIGTERM], task.log(0)
+    assert lines("done") == ["a", "wait"]
+    assert "the 2 documents that this run finished are saved" in task.log(0)
+
+
 def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_first_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,6 @@ An error of this package is its message: no traceback of it reaches the terminal
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import signal
 import sys
@@ -29,23 +28,17 @@ from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.output import check_rank_in_template
+from datatrove_ckpt.overrides import OVERRIDES_HELP, describe, read_config, split_overrides
 from datatrove_ckpt.pool_workers import hand_in_before_sigterm
 from datatrove_ckpt.preemption import Interruption, start_deaf_workers
 from datatrove_ckpt.runner import InferenceRunner
-from datatrove_ckpt.yaml_config import build, load, read_value, show
-
-_OVERRIDES_HELP = """\
-any argument in the file can be set on the command line; init_args is left out, steps count from 0:
-  --executor.tasks=4
-  --pipeline.1.config.max_concurrent_generations=8
-  --pipeline.1.rollout_fn.prompt="Summarise: {text}"
-"""
+from datatrove_ckpt.yaml_config import build, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    rest, overrides = _split_overrides(given)
+    rest, overrides = split_overrides(given)
     parser = _parser()
     arguments = parser.parse_args(rest)
     if "handler" not in arguments:
@@ -72,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run the pipeline of a YAML file; run it again to resume",
         description="Run the pipeline of a YAML file. After any interruption the same command finishes the rest.",
-        epilog=_OVERRIDES_HELP,
+        epilog=OVERRIDES_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
@@ -86,28 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """``--executor.tasks=4`` and ``--executor.tasks 4`` go into the second list, as path=value."""
-    rest: list[str] = []
-    overrides: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if not re.match(r"--(executor|pipeline)\.", argument):
-            rest.append(argument)
-        else:
-            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
-    return rest, overrides
-
-
 def _run(arguments: argparse.Namespace, overrides: list[str], command: str) -> int:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     try:
-        content = load(arguments.config)
-        for override in overrides:
-            _override(content, override)
+        content = read_config(arguments.config, overrides)
         executor = build(content)
         if arguments.dry_run:
-            print("\n".join(_describe(content)))
+            print("\n".join(describe(content)))
             return 0
         if arguments.retry_dead_letters:
             _retry_dead_letters(executor)
@@ -270,58 +248,6 @@ def _own_error(error: BaseException) -> CkptError | None:
             waiting += [getattr(found, "error", None), found.__cause__, found.__context__]
             waiting += getattr(found, "exceptions", ())
     return None
-
-
-# --------------------------------------------------------------------------- overrides and the dry run
-
-
-def _override(content: dict[str, Any], override: str) -> None:
-    path, _, text = override.removeprefix("--").partition("=")
-    keys = [key for key in path.split(".") if key != "init_args"]
-    if "api_key" in keys:
-        raise ConfigError(f"--{path}: other users see command lines; export the key and name it in api_key_env.")
-    node: Any = content
-    for key in keys[:-1] if keys[0] == "executor" else ["executor", *keys[:-1]]:
-        node = _child(node, key, path, {})
-    _child(node, keys[-1], path, read_value(text), replace=True)
-
-
-def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) -> Any:
-    """What lies under a key; ``value`` is put there if nothing does, or to replace it."""
-    if isinstance(node, dict) and "class_path" in node:
-        node["init_args"] = node.get("init_args") or {}
-        node = node["init_args"]
-    if isinstance(node, list):
-        if not key.isdigit() or int(key) >= len(node):
-            raise ConfigError(f'--{path}: "{key}" is not one of the {len(node)} items, which count from 0.')
-        index: Any = int(key)
-    elif isinstance(node, dict):
-        index = key
-    else:
-        raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
-    if replace or (isinstance(node, dict) and node.get(key) is None):
-        node[index] = value
-    return node[index]
-
-
-def _describe(content: dict[str, Any]) -> list[str]:
-    """One line for the executor and one for each step: the class and its arguments as they were written."""
-    executor = content["executor"]
-    steps = executor["init_args"].get("pipeline", [])
-    return [_brief("executor", executor), *(_brief(f"pipeline[{index}]", step) for index, step in enumerate(steps))]
-
-
-def _brief(place: str, node: Any) -> str:
-    if not isinstance(node, dict):
-        return f"{place} {node}"
-    arguments = (node.get("init_args") or {}).items()
-    return f"{place} {node['class_path']} " + ", ".join(f"{k}={_short(k, v)}" for k, v in arguments if k != "pipeline")
-
-
-def _short(key: str, value: Any) -> str:
-    if isinstance(value, dict) and "class_path" in value:
-        return str(value["class_path"])
-    return "{...}" if isinstance(value, dict) else show(value)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ ROOMS = [
     "torch",
     "runner",
     "yaml_config",
+    "overrides",
     "survey",
     "findings",
     "verify_output",

@@ -22,6 +22,7 @@ from typing import Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
 from datatrove_ckpt.checkpoint.identity import Claim
+from datatrove_ckpt.checkpoint.interval import Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, journal_path, recover, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
@@ -84,7 +85,7 @@ class CheckpointManager:
         identity: dict[str, Any],
         write_chunk: WriteChunk,
         *,
-        sync_seconds: float = 1.0,
+        sync_seconds: Seconds = 1.0,
         retry_errors: bool = False,
         accept_changes: bool = False,
     ) -> None:

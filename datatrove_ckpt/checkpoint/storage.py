@@ -2,7 +2,8 @@
 
 The event loop hands over and goes on; it never waits on a disk. The thread takes everything that is queued as one
 group: one SQLite transaction and one write per journal, so groups grow by themselves when the disk is slow. What was
-written survives kill -9 at once. It is synced at most every ``sync_seconds``, so power loss costs that much.
+written survives kill -9 at once. It is synced at most every ``sync_seconds``, so power loss costs that much; a commit
+syncs what it needs by itself, whatever the interval.
 
 Handing over item by item is as fast as collecting on the event loop's side (measured), and needs no timer there.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.interval import Seconds, Tuning, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 
@@ -24,6 +26,9 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 MAX_BACKLOG_BYTES = 64 * 2**20
 # One group's transaction stays short enough that a lookup queued behind it is answered in milliseconds.
 MAX_GROUP = 2000
+# For sync_seconds="auto": more often than the shortest gains nothing that anyone would notice, and half a minute of
+# answers is more than anyone wants to lose, however slow the disk.
+SYNC_TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
 
 Call = Callable[[], None]
 
@@ -40,7 +45,7 @@ class Storage:
         self,
         cache: RequestCache,
         journal: Callable[[int], ChunkJournal],
-        sync_seconds: float,
+        sync_seconds: Seconds,
         on_change: Callable[[], None],
         may_write: Callable[[], None] = lambda: None,
         explain: Callable[[BaseException], BaseException] = lambda error: error,
@@ -48,7 +53,7 @@ class Storage:
         self.error: BaseException | None = None
         self._cache = cache
         self._journal = journal
-        self._sync_seconds = sync_seconds
+        self._interval = make_interval(sync_seconds, SYNC_TUNING)
         self._on_change = on_change
         self._may_write = may_write
         self._explain = explain
@@ -63,6 +68,11 @@ class Storage:
         self._thread.start()
 
     # the event loop's side -------------------------------------------------------------------------------------
+
+    @property
+    def sync_seconds(self) -> float:
+        """The interval between two syncs, as it is now."""
+        return self._interval.seconds
 
     @property
     def backlog(self) -> int:
@@ -140,7 +150,7 @@ class Storage:
             return
         self._may_write()
         if not self._has_unsynced:
-            self._next_sync = time.monotonic() + self._sync_seconds
+            self._next_sync = time.monotonic() + self._interval.seconds
         if answers:
             self._cache.put(answers)
         for chunk_index, group in documents.items():
@@ -154,10 +164,14 @@ class Storage:
         return bool(self._dirty) or self._cache.unsynced
 
     def _sync(self) -> None:
+        if not self._has_unsynced:
+            return
+        start = time.monotonic()
         for journal in self._dirty.values():
             journal.sync()
         self._dirty.clear()
         self._cache.sync()
+        self._interval.took(time.monotonic() - start)
 
     def removed(self, journal: ChunkJournal) -> None:
         """The journal is gone (its chunk is committed) and needs no sync any more. Storage thread only."""

@@ -6,17 +6,20 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
+from datatrove_ckpt.checkpoint.interval import Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
-from datatrove_ckpt.checkpoint.storage import Storage
+from datatrove_ckpt.checkpoint.storage import SYNC_TUNING, Storage
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
+from datatrove_ckpt.testing import disk_in_place
 
 # lines -------------------------------------------------------------------------------------------------------------
 
@@ -197,7 +200,7 @@ def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
 # storage thread ----------------------------------------------------------------------------------------------------
 
 
-def make_storage(folder: Path, sync_seconds: float = 60.0) -> tuple[Storage, dict[int, ChunkJournal]]:
+def make_storage(folder: Path, sync_seconds: Seconds = 60.0) -> tuple[Storage, dict[int, ChunkJournal]]:
     journals = {index: ChunkJournal(folder / f"chunk {index}", index * 10) for index in range(3)}
     cache = RequestCache(folder / "cache")
     return Storage(cache, journals.__getitem__, sync_seconds, lambda: None), journals
@@ -252,6 +255,24 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
     storage.put_answer(request(0))
     assert synced.wait(10)
     storage.stop()
+
+
+def test_auto_syncs_a_slow_disk_as_often_as_its_share_allows(tmp_path: Path) -> None:
+    class SlowDisk(files.Disk):
+        def sync(self, path: Path) -> None:
+            time.sleep(0.03)
+            super().sync(path)
+
+    synced = threading.Event()
+    storage, _ = make_storage(tmp_path, sync_seconds="auto")
+    storage._on_change = lambda: storage.sync_seconds == SYNC_TUNING.first or synced.set()
+    with disk_in_place(SlowDisk()):
+        storage.start()
+        storage.put_finished(0, finished(0))
+        assert synced.wait(30)
+        storage.stop()
+    # The journal and its folder, 30 ms each; 2 % of 3 seconds. Another program may make it slower, nothing faster.
+    assert storage.sync_seconds >= 3.0
 
 
 # files -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ ROOMS = [
     "errors",
     "config",
     "checkpoint.files",
+    "checkpoint.interval",
     "checkpoint.lines",
     "checkpoint.commits",
     "checkpoint.journal",

@@ -102,6 +102,12 @@ def test_the_quickstart_builds_what_it_says() -> None:
     assert runner.rollout_fn == PromptRollout(prompt=prompt)
 
 
+def test_a_number_of_seconds_may_be_auto(job: Build) -> None:
+    for text, value in (("auto", "auto"), ("2", 2.0), ("0.5", 0.5)):
+        built = job(("checkpoints_local_dir: checkpoints", f"sync_seconds: {text}"))
+        assert built.pipeline[1].sync_seconds == value
+
+
 def test_other_configs_use_other_readers_writers_and_rollouts() -> None:
     assert type(build(load(CONFIGS / "vllm.yaml")).pipeline[1].output_writer) is ParquetWriter
     reader, runner = build(load(CONFIGS / "sglang.yaml")).pipeline
@@ -208,6 +214,10 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("documents}", "d, limit: null}", "pipeline[0] JsonlReader: limit: null is not an int."),
         ("checkpoints_local_dir: checkpoints", "records_per_chunk: 1.5",
          f"{RUNNER}: records_per_chunk: 1.5 is not an int."),
+        ("checkpoints_local_dir: checkpoints", "sync_seconds: auot",
+         f'{RUNNER}: sync_seconds: "auot" is not one of auto or a float, did you mean "auto"?'),
+        ("checkpoints_local_dir: checkpoints", "sync_seconds: -1",
+         f'{RUNNER}: sync_seconds: must be "auto" or a number of seconds >= 0; it is -1.0.'),
         ("_${chunk_index}", "", None),
         ("class_path: JsonlReader", "class_path: JsonReader",
          'pipeline[0]: no class "JsonReader", did you mean "JsonlReader"?'),

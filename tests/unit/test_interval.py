@@ -1,0 +1,69 @@
+"""The interval between saves: a number, or what keeps them below a share of the time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datatrove_ckpt.checkpoint.interval import RECENT, Interval, TunedInterval, Tuning, check_seconds, make_interval
+from datatrove_ckpt.errors import ConfigError
+
+TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
+
+
+@pytest.mark.parametrize(
+    ("durations", "seconds"),
+    [
+        ([], 1.0),
+        ([0.01], 0.5),
+        ([0.01, 0.03], 1.0),
+        ([9.0, *[0.01] * RECENT], 0.5),
+        ([0.0], 0.1),
+        ([0.00005], 0.1),
+        ([0.2], 10.0),
+        ([5.0], 30.0),
+    ],
+)
+def test_the_rule(durations: list[float], seconds: float) -> None:
+    assert TUNING.interval(durations) == pytest.approx(seconds)
+
+
+@given(st.lists(st.floats(0.002, 0.6), min_size=1, max_size=100))
+def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(durations: list[float]) -> None:
+    """Up to the last few, for which there was no time yet to wait."""
+    interval = TunedInterval(TUNING)
+    elapsed = 0.0
+    for duration in durations:
+        interval.took(duration)
+        elapsed += duration + interval.seconds
+    assert sum(durations) <= TUNING.share * elapsed + sum(durations[-RECENT:])
+
+
+def test_one_slow_save_does_not_make_the_next_interval_as_long_as_can_be() -> None:
+    interval = TunedInterval(TUNING)
+    for duration in [0.002] * 10 + [1.0]:
+        interval.took(duration)
+    assert interval.seconds < 12
+
+
+def test_a_number_stays_what_it_is() -> None:
+    interval = make_interval(2.5, TUNING)
+    interval.took(100.0)
+    assert type(interval) is Interval
+    assert interval.seconds == 2.5
+    assert isinstance(make_interval("auto", TUNING), TunedInterval)
+
+
+@pytest.mark.parametrize("value", ["auto", 0, 0.5, 3])
+def test_seconds(value: Any) -> None:
+    check_seconds("sync_seconds", value)
+
+
+@pytest.mark.parametrize("value", ["fast", -1, math.nan, math.inf, True, None, "1"])
+def test_what_is_no_seconds_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match='sync_seconds: must be "auto" or a number of seconds >= 0; it is'):
+        check_seconds("sync_seconds", value)

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(rest)
     if "handler" not in arguments:
         return _run(arguments, overrides, shlex.join(["datatrove-ckpt", *given]))
-    if overrides:
+    if "overrides" in arguments:
+        arguments.overrides = overrides
+    elif overrides:
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     return _handle(arguments)
 

@@ -1,5 +1,7 @@
 """datatrove-ckpt status, verify and repair: what they take, what they print, how they end.
 
+What is done before a run is in doctor.py and plan.py.
+
 Exit codes: 0 all is well and finished, as far as can be told; 1 there are problems (status: something is damaged;
 repair: something could not be mended); 2 a mistake on the command line; 3 (verify) no problem, but not finished.
 """
@@ -16,6 +18,7 @@ from typing import Any
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.doctor import add_doctor
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.findings import Report, count, name_place
 from datatrove_ckpt.repair import carry_out
@@ -51,6 +54,7 @@ exit codes:
 
 def add_commands(commands: Any) -> None:
     """Adds the subcommands to the parser's."""
+    add_doctor(commands)
     _add(commands, "status", _status, "show what each rank has done; works while a run is on", "")
     checker = _add(commands, "verify", _verify, "check the output against the checkpoint", _VERIFY_EPILOG)
     mender = _add(commands, "repair", _repair, "have damaged chunks made again by the next run", _REPAIR_EPILOG)

@@ -1,15 +1,15 @@
-"""A YAML file with arguments changed on the command line, and its content in a line per step.
-
-Nothing is built here: what comes out is what ``yaml_config.build`` takes.
-"""
+"""A YAML file with arguments changed on the command line: as content, as an executor, and in a line per step."""
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.yaml_config import load, read_value, show
+from datatrove_ckpt.yaml_config import build, load, read_value, show
 
 OVERRIDES_HELP = """\
 any argument in the file can be set on the command line; init_args is left out, steps count from 0:
@@ -42,6 +42,31 @@ def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         _override(content, override)
     return content
+
+
+def add_config_command(commands: Any, name: str, handler: Any, what: str, explained: str) -> argparse.ArgumentParser:
+    """Adds a subcommand that takes a YAML file and overrides, and changes nothing."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"{explained}\n{OVERRIDES_HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(handler=handler, overrides=[])
+    return parser
+
+
+def make_executor(arguments: argparse.Namespace) -> Any:
+    """What the file and the overrides describe, built and not run.
+
+    Raises:
+        ConfigError: the first mistake in it.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    return build(read_config(arguments.config, arguments.overrides))
 
 
 def _override(content: dict[str, Any], override: str) -> None:

@@ -1,0 +1,287 @@
+"""The doctor on real folders: what is fit, what is not, and that it changes nothing, also beside a run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.io import DataFolder
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datatrove_ckpt import doctor
+from datatrove_ckpt.checks import Check, check_remote, within
+from datatrove_ckpt.cli import main
+from datatrove_ckpt.doctor import Sample, answer_bytes, estimate
+from datatrove_ckpt.measures import PROBE, RemoteFailed
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: 2
+    workers: 1
+    logging_dir: logs
+    pipeline:
+      - {class_path: JsonlReader, init_args: {data_folder: documents}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
+          config: {server_type: dummy, model_name_or_path: m, default_generation_params: {max_tokens: 100}}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+"""
+
+Doctor = Callable[..., int]
+
+
+@pytest.fixture
+def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor]:
+    """``datatrove-ckpt doctor job.yaml ...`` in this process, in a folder with JOB and two documents."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
+    Path("documents").mkdir()
+    lines = [json.dumps({"text": "Rain falls.", "id": f"rain {number}"}) for number in range(2)]
+    Path("documents/a.jsonl").write_text("\n".join(lines))
+    Path("job.yaml").write_text(JOB)
+    yield lambda *arguments: main(["doctor", "job.yaml", *arguments])
+    DataFolder.clear_instance_cache()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def lines_by_check(said: str) -> dict[str, str]:
+    """Each line's state and message, by what was checked."""
+    split = (line.split(": ", 1) for line in said.splitlines()[:-1])
+    return {head.split(maxsplit=1)[1]: f"{head.split()[0]}: {text}" for head, text in split}
+
+
+def test_fit_folders_have_no_problem_and_nothing_is_changed(
+    examined: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = names(tmp_path)
+    assert examined() == 0
+    said = lines_by_check(capsys.readouterr().out)
+    assert said["checkpoints, writable"] == f"ok: {tmp_path}/checkpoints (it will be made in {tmp_path})"
+    assert said["checkpoints, locks"].startswith("ok: a second process is kept out")
+    assert said["checkpoints, SQLite"].startswith("ok: WAL without shared memory works")
+    assert "64 kB take" in said["checkpoints, syncs"]
+    assert "every 1 s (sync_seconds: 1.0)" in said["checkpoints, syncs"]
+    assert "1 rank at once, chunks of 6000 documents" in said["checkpoints, room"]
+    assert said["output, staging"].startswith("ok: a file is renamed into its place")
+    assert said["logging_dir, reachable"].startswith(f"ok: {tmp_path}/logs: a small object was written")
+    assert said["input, readable"].startswith(f"ok: {tmp_path}/documents: the first 2 documents have")
+    assert said["server, ready"] == "ok: what dummy needs is installed here."
+    assert names(tmp_path) == before
+
+
+def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert examined("--json", "--pipeline.1.sync_seconds=auto", "--executor.workers=2") == 0
+    content = json.loads(capsys.readouterr().out)
+    checks = {f"{check['subject']}, {check['what']}": check["message"] for check in content["checks"]}
+    assert (content["config"], content["exit_code"]) == ("job.yaml", 0)
+    assert "(sync_seconds: auto)" in checks["checkpoints, syncs"]
+    assert "2 ranks at once" in checks["checkpoints, room"]
+
+
+def test_a_mistake_in_the_file_is_2(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert examined("--pipeline.1.sync_seconds=never") == 2
+    assert '"never" is not one of auto or a float.' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "check", "says"),
+    [
+        ("--pipeline.0.data_folder=nowhere", "input, readable", "problem: {}/nowhere: "),
+        ("--pipeline.0.text_key=content", "input, readable", "problem: {}/documents holds no documents for this"),
+        ("--pipeline.1.checkpoints_local_dir=job.yaml/x", "checkpoints, writable",
+         "problem: {}/job.yaml/x: {}/job.yaml is a file, and should be a folder."),
+        ("--pipeline.1.output_writer.output_folder=job.yaml", "output, writable", "problem: {}/job.yaml: "),
+        ("--pipeline.1.checkpoints_local_dir=null", "checkpoints, folder", "warning: none are kept"),
+        ("--pipeline.1.config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready",
+         "problem: model_name_or_path: there is no file no.gguf"),
+        ("--pipeline.1.config={server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, "
+         "api_key_env: NO_SUCH_KEY}", "server, ready",
+         "problem: api_key_env: the environment variable NO_SUCH_KEY is not set."),
+    ],
+)  # fmt: skip
+def test_what_would_fail_is_named_with_what_to_do(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, check: str, says: str
+) -> None:
+    says = says.replace("{}", str(tmp_path))
+    before = names(tmp_path)
+    assert examined(override) == says.startswith("problem")
+    assert lines_by_check(capsys.readouterr().out)[check].startswith(says)
+    assert names(tmp_path) == before
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert examined() == 0
+    assert lines_by_check(capsys.readouterr().out)["checkpoints, locks"].startswith(
+        "warning: the file system has none."
+    )
+
+
+def test_locks_that_keep_nobody_out_are_a_problem(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)  # this process's; the second one's is real
+    assert examined() == 1
+    said = lines_by_check(capsys.readouterr().out)["checkpoints, locks"]
+    assert said.startswith("problem: a second process was not kept out (let in).")
+
+
+def test_a_folder_that_is_lost_at_reboot_is_a_warning(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], ram: Path, tmp_path: Path
+) -> None:
+    if ram == tmp_path:
+        pytest.skip("this machine has no /dev/shm")
+    where = [f"--pipeline.1.checkpoints_local_dir={ram}/c", f"--pipeline.1.output_writer.output_folder={ram}/o"]
+    assert examined(*where) == 0
+    said = lines_by_check(capsys.readouterr().out)
+    assert said["checkpoints, file system"].startswith("warning: tmpfs (memory). It is lost when the machine")
+    assert said["output, file system"].startswith("warning: tmpfs (memory).")
+    assert names(ram) == []
+
+
+# Remote folders ------------------------------------------------------------------------------------------------------
+
+TO_MEMORY = "--pipeline.1.output_writer.output_folder=memory://doctor/out"
+
+
+def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert examined(TO_MEMORY) == 0
+    said = lines_by_check(capsys.readouterr().out)
+    assert said["output, reachable"].startswith("ok: memory:///doctor/out")
+    assert MemoryFileSystem().find("/doctor") == []
+
+
+def test_a_remote_output_that_refuses_is_a_problem(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, path: str, value: bytes, **settings: Any) -> None:
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    assert examined(TO_MEMORY) == 1
+    said = lines_by_check(capsys.readouterr().out)["output, reachable"]
+    assert said.startswith("problem: memory:///doctor/out")
+    assert "403 Forbidden" in said
+
+
+def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keep(self: Any, path: str) -> None:
+        raise PermissionError("no deletes here")
+
+    folder = DataFolder("memory://doctor/kept")
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "rm_file", keep)
+        states = [check_remote("bucket", folder).state, check_remote("bucket", folder, deletes=True).state]
+    assert states == ["warning", "problem"]
+    folder.rm("", recursive=True)
+
+
+def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeServer) -> None:
+    step = runner(tmp_path, server)
+    for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
+        step.checkpoints_remote_dir = remote  # type: ignore[attr-defined]
+        checks = doctor._check_runner("", step, Sample(), ranks=1)
+        assert [check.state for check in checks if check.subject == "mirror"] == [state]
+    assert names(tmp_path) == []
+
+
+def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> None:
+    class Repository:
+        class fs:
+            protocol = "hf"
+
+        path = "datasets/me/answers"
+
+        def resolve_paths(self, path: str) -> str:
+            return "hf://datasets/me/answers"
+
+    assert check_remote("output", Repository()).message.endswith("each write would be a commit in its history.")
+
+
+def test_a_remote_folder_that_never_answers_is_given_up() -> None:
+    never = threading.Event()
+    with pytest.raises(RemoteFailed, match="no answer within 0 s"):
+        within(0.01, never.wait)
+    never.set()
+
+
+# Beside a run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
+    with FakeServer(hold_after=5) as server:
+        step = runner(tmp_path, server, config={"max_concurrent_generations": 2})
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                step.run(iter(documents(12)))
+            except BaseException as error:
+                failures.append(error)
+
+        running = threading.Thread(target=run)
+        running.start()
+        while server.asked.total() < 6:
+            assert running.is_alive()
+            running.join(0.01)
+        checks = doctor._check_runner("", step, Sample(12, 30.0), ranks=1)
+        server.release()
+        running.join()
+    assert failures == []
+    assert {check.state for check in checks if check.what not in ("syncs", "file system")} == {"ok"}, checks
+    assert len(list((tmp_path / "output").glob("*.jsonl"))) == 6
+    assert not [path for path in tmp_path.rglob("*") if PROBE in path.name]
+
+
+# Estimates -----------------------------------------------------------------------------------------------------------
+
+
+def test_room_is_for_one_chunk_of_each_rank_at_least_and_all_that_may_be_unfinished_at_most() -> None:
+    sample = Sample(100, 1000.0)
+    needs = estimate(sample, 500, 10, 5, ranks=2, stages_remotely=False)
+    assert needs.checkpoints.least == 2 * 10 * (1000 + 500 + 500)
+    assert needs.checkpoints.most == 7 * needs.checkpoints.least
+    assert needs.output.least == 2 * 10 * 1500
+    staged = estimate(sample, 500, 10, 5, ranks=2, stages_remotely=True)
+    assert (staged.checkpoints.least or 0) - needs.checkpoints.least == needs.output.least
+    many = estimate(sample, None, 10, 500, ranks=2, stages_remotely=False)
+    assert many.checkpoints.most == 56 * (many.checkpoints.least or 0)
+    assert "answers not counted" in many.checkpoints.basis
+    assert estimate(Sample(), 500, 10, 5, 2, False).checkpoints.least is None
+
+
+def test_answers_are_as_long_as_max_tokens_says(tmp_path: Path, server: FakeServer) -> None:
+    params = {"default_generation_params": {"max_tokens": 50}, "rollouts_per_document": 3}
+    assert answer_bytes(runner(tmp_path, server, config=params)) == 600
+    assert answer_bytes(runner(tmp_path, server)) is None
+
+
+def test_a_check_is_a_line() -> None:
+    assert str(Check("ok", "output", "room", "9 GB free.")) == "ok       output, room: 9 GB free."

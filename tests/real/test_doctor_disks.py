@@ -1,0 +1,71 @@
+"""The doctor on disks that are really full, read-only, out of inodes, or not what they seem. Needs root and Linux."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checks import Check, Need, check_checkpoints, check_local_output
+from tests.real.test_full_disk import command, fill, mounted, tmpfs
+
+NEED = Need(least=100_000, most=300_000, files=20, basis="as a test says")
+
+
+def checkpoints(folder: Path) -> dict[str, Check]:
+    checks = check_checkpoints("checkpoints", folder, 1.0, NEED, mirrored=False)
+    return {check.what: check for check in checks}
+
+
+def output(folder: Path, template: str = "${rank}.jsonl") -> dict[str, Check]:
+    return {check.what: check for check in check_local_output("output", folder, template, NEED)}
+
+
+def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", 512) as disk:
+        fill(disk, leave=0)
+        checks = checkpoints(disk / "checkpoints") | output(disk / "output")
+        assert sorted(path.name for path in disk.iterdir()) == ["filler"]
+    assert checks["writable"].state == "problem"
+    assert "Free some space" in checks["writable"].message
+    assert checks["room"].state == "problem"
+
+
+@pytest.mark.parametrize(("kilobytes", "state"), [(64, "problem"), (200, "warning"), (100_000, "ok")])
+def test_room_is_judged_by_what_is_needed(tmp_path: Path, kilobytes: int, state: str) -> None:
+    with tmpfs(tmp_path / "disk", kilobytes) as disk:
+        assert checkpoints(disk / "checkpoints")["room"].state == state
+        assert list(disk.iterdir()) == []
+
+
+def test_a_disk_without_inodes_is_a_problem(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=100m,nr_inodes=12", "tmpfs") as disk:
+        room = checkpoints(disk / "checkpoints")["room"]
+    assert room.state == "problem"
+    assert "At least 20 inodes are needed." in room.message
+
+
+def test_a_read_only_disk_is_a_problem(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", 4096) as disk:
+        command("mount", "-o", "remount,ro", str(disk))
+        for check in (checkpoints(disk)["writable"], output(disk / "deep" / "output")["writable"]):
+            assert check.state == "problem"
+            assert "Make it writable for this user (or choose another folder)" in check.message
+
+
+def test_subfolders_on_another_disk_are_a_problem(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "output" / "00000", 4096):
+        assert output(tmp_path / "output")["staging"].state == "ok"  # the template has no folders
+        staging = output(tmp_path / "output", "${rank}/${chunk_index}.jsonl")["staging"]
+    assert staging.state == "problem"
+    assert f"{tmp_path}/output/00000 lies on another file system than {tmp_path}/output" in staging.message
+
+
+def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    image.write_bytes(bytes(16 * 2**20))
+    command("mkfs.ext4", "-q", str(image))
+    with mounted(tmp_path / "with space", "-o", "loop", str(image)) as disk:
+        assert checkpoints(disk / "c")["file system"] == Check("ok", "checkpoints", "file system", "ext4 (local).")
+    with tmpfs(tmp_path / "memory", 4096) as disk:
+        assert checkpoints(disk / "c")["file system"].state == "warning"

@@ -1,0 +1,89 @@
+"""Lines of /proc/mounts, as real machines have them, and what they mean for a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.file_systems import MOUNTS, Mount, Nature, find_mount, nature
+
+TEXT = """\
+/dev/nvme0n1p1 / ext4 rw,relatime 0 0
+tmpfs /dev/shm tmpfs rw,nosuid,nodev 0 0
+/dev/nvme1n1 /scratch xfs rw,noatime 0 0
+nas:/home /home nfs4 rw,vers=4.2,hard,local_lock=none 0 0
+nas:/with\\040space /with\\040space nfs rw,vers=3,nolock 0 0
+10.0.0.1@tcp:/fs /lustre lustre rw,flock,lazystatfs 0 0
+tmpfs /scratch/inner tmpfs rw 0 0
+/dev/nvme2n1 /scratch/inner btrfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "point", "kind"),
+    [
+        ("/", "/", "ext4"),
+        ("/data", "/", "ext4"),
+        ("/scratch", "/scratch", "xfs"),
+        ("/scratch2", "/", "ext4"),
+        ("/scratch/a/b", "/scratch", "xfs"),
+        ("/scratch/inner/a", "/scratch/inner", "btrfs"),
+        ("/home/me/run", "/home", "nfs4"),
+        ("/with space/run", "/with space", "nfs"),
+    ],
+)
+def test_a_path_lies_on_the_deepest_mount_above_it_and_the_last_one_there(path: str, point: str, kind: str) -> None:
+    mount = find_mount(Path(path), TEXT)
+    assert mount is not None
+    assert (str(mount.point), mount.kind) == (point, kind)
+
+
+def test_this_machines_own_mounts_can_be_read(tmp_path: Path) -> None:
+    assert find_mount(tmp_path.resolve(), MOUNTS.read_text()) is not None
+    assert find_mount(tmp_path, "") is None
+    assert find_mount(tmp_path, "a line of another kind\n") is None
+
+
+def of(kind: str, options: str = "rw", source: str = "somewhere") -> Nature:
+    return nature(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "fuseblk", "apfs"])
+def test_a_local_disk_raises_no_concern(kind: str) -> None:
+    assert of(kind) == Nature(f"{kind} (local)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("tmpfs", "rw", "It is lost when the machine or container stops."),
+        ("overlay", "rw", "It is lost when the container is removed: mount a volume."),
+        ("overlay", "rw,volatile", "syncs do nothing"),
+        ("nfs", "rw,vers=3,nolock", "mounted with nolock"),
+        ("nfs4", "rw,vers=4.2,local_lock=all", "mounted with local_lock=all"),
+        ("nfs", "rw,vers=3", "NFS 3 need lockd"),
+        ("lustre", "rw,localflock", "mounted with localflock"),
+        ("lustre", "rw", "mount it with -o flock"),
+        ("fuse.gcsfuse", "rw", "It cannot append to a file."),
+        ("fuse.rclone", "rw", "It cannot append to a file."),
+    ],
+)
+def test_what_is_wrong_with_a_file_system_is_said(kind: str, options: str, says: str) -> None:
+    assert says in " ".join(of(kind, options).concerns)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("nfs4", "rw,vers=4.2,local_lock=none"), ("nfs", "rw,vers=4.1"), ("lustre", "rw,flock")]
+)
+def test_a_network_file_system_with_locks_that_all_nodes_see_raises_no_concern(kind: str, options: str) -> None:
+    assert of(kind, options).shared
+    assert of(kind, options).concerns == ()
+
+
+def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unfit() -> None:
+    assert [kind for kind in ("tmpfs", "ramfs", "overlay", "ext4", "nfs4") if of(kind).lasts] == ["ext4", "nfs4"]
+    assert of("fuse.mountpoint-s3").unfit
+    assert of("fuse", source="mountpoint-s3").unfit
+    assert not of("fuse.sshfs").unfit
+    assert nature(None).lasts

@@ -1,0 +1,131 @@
+"""What is measured, and that nothing of it stays: not after an error, not in a folder that was not there."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from datatrove.io import get_datafolder
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datatrove_ckpt.errors import StorageFailed
+from datatrove_ckpt.measures import (
+    NotDeleted,
+    RemoteFailed,
+    Spread,
+    duration,
+    measure_disk,
+    measure_upload,
+    probe_folder,
+    probe_object,
+    size_text,
+)
+from datatrove_ckpt.testing import FailingDisk, disk_in_place
+
+
+def test_a_spread_is_the_middle_and_the_borders_of_the_outer_tenths() -> None:
+    spread = Spread.of([0.011, 0.001, *[0.002] * 8, 1.0])
+    assert (spread.median, spread.low, spread.high, spread.number) == (0.002, 0.002, 0.011, 11)
+    assert str(spread) == "2 ms (2 ms to 11 ms, 11 times)"
+    assert Spread.of([0.5]) == Spread(0.5, 0.5, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.000214, "0.21 ms"), (0.0131, "13.1 ms"), (1.0, "1 s"), (6.57, "6.6 s"), (100, "100 s"), (127, "2.1 min"),
+     (5400, "1.5 h"), (6 * 3600, "6 h"), (3 * 86400, "3 d"), (0, "0 ms")],
+)  # fmt: skip
+def test_durations_are_written_as_people_read_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (65536, "64 kB"), (3 * 2**29, "1.5 GB"), (2**42, "4 TB")])
+def test_sizes_too(size: float, text: str) -> None:
+    assert size_text(size) == text
+
+
+def test_writes_and_syncs_of_a_group_are_measured_and_leave_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there"
+    with probe_folder(folder) as probe:
+        assert probe.parent == tmp_path
+        cost = measure_disk(probe, 64 * 1024, seconds=0.05)
+    assert cost.sync.number >= 3
+    assert 0 < cost.write.low <= cost.write.median <= cost.write.high
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: Path, code: int) -> None:
+    number = 0
+    while True:
+        disk = FailingDisk(number, code)
+        with disk_in_place(disk):
+            try:
+                with probe_folder(tmp_path / "checkpoints") as probe:
+                    measure_disk(probe, 8192, seconds=0, at_most=1)
+                failed = False
+            except StorageFailed:
+                failed = True
+        if disk.failed_at is None:
+            break
+        assert failed, f"{disk.failed_at} was refused, and nobody said so"
+        left = list(tmp_path.iterdir())
+        if disk.failed_at.startswith("remove_tree"):  # the last effect: it could not be removed, which was said
+            for path in left:
+                path.rename(path.with_name("removed-by-hand"))
+            break
+        assert left == [], disk.failed_at
+        number += 1
+    assert number > 8
+
+
+# Remote folders ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["memory://measures/there", "{}/mirror/deep"])
+def test_uploads_are_measured_and_leave_nothing(tmp_path: Path, url: str) -> None:
+    folder = get_datafolder(url.format(tmp_path))
+    cost = measure_upload(folder, 4096, seconds=0.01)
+    assert cost.upload.number >= 3
+    assert cost.upload.median > 0
+    assert folder.fs.find("/measures") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = get_datafolder("memory://measures/refuses")
+
+    def short(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
+        with self.open(path, "wb") as file:
+            file.write(value[:-1])
+
+    def refuse(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", short)
+    with (
+        pytest.raises(RemoteFailed, match=r"memory://.*has 3 bytes after its upload instead of 4"),
+        probe_object(folder) as upload,
+    ):
+        upload(b"1234")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    with (
+        pytest.raises(RemoteFailed, match=r"could not be written: PermissionError: 403 Forbidden"),
+        probe_object(folder) as upload,
+    ):
+        upload(b"1234")
+    monkeypatch.undo()
+
+    def keep(self: MemoryFileSystem, path: str) -> None:
+        raise PermissionError("no deletes here")
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", keep)
+    with (
+        pytest.raises(NotDeleted, match=r"could not be deleted \(delete it by hand\)"),
+        probe_object(folder) as upload,
+    ):
+        upload(b"1234")
+    monkeypatch.undo()
+    assert len(folder.list_files()) == 1
+    folder.rm_file(folder.list_files()[0])

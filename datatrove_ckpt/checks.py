@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.interval import Seconds
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.storage import SYNC_TUNING
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.file_systems import MOUNTS, Nature, find_mount, nature
 from datatrove_ckpt.measures import (

@@ -21,6 +21,7 @@ from datatrove_ckpt.checkpoint.commits import Tally
 from datatrove_ckpt.doctor import add_doctor
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.findings import Report, count, name_place
+from datatrove_ckpt.plan import add_plan
 from datatrove_ckpt.repair import carry_out
 from datatrove_ckpt.repair_plan import Plan, make_plan
 from datatrove_ckpt.survey import Summary, find_ranks, summarise
@@ -55,6 +56,7 @@ exit codes:
 def add_commands(commands: Any) -> None:
     """Adds the subcommands to the parser's."""
     add_doctor(commands)
+    add_plan(commands)
     _add(commands, "status", _status, "show what each rank has done; works while a run is on", "")
     checker = _add(commands, "verify", _verify, "check the output against the checkpoint", _VERIFY_EPILOG)
     mender = _add(commands, "repair", _repair, "have damaged chunks made again by the next run", _REPAIR_EPILOG)

@@ -256,10 +256,11 @@ def _timed(function: Callable[[], None]) -> float:
 
 def duration(seconds: float) -> str:
     """Seconds in a unit that people read: "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 2 * size or (unit in ("h", "s") and seconds >= size) or unit == "ms":
+    units = (("d", 86400.0, 2 * 86400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 120.0), ("s", 1.0, 0.1))
+    for unit, size, least in units:
+        if seconds >= least:
             return f"{_digits(seconds / size)} {unit}"
-    raise AssertionError
+    return f"{_digits(seconds * 1000)} ms"
 
 
 def size_text(size: float) -> str:

@@ -49,6 +49,12 @@ class Tuning:
         return min(max(sum(recent) / len(recent) / self.share, self.shortest), self.longest)
 
 
+# More often than the shortest gains nothing that anyone would notice. Half a minute of answers, or ten when the node is
+# gone, is more than anyone wants to lose, however slow the disk or the remote.
+SYNC_TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
+MIRROR_TUNING = Tuning(share=0.05, shortest=5.0, longest=600.0, first=60.0)
+
+
 class Interval:
     """``seconds`` to wait between two saves: what the user says."""
 

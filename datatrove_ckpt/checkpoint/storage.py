@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.interval import Seconds, Tuning, make_interval
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 
@@ -26,9 +26,6 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 MAX_BACKLOG_BYTES = 64 * 2**20
 # One group's transaction stays short enough that a lookup queued behind it is answered in milliseconds.
 MAX_GROUP = 2000
-# For sync_seconds="auto": more often than the shortest gains nothing that anyone would notice, and half a minute of
-# answers is more than anyone wants to lose, however slow the disk.
-SYNC_TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
 
 Call = Callable[[], None]
 

@@ -13,11 +13,11 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
-from datatrove_ckpt.checkpoint.interval import Seconds
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
-from datatrove_ckpt.checkpoint.storage import SYNC_TUNING, Storage
+from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.testing import disk_in_place
 

@@ -57,6 +57,7 @@ ROOMS = [
     "measures",
     "checks",
     "doctor",
+    "plan",
     "commands",
     "cli",
     "testing",

@@ -34,7 +34,7 @@ def test_a_spread_is_the_middle_and_the_borders_of_the_outer_tenths() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.000214, "0.21 ms"), (0.0131, "13.1 ms"), (1.0, "1 s"), (6.57, "6.6 s"), (100, "100 s"), (127, "2.1 min"),
-     (5400, "1.5 h"), (6 * 3600, "6 h"), (3 * 86400, "3 d"), (0, "0 ms")],
+     (5400, "1.5 h"), (6 * 3600, "6 h"), (3 * 86400, "3 d"), (0, "0 ms"), (0.12, "0.12 s")],
 )  # fmt: skip
 def test_durations_are_written_as_people_read_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text

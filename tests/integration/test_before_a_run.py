@@ -1,4 +1,4 @@
-"""The doctor on real folders: what is fit, what is not, and that it changes nothing, also beside a run."""
+"""What is asked before a run, on real folders: is all fit for it (doctor), and how often is enough (plan)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt import doctor
+from datatrove_ckpt import doctor, measures, plan
 from datatrove_ckpt.checks import Check, check_remote, within
 from datatrove_ckpt.cli import main
 from datatrove_ckpt.doctor import Sample, answer_bytes, estimate
@@ -47,8 +48,8 @@ Doctor = Callable[..., int]
 
 
 @pytest.fixture
-def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor]:
-    """``datatrove-ckpt doctor job.yaml ...`` in this process, in a folder with JOB and two documents."""
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory: JOB, and two documents."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
@@ -56,8 +57,14 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor
     lines = [json.dumps({"text": "Rain falls.", "id": f"rain {number}"}) for number in range(2)]
     Path("documents/a.jsonl").write_text("\n".join(lines))
     Path("job.yaml").write_text(JOB)
-    yield lambda *arguments: main(["doctor", "job.yaml", *arguments])
+    yield tmp_path
     DataFolder.clear_instance_cache()
+
+
+@pytest.fixture
+def examined(job: Path) -> Doctor:
+    """``datatrove-ckpt doctor job.yaml ...`` in this process, in the job's folder."""
+    return lambda *arguments: main(["doctor", "job.yaml", *arguments])
 
 
 def names(folder: Path) -> list[str]:
@@ -285,3 +292,77 @@ def test_answers_are_as_long_as_max_tokens_says(tmp_path: Path, server: FakeServ
 
 def test_a_check_is_a_line() -> None:
     assert str(Check("ok", "output", "room", "9 GB free.")) == "ok       output, room: 9 GB free."
+
+
+# plan ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three measurements of each thing will do."""
+    monkeypatch.setattr(measures, "_repeats", lambda seconds, at_most: iter(range(3)))
+
+
+def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_nothing(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = names(job)
+    assert main(["plan", "job.yaml", "--mtbf", "6h"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"pipeline[1] checkpoints: {job}/checkpoints, ")
+    assert re.search(r"^   64 kB  write [\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s, 3 times\)$", said, re.MULTILINE)
+    assert re.search(r"^sync_seconds: a save costs .* 3 times\); a loss every 6 h$", said, re.MULTILINE)
+    assert len(re.findall(r" %  .*best", said)) == 1
+    assert re.search(r"^settings for this machine:\n  sync_seconds: [\d.]+\n", said, re.MULTILINE)
+    assert "mirror_seconds" not in said
+    assert "set checkpoints_remote_dir to keep a copy" in said
+    assert names(job) == before
+
+
+def test_plan_measures_a_remote_too(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "job.yaml", "--mtbf=2d", "--json", TO_MEMORY]) == 0
+    content = json.loads(capsys.readouterr().out)
+    (found,) = content["runners"]
+    assert content["mtbf"] == 2 * 86400
+    assert found["remote"] == "memory:///doctor/out"
+    assert [(upload["size"], upload["upload"]["number"]) for upload in found["uploads"]] == [(4096, 3), (8 * 2**20, 3)]
+    assert [table["setting"] for table in found["tables"]] == ["sync_seconds", "mirror_seconds"]
+    assert MemoryFileSystem().find("/doctor") == []
+
+
+def test_plan_shows_what_is_set_now(job: Path, server: FakeServer) -> None:
+    step = runner(job, server, sync_seconds="auto")
+    step.checkpoints_remote_dir, step.mirror_seconds = str(job / "mirror"), 45.0  # type: ignore[attr-defined]
+    found = plan.advise("pipeline[0]", step, 3600.0)
+    by_note = {note: row.interval for table in found.tables for row in table.rows for note in row.notes}
+    assert by_note["set now"] == 45.0
+    assert "auto, set now" in by_note
+    assert found.notes == ()
+    assert not (job / "mirror").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--pipeline.1.checkpoints_local_dir=null"], 2, "checkpoints_local_dir is not set, so there is nothing"),
+        (["--executor.pipeline=[]"], 2, "has no InferenceRunner"),
+        (["--pipeline.1.checkpoints_local_dir=job.yaml"], 1, "job.yaml is a file, and should be a folder."),
+        ([TO_MEMORY], 1, "403 Forbidden"),
+    ],
+)
+def test_plan_ends_with_one_message_where_it_cannot_measure(
+    job: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    says: str,
+) -> None:
+    def refuse(self: Any, path: str, value: bytes, **settings: Any) -> None:
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    assert main(["plan", "job.yaml", "--mtbf", "6h", *arguments]) == code
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1

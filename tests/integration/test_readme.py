@@ -14,7 +14,10 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint import recovery
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli import main
+from datatrove_ckpt.measures import Spread
+from datatrove_ckpt.plan import describe_table, make_table
 from tests.readme import README, blocks, commands
 
 ROOT = Path(__file__).parents[2]
@@ -58,12 +61,15 @@ def test_every_command_is_one_of_the_two_lines_or_runs_as_it_stands(
     known = [*commands(), ".venv/bin/python -m pytest -m full"]
     blocks_of_commands = [block for block in blocks("bash") if block.strip() not in known]
     lines = [line for block in blocks_of_commands for line in block.splitlines()]
-    assert (len(commands()), len(lines)) == (2, 5)
+    assert (len(commands()), len(lines)) == (2, 7)
     for line in lines:
         name, *arguments = line.split()
         assert name == "datatrove-ckpt"
         own = small if "--retry-dead-letters" in arguments else []
         assert main([*arguments, *own]) == 0, (line, capsys.readouterr())
+    said = capsys.readouterr().out
+    assert "\nno problem, " in said  # of doctor
+    assert "\nsettings for this machine:\n  sync_seconds: " in said  # of plan
 
 
 def test_the_crash_table_is_the_one_in_the_code() -> None:
@@ -73,6 +79,15 @@ def test_the_crash_table_is_the_one_in_the_code() -> None:
         (number, (first + rest).strip()) for number, first, rest, _ in in_code
     ]
     assert len(in_code) == 5
+
+
+def test_the_table_of_plan_is_laid_out_and_reckoned_as_in_the_code() -> None:
+    block = README[README.index("    sync_seconds: a save costs") :].split("\n\n")[0]
+    in_readme = [line.removeprefix("    ") for line in block.splitlines()]
+    table = make_table("sync_seconds", Spread(0.0116, 0.0076, 0.0156, 25), 6 * 3600, 1.0, SYNC_TUNING)
+    in_code = list(describe_table(table))
+    assert set(in_readme) <= set(in_code), in_code
+    assert len(in_readme) == 7
 
 
 def test_every_file_that_is_named_is_there() -> None:

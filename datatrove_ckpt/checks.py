@@ -267,13 +267,13 @@ def check_remote(subject: str, folder: Any, deletes: bool = False) -> Check:
             return upload(b"datatrove-ckpt")
 
     try:
-        seconds = within(REMOTE_SECONDS, attempt)
+        seconds = within(REMOTE_SECONDS, attempt, url)
     except NotDeleted as error:
         if deletes:
             return Check("problem", subject, "reachable", f"{error} Old generations are deleted: allow it.")
         return Check("warning", subject, "reachable", f"{error} A run deletes nothing there, so it can do without.")
     except RemoteFailed as error:
-        return Check("problem", subject, "reachable", f"{url}: {error} Mend the address, the key or its permissions.")
+        return Check("problem", subject, "reachable", f"{error} Mend the address, the key or its permissions.")
     return Check("ok", subject, "reachable", f"{url}: a small object was written in {duration(seconds)}, and deleted.")
 
 
@@ -286,7 +286,7 @@ def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
+def within(seconds: float, function: Callable[[], T], place: str) -> T:
     """What the function returns, or raises.
 
     Raises:
@@ -307,5 +307,5 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise RemoteFailed(f"there was no answer within {seconds:.0f} s.")
+        raise RemoteFailed(f"{place}: there was no answer within {seconds:.0f} s.")
     return results[0]

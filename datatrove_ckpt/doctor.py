@@ -189,9 +189,10 @@ def check_input(subject: str, reader: Any, waits: bool = False) -> tuple[Check, 
         return Check("ok", subject, "readable", "is not read: only readers of files are tried."), Sample()
     where = reader.data_folder.resolve_paths("")
     try:
-        sample = within(REMOTE_SECONDS, lambda: _read_some(copy.deepcopy(reader)))
+        sample = within(REMOTE_SECONDS, lambda: _read_some(copy.deepcopy(reader)), where)
     except Exception as error:  # whatever a reader, an adapter or a file system raises
-        text = f"{where}: {type(error).__name__}: {error} Mend the path, its permissions or the reader's arguments."
+        text = f"{where}: {type(error).__name__}: {str(error).rstrip('.')}. "
+        text += "Mend the path, its permissions or the reader's arguments."
         return Check("problem", subject, "readable", text), Sample()
     if not sample.number:
         text = f"{where} holds no documents for this reader. Check data_folder, glob_pattern and text_key."

@@ -197,7 +197,10 @@ def _pipe(folder: Any, name: str, content: bytes, made: list[str]) -> None:
     try:
         folder.pipe_file(name, content)
     except FileNotFoundError:  # folders are real things here, and this one is missing; a run makes it
-        made += _missing(folder.fs, folder.path)
+        missing = _missing(folder.fs, folder.path)
+        if not missing or (not folder.is_local() and folder.fs._parent(missing[-1]) in ("", "/")):
+            raise  # a missing bucket is somebody's mistake, and not ours to make
+        made += missing
         folder.fs.makedirs(folder.path, exist_ok=True)
         folder.pipe_file(name, content)
 
@@ -222,7 +225,8 @@ def _told(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each of fsspec's file systems raises errors of its own
-        raise kind(f"{what}: {type(error).__name__}: {error}.") from error
+        text = str(error).rstrip(".")
+        raise kind(f"{what}: {type(error).__name__}: {text}.") from error
 
 
 def measure_upload(folder: Any, size: int, seconds: float, at_most: int = 10) -> UploadCost:

@@ -238,7 +238,7 @@ def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
     remote, notes = _remote(step)
     uploads: tuple[UploadCost, ...] = ()
     if remote is not None:
-        uploads = within(2 * REMOTE_SECONDS, lambda: _measure_uploads(remote))
+        uploads = within(2 * REMOTE_SECONDS, lambda: _measure_uploads(remote), remote.resolve_paths(""))
         cost = _times(MIRROR_REQUESTS, uploads[0].upload)
         now = getattr(step, "mirror_seconds", None) if getattr(step, "checkpoints_remote_dir", None) else None
         tables.append(make_table("mirror_seconds", cost, mtbf, now, MIRROR_TUNING))

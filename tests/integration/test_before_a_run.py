@@ -192,7 +192,7 @@ def test_a_remote_output_that_refuses_is_a_problem(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     assert examined(TO_MEMORY) == 1
     said = lines_by_check(capsys.readouterr().out)["output, reachable"]
-    assert said.startswith("problem: memory:///doctor/out")
+    assert said.startswith("problem: memory:///doctor/out/.datatrove-ckpt-probe-")
     assert "403 Forbidden" in said
 
 
@@ -234,8 +234,8 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> 
 
 def test_a_remote_folder_that_never_answers_is_given_up() -> None:
     never = threading.Event()
-    with pytest.raises(RemoteFailed, match="no answer within 0 s"):
-        within(0.01, never.wait)
+    with pytest.raises(RemoteFailed, match="hf://x: there was no answer within 0 s"):
+        within(0.01, never.wait, "hf://x")
     never.set()
 
 

@@ -39,6 +39,9 @@ State = Literal["ok", "warning", "problem"]
 T = TypeVar("T")
 
 _SLOW_SHARE = 0.1
+_ON_ONE_NODE = "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
+_LOCK_SECONDS = 30.0
+_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,26 +83,45 @@ def file_system(folder: Path) -> Nature:
 # Local folders -------------------------------------------------------------------------------------------------------
 
 
-def check_checkpoints(subject: str, folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool) -> list[Check]:
-    """``checkpoints_local_dir``."""
-    kind = file_system(folder)
-    tries = [
-        partial(_check_lock, subject),
-        partial(_check_sqlite, subject),
-        partial(_check_sync, subject, sync_seconds),
-    ]
-    checks = _try_locally(subject, folder, tries)
-    checks += [_check_kind(subject, kind, mirrored), check_room(subject, folder, need)]
-    return checks + _check_ranks(subject, folder)
+def check_checkpoints(
+    subject: str, folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
+) -> list[Check]:
+    """``checkpoints_local_dir``. ``moves``: tasks may start again on another node."""
+
+    def check() -> list[Check]:
+        tries = [
+            partial(_check_lock, subject),
+            partial(_check_sqlite, subject),
+            partial(_check_sync, subject, sync_seconds),
+        ]
+        checks = _try_locally(subject, folder, tries)
+        checks += [_check_kind(subject, file_system(folder), mirrored, moves), check_room(subject, folder, need)]
+        return checks + _check_ranks(subject, folder)
+
+    return _answered(subject, folder, check)
 
 
-def check_local_output(subject: str, folder: Path, template: str, need: Need) -> list[Check]:
-    """A local output folder, whose staging folder lies beside the final files."""
-    checks = _try_locally(subject, folder, [partial(_check_staging, subject, folder, template)])
-    kind = file_system(folder)
-    if not kind.lasts:
-        checks.append(Check("warning", subject, "file system", f"{kind.name}. {' '.join(kind.concerns)}"))
-    return [*checks, check_room(subject, folder, need)]
+def check_local_output(subject: str, folder: Path, template: str, need: Need, moves: bool = False) -> list[Check]:
+    """A local output folder, whose staging folder lies beside the final files. ``moves``: see there."""
+
+    def check() -> list[Check]:
+        checks = _try_locally(subject, folder, [partial(_check_staging, subject, folder, template)])
+        kind = file_system(folder)
+        if not kind.lasts:
+            checks.append(Check("warning", subject, "file system", f"{kind.name}. {' '.join(kind.concerns)}"))
+        elif moves and not kind.shared:
+            checks.append(Check("warning", subject, "file system", f"{kind.name}. {_ON_ONE_NODE}"))
+        return [*checks, check_room(subject, folder, need)]
+
+    return _answered(subject, folder, check)
+
+
+def _answered(subject: str, folder: Path, check: Callable[[], list[Check]]) -> list[Check]:
+    """A network file system whose server is away makes everything wait, locks above all."""
+    try:
+        return within(REMOTE_SECONDS, check, str(folder))
+    except RemoteFailed as error:
+        return [Check("problem", subject, "reachable", f"{error} Mend the mount, or choose another folder.")]
 
 
 def _try_locally(subject: str, folder: Path, tries: Sequence[Callable[[Path], Check]]) -> list[Check]:
@@ -122,7 +144,7 @@ def _check_writable(subject: str, folder: Path, probe: Path) -> Check:
     return Check("ok", subject, "writable", f"{folder}{made}")
 
 
-def _check_kind(subject: str, kind: Nature, mirrored: bool) -> Check:
+def _check_kind(subject: str, kind: Nature, mirrored: bool, moves: bool) -> Check:
     text = " ".join([f"{kind.name}.", *kind.concerns])
     if kind.unfit:
         return Check("problem", subject, "file system", text)
@@ -130,6 +152,8 @@ def _check_kind(subject: str, kind: Nature, mirrored: bool) -> Check:
         return Check("ok", subject, "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it.")
     if not kind.lasts:
         text += " Or keep a mirror: set checkpoints_remote_dir."
+    elif moves and not mirrored and not kind.shared:
+        return Check("warning", subject, "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir.")
     return Check("warning" if kind.concerns else "ok", subject, "file system", text)
 
 
@@ -144,7 +168,8 @@ def check_room(subject: str, folder: Path, need: Need) -> Check:
     if need.least is None or need.most is None:
         text += f"; what is needed cannot be estimated: {need.basis}."
     else:
-        text += f"; needed at least {size_text(need.least)}, at most {size_text(need.most)}: {need.basis}."
+        least = f"{size_text(need.least)} to " if need.least else "up to "
+        text += f"; {least}{size_text(need.most)} needed at once: {need.basis}."
         state = "problem" if free < need.least else "warning" if free < need.most else "ok"
     if status.f_files and status.f_favail < need.files:
         state = "problem"
@@ -158,11 +183,15 @@ def _check_ranks(subject: str, folder: Path) -> list[Check]:
     """Folders that an earlier run left and this user cannot write; nothing is said about those of nobody."""
     if not folder.is_dir():
         return []
-    paths = [path for rank in folder.glob("[0-9]*") if rank.is_dir() for path in (rank, *rank.iterdir())]
-    refused = [path for path in paths if not os.access(path, os.W_OK)]
+    ranks = [path for path in folder.glob("[0-9]*") if path.is_dir()]
+    refused = [rank for rank in ranks if not os.access(rank, os.R_OK | os.W_OK | os.X_OK)]
+    inside = [path for rank in ranks if rank not in refused for path in rank.iterdir()]
+    # A run that is on removes files meanwhile: those are not refused.
+    refused += [path for path in inside if not os.access(path, os.R_OK | os.W_OK) and path.exists()]
     if not refused:
         return []
-    text = f"{refused[0]} and {len(refused) - 1} more of an earlier run cannot be written by this user."
+    more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+    text = f"{refused[0]}{more}: of an earlier run, and not writable for this user."
     return [Check("problem", subject, "earlier run", f"{text} Make them writable, or go on as the user who made them.")]
 
 
@@ -183,7 +212,10 @@ except (OSError, sqlite3.Error) as error:
 def _second_process(how: str, path: Path) -> str:
     """What happens to another process that wants what this one holds: "let in", "kept out", or its error."""
     argv = [sys.executable, "-I", "-c", _SECOND_PROCESS, how, str(path)]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=_LOCK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_LOCK_SECONDS:.0f} s"
     return str(json.loads(ended.stdout)) if ended.returncode == 0 else ended.stderr.strip()[-200:]
 
 
@@ -227,7 +259,7 @@ def _check_sync(subject: str, sync_seconds: Seconds, probe: Path) -> Check:
         return Check("ok", subject, "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
     interval = SYNC_TUNING.interval([sync.median]) if sync_seconds == "auto" else sync_seconds
     share = sync.median / interval
-    text += f"; every {duration(interval)} (sync_seconds: {sync_seconds}) that is {share:.2g} of the time"
+    text += f"; every {duration(interval)} (sync_seconds: {sync_seconds}) that is {100 * share:.2g} % of the time"
     if share < _SLOW_SHARE:
         return Check("ok", subject, "syncs", f"{text}.")
     return Check("warning", subject, "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
@@ -303,7 +335,11 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    try:
+        thread.join(seconds)
+    except KeyboardInterrupt:
+        thread.join(_GRACE_SECONDS)  # it tidies up after itself
+        raise
     if errors:
         raise errors[0]
     if not results:

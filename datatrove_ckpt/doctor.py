@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
@@ -104,7 +105,8 @@ def examine(executor: Any) -> list[Check]:
             checks.append(check)
             sample = sample if sample.number else found
         if isinstance(step, InferenceRunner):
-            checks += _check_runner(place, step, sample, _ranks_at_once(executor))
+            moves = not isinstance(executor, LocalPipelineExecutor)
+            checks += _check_runner(place, step, sample, _ranks_at_once(executor), moves)
     return checks
 
 
@@ -118,7 +120,7 @@ def _ranks_at_once(executor: Any) -> int:
     return min(executor.world_size, workers) if workers > 0 else int(executor.world_size)
 
 
-def _check_runner(place: str, step: InferenceRunner, sample: Sample, ranks: int) -> list[Check]:
+def _check_runner(place: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool = False) -> list[Check]:
     checks = [check_server(f"{place}server", step.config)]
     output = step.output_writer.output_folder
     remote = getattr(step, "checkpoints_remote_dir", None)
@@ -136,11 +138,11 @@ def _check_runner(place: str, step: InferenceRunner, sample: Sample, ranks: int)
     else:
         folder = Path(step.checkpoints_local_dir).absolute()
         subject = f"{place}checkpoints"
-        checks += check_checkpoints(subject, folder, step.sync_seconds, needs.checkpoints, remote is not None)
+        checks += check_checkpoints(subject, folder, step.sync_seconds, needs.checkpoints, remote is not None, moves)
     if output.is_local():
         folder = Path(output.resolve_paths("")).absolute()
         template = step.output_writer.output_filename.template
-        checks += check_local_output(f"{place}output", folder, template, needs.output)
+        checks += check_local_output(f"{place}output", folder, template, needs.output, moves)
     else:
         checks.append(check_remote(f"{place}output", output))
     if remote is not None:
@@ -175,10 +177,14 @@ def check_server(subject: str, config: Any) -> Check:
 
 @dataclass(frozen=True)
 class Sample:
-    """The first documents of the input: how many, and how large on average, in bytes as a journal holds them."""
+    """The first documents of the input: how many, and how large on average, in bytes as a journal holds them.
+
+    ``is_all``: there are no others.
+    """
 
     number: int = 0
     mean: float = 0.0
+    is_all: bool = False
 
 
 def check_input(subject: str, reader: Any, waits: bool = False) -> tuple[Check, Sample]:
@@ -197,7 +203,8 @@ def check_input(subject: str, reader: Any, waits: bool = False) -> tuple[Check, 
     if not sample.number:
         text = f"{where} holds no documents for this reader. Check data_folder, glob_pattern and text_key."
         return Check("problem", subject, "readable", text), sample
-    text = f"{where}: the first {count(sample.number, 'document')} have {size_text(sample.mean)} on average."
+    which = "all" if sample.is_all else "the first"
+    text = f"{where}: {which} {count(sample.number, 'document')} read, {size_text(sample.mean)} on average."
     return Check("ok", subject, "readable", text), sample
 
 
@@ -208,8 +215,12 @@ def _read_some(reader: Any) -> Sample:
         for document in documents:
             sizes.append(len(encode(document)))
             if len(sizes) >= _SAMPLE_DOCUMENTS or time.monotonic() > deadline:
-                break
-    return Sample(len(sizes), sum(sizes) / len(sizes) if sizes else 0.0)
+                return _sample(sizes, is_all=False)
+    return _sample(sizes, is_all=True)
+
+
+def _sample(sizes: list[int], is_all: bool) -> Sample:
+    return Sample(len(sizes), sum(sizes) / len(sizes), is_all) if sizes else Sample()
 
 
 # Room ----------------------------------------------------------------------------------------------------------------
@@ -240,27 +251,24 @@ def estimate(
 ) -> Needs:
     """What the checkpoint folder and a local output folder must hold at once.
 
-    At least: one chunk of each rank, as journal, answers and staged output. At most: as many unfinished chunks as a
-    rank may have: those that wait to be published, the one that is, the one that fills, and those with documents
-    still in work.
+    At least: a chunk of each rank as a journal, without its answers; nothing for output, which may be compressed. At
+    most: with answers, in the journal and in the request cache, and as many unfinished chunks as a rank may have (those
+    that wait to be published, the one that is, the one that fills, and those with documents still in work), and a chunk
+    of each rank as output that is not compressed.
     """
     inodes = _FILES_PER_RANK * ranks
     if not sample.number:
         unknown = Need(None, None, inodes, "no document could be read")
         return Needs(unknown, unknown)
-    document = sample.mean + (answer or 0)
-    staged = records_per_chunk * document
-    kept = records_per_chunk * (document + (answer or 0))
+    records, with_answer = records_per_chunk, sample.mean + (answer or 0)
     chunks = MAX_PUBLISHING + 2 + math.ceil(max_concurrent_documents / records_per_chunk)
-    basis = f"{count(ranks, 'rank')} at once, chunks of {records_per_chunk} documents of {size_text(sample.mean)}, "
-    basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers of {size_text(answer)}"
-    in_folder = staged if stages_remotely else 0
+    if sample.is_all:
+        records, chunks = min(records, sample.number), min(chunks, math.ceil(sample.number / records))
+    staged = int(ranks * records * with_answer)
+    most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
+    basis = f"{count(ranks, 'rank')} at once, chunks of {count(records, 'document')} of {size_text(sample.mean)}, "
+    basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {size_text(answer)}"
     return Needs(
-        Need(
-            int(ranks * (kept + in_folder)),
-            int(ranks * (chunks * kept + in_folder)),
-            inodes,
-            f"{basis}, 1 to {chunks} unfinished chunks",
-        ),
-        Need(int(ranks * staged), int(ranks * staged), 4 * ranks, f"{basis}, one chunk; the whole output is larger"),
+        Need(int(ranks * records * sample.mean), most, inodes, f"{basis}, up to {count(chunks, 'unfinished chunk')}"),
+        Need(0, staged, 4 * ranks, f"{basis}, a chunk each; the whole output is more"),
     )

@@ -17,10 +17,11 @@ import pytest
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt import doctor, measures, plan
+from datatrove_ckpt import checks, doctor, measures, plan
 from datatrove_ckpt.checks import Check, check_remote, within
 from datatrove_ckpt.cli import main
 from datatrove_ckpt.doctor import Sample, answer_bytes, estimate
+from datatrove_ckpt.file_systems import Nature
 from datatrove_ckpt.measures import PROBE, RemoteFailed
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
@@ -88,10 +89,10 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(
     assert said["checkpoints, SQLite"].startswith("ok: WAL without shared memory works")
     assert "64 kB take" in said["checkpoints, syncs"]
     assert "every 1 s (sync_seconds: 1.0)" in said["checkpoints, syncs"]
-    assert "1 rank at once, chunks of 6000 documents" in said["checkpoints, room"]
+    assert "1 rank at once, chunks of 2 documents" in said["checkpoints, room"]
     assert said["output, staging"].startswith("ok: a file is renamed into its place")
     assert said["logging_dir, reachable"].startswith(f"ok: {tmp_path}/logs: a small object was written")
-    assert said["input, readable"].startswith(f"ok: {tmp_path}/documents: the first 2 documents have")
+    assert said["input, readable"].startswith(f"ok: {tmp_path}/documents: all 2 documents read, ")
     assert said["server, ready"] == "ok: what dummy needs is installed here."
     assert names(tmp_path) == before
 
@@ -99,10 +100,10 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(
 def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     assert examined("--json", "--pipeline.1.sync_seconds=auto", "--executor.workers=2") == 0
     content = json.loads(capsys.readouterr().out)
-    checks = {f"{check['subject']}, {check['what']}": check["message"] for check in content["checks"]}
+    messages = {f"{check['subject']}, {check['what']}": check["message"] for check in content["checks"]}
     assert (content["config"], content["exit_code"]) == ("job.yaml", 0)
-    assert "(sync_seconds: auto)" in checks["checkpoints, syncs"]
-    assert "2 ranks at once" in checks["checkpoints, room"]
+    assert "(sync_seconds: auto)" in messages["checkpoints, syncs"]
+    assert "2 ranks at once" in messages["checkpoints, room"]
 
 
 def test_a_mistake_in_the_file_is_2(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +172,33 @@ def test_a_folder_that_is_lost_at_reboot_is_a_warning(
     assert names(ram) == []
 
 
+def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "file_system", lambda folder: Nature("ext4 (local)"))
+    slurm = JOB.replace("LocalPipelineExecutor", "SlurmPipelineExecutor").replace(
+        "workers: 1", 'time: "1:00:00", partition: p'.replace(", ", "\n    ")
+    )
+    Path("job.yaml").write_text(slurm)
+    assert main(["doctor", "job.yaml"]) == 0
+    said = lines_by_check(capsys.readouterr().out)
+    assert said["checkpoints, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
+    assert said["output, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
+    assert "2 ranks at once" in said["checkpoints, room"]
+
+
+def test_a_folder_that_never_answers_is_a_problem(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(checks, "file_system", lambda folder: never.wait())
+    monkeypatch.setattr(checks, "REMOTE_SECONDS", 2.0)
+    assert examined() == 1
+    never.set()
+    said = lines_by_check(capsys.readouterr().out)["checkpoints, reachable"]
+    assert said.endswith("there was no answer within 2 s. Mend the mount, or choose another folder.")
+
+
 # Remote folders ------------------------------------------------------------------------------------------------------
 
 TO_MEMORY = "--pipeline.1.output_writer.output_folder=memory://doctor/out"
@@ -214,8 +242,8 @@ def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeSe
     step = runner(tmp_path, server)
     for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
         step.checkpoints_remote_dir = remote  # type: ignore[attr-defined]
-        checks = doctor._check_runner("", step, Sample(), ranks=1)
-        assert [check.state for check in checks if check.subject == "mirror"] == [state]
+        found = doctor._check_runner("", step, Sample(), ranks=1)
+        assert [check.state for check in found if check.subject == "mirror"] == [state]
     assert names(tmp_path) == []
 
 
@@ -258,11 +286,11 @@ def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
         while server.asked.total() < 6:
             assert running.is_alive()
             running.join(0.01)
-        checks = doctor._check_runner("", step, Sample(12, 30.0), ranks=1)
+        found = doctor._check_runner("", step, Sample(12, 30.0), ranks=1)
         server.release()
         running.join()
     assert failures == []
-    assert {check.state for check in checks if check.what not in ("syncs", "file system")} == {"ok"}, checks
+    assert {check.state for check in found if check.what not in ("syncs", "file system")} == {"ok"}, found
     assert len(list((tmp_path / "output").glob("*.jsonl"))) == 6
     assert not [path for path in tmp_path.rglob("*") if PROBE in path.name]
 
@@ -270,17 +298,21 @@ def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
 # Estimates -----------------------------------------------------------------------------------------------------------
 
 
-def test_room_is_for_one_chunk_of_each_rank_at_least_and_all_that_may_be_unfinished_at_most() -> None:
+def test_room_is_for_one_journal_of_each_rank_at_least_and_all_that_may_be_unfinished_at_most() -> None:
     sample = Sample(100, 1000.0)
     needs = estimate(sample, 500, 10, 5, ranks=2, stages_remotely=False)
-    assert needs.checkpoints.least == 2 * 10 * (1000 + 500 + 500)
-    assert needs.checkpoints.most == 7 * needs.checkpoints.least
-    assert needs.output.least == 2 * 10 * 1500
+    assert needs.checkpoints.least == 2 * 10 * 1000
+    assert needs.checkpoints.most == 7 * 2 * 10 * (1000 + 500 + 500)
+    assert (needs.output.least, needs.output.most) == (0, 2 * 10 * 1500)
     staged = estimate(sample, 500, 10, 5, ranks=2, stages_remotely=True)
-    assert (staged.checkpoints.least or 0) - needs.checkpoints.least == needs.output.least
+    assert (staged.checkpoints.most or 0) - needs.checkpoints.most == needs.output.most
     many = estimate(sample, None, 10, 500, ranks=2, stages_remotely=False)
     assert many.checkpoints.most == 56 * (many.checkpoints.least or 0)
     assert "answers not counted" in many.checkpoints.basis
+    few = estimate(Sample(3, 1000.0, is_all=True), None, 10, 5, ranks=1, stages_remotely=False)
+    assert (few.checkpoints.least, few.checkpoints.most) == (3000, 3000)
+    three = estimate(Sample(30, 1000.0, is_all=True), None, 10, 5, ranks=1, stages_remotely=False)
+    assert (three.checkpoints.least, three.checkpoints.most) == (10_000, 30_000)
     assert estimate(Sample(), 500, 10, 5, 2, False).checkpoints.least is None
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt import checks
 from datatrove_ckpt.checks import Check, Need, check_checkpoints, check_local_output
 from tests.real.test_full_disk import command, fill, mounted, tmpfs
 
@@ -13,8 +18,7 @@ NEED = Need(least=100_000, most=300_000, files=20, basis="as a test says")
 
 
 def checkpoints(folder: Path) -> dict[str, Check]:
-    checks = check_checkpoints("checkpoints", folder, 1.0, NEED, mirrored=False)
-    return {check.what: check for check in checks}
+    return {check.what: check for check in check_checkpoints("checkpoints", folder, 1.0, NEED)}
 
 
 def output(folder: Path, template: str = "${rank}.jsonl") -> dict[str, Check]:
@@ -24,11 +28,11 @@ def output(folder: Path, template: str = "${rank}.jsonl") -> dict[str, Check]:
 def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", 512) as disk:
         fill(disk, leave=0)
-        checks = checkpoints(disk / "checkpoints") | output(disk / "output")
+        found = checkpoints(disk / "checkpoints") | output(disk / "output")
         assert sorted(path.name for path in disk.iterdir()) == ["filler"]
-    assert checks["writable"].state == "problem"
-    assert "Free some space" in checks["writable"].message
-    assert checks["room"].state == "problem"
+    assert found["writable"].state == "problem"
+    assert "Free some space" in found["writable"].message
+    assert found["room"].state == "problem"
 
 
 @pytest.mark.parametrize(("kilobytes", "state"), [(64, "problem"), (200, "warning"), (100_000, "ok")])
@@ -69,3 +73,31 @@ def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
         assert checkpoints(disk / "c")["file system"] == Check("ok", "checkpoints", "file system", "ext4 (local).")
     with tmpfs(tmp_path / "memory", 4096) as disk:
         assert checkpoints(disk / "c")["file system"].state == "warning"
+
+
+@contextmanager
+def somebody_else() -> Iterator[None]:
+    """This process is of another user meanwhile, who may become root again."""
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_folders_of_an_earlier_run_by_another_user_are_a_problem() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, rank = Path(name), Path(name) / "00000"
+        rank.mkdir()
+        (rank / "commits.jsonl").touch(0o644)
+        for path in (folder, rank):
+            path.chmod(0o777)
+        with somebody_else():
+            (found,) = checks._check_ranks("checkpoints", folder)
+        assert (found.state, found.what) == ("problem", "earlier run")
+        assert found.message.startswith(f"{rank}/commits.jsonl: of an earlier run, and not writable for this user.")
+        rank.chmod(0o700)
+        with somebody_else():
+            (found,) = checks._check_ranks("checkpoints", folder)
+        assert found.message.startswith(f"{rank}: of an earlier run")
+        assert checks._check_ranks("checkpoints", folder) == []

@@ -332,13 +332,15 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
             results.append(function())
         except BaseException as error:
             errors.append(error)
+        ended.set()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    # An event, because an interrupted join takes the thread for dead.
+    ended = threading.Event()
+    threading.Thread(target=run, daemon=True).start()
     try:
-        thread.join(seconds)
+        ended.wait(seconds)
     except KeyboardInterrupt:
-        thread.join(_GRACE_SECONDS)  # it tidies up after itself
+        ended.wait(_GRACE_SECONDS)  # it tidies up after itself
         raise
     if errors:
         raise errors[0]

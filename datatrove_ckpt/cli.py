@@ -57,6 +57,9 @@ def _handle(arguments: argparse.Namespace) -> int:
         return _fail(error, 2)
     except (CkptError, OSError) as error:
         return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

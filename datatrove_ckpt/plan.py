@@ -73,8 +73,8 @@ exit codes:
   2  a mistake in CONFIG or on the command line
 """
 
-# A part of a journal, of the commits and of the answers, each with its copy, a manifest, a list, two removals.
-MIRROR_REQUESTS = 10
+# Counted: on average some two objects, a copy of one, a list, and three removals.
+MIRROR_REQUESTS = 8
 _LADDER = [step * 10**power for power in range(-2, 6) for step in (1, 3)]
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 

@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -324,6 +326,20 @@ def test_answers_are_as_long_as_max_tokens_says(tmp_path: Path, server: FakeServ
 
 def test_a_check_is_a_line() -> None:
     assert str(Check("ok", "output", "room", "9 GB free.")) == "ok       output, room: 9 GB free."
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["plan", "--mtbf=6h"]])
+def test_ctrl_c_in_the_middle_leaves_nothing(job: Path, command: list[str]) -> None:
+    before = names(job)
+    argv = [sys.executable, "-m", "datatrove_ckpt.cli", command[0], "job.yaml", *command[1:]]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as running:
+        while not list(job.glob(f"{PROBE}*/journal-*")):  # it measures syncs now, which takes a while
+            assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[1]
+    assert (running.returncode, said.splitlines()[-1]) == (130, "interrupted")
+    assert "Traceback" not in said
+    assert names(job) == before
 
 
 # plan ----------------------------------------------------------------------------------------------------------------

@@ -73,6 +73,12 @@ def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
         assert checkpoints(disk / "c")["file system"] == Check("ok", "checkpoints", "file system", "ext4 (local).")
     with tmpfs(tmp_path / "memory", 4096) as disk:
         assert checkpoints(disk / "c")["file system"].state == "warning"
+    for name in ("lower", "upper", "work"):
+        (tmp_path / name).mkdir()
+    layers = ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work"))
+    with mounted(tmp_path / "layer", "-t", "overlay", "-o", layers, "overlay") as disk:
+        message = checkpoints(disk / "c")["file system"].message
+    assert message.startswith("overlay (a container's own layer). It is lost when the container is removed")
 
 
 @contextmanager

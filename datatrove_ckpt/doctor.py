@@ -268,7 +268,9 @@ def estimate(
     most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
     basis = f"{count(ranks, 'rank')} at once, chunks of {count(records, 'document')} of {size_text(sample.mean)}, "
     basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {size_text(answer)}"
+    here = f"{basis}, up to {count(chunks, 'unfinished chunk')}"
+    here += ", and a chunk each that is staged for its upload" if stages_remotely else ""
     return Needs(
-        Need(int(ranks * records * sample.mean), most, inodes, f"{basis}, up to {count(chunks, 'unfinished chunk')}"),
+        Need(int(ranks * records * sample.mean), most, inodes, here),
         Need(0, staged, 4 * ranks, f"{basis}, a chunk each; the whole output is more"),
     )

@@ -210,6 +210,7 @@ def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: p
     assert examined(TO_MEMORY) == 0
     said = lines_by_check(capsys.readouterr().out)
     assert said["output, reachable"].startswith("ok: memory:///doctor/out")
+    assert "staged for its upload" in said["checkpoints, room"]
     assert MemoryFileSystem().find("/doctor") == []
 
 

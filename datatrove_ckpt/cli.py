@@ -24,6 +24,7 @@ from typing import Any
 from datatrove.executor import LocalPipelineExecutor
 from loguru import logger
 
+from datatrove_ckpt import slurm
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
@@ -91,6 +92,8 @@ def _run(arguments: argparse.Namespace, overrides: list[str], command: str) -> i
         executor = build(content)
         if arguments.dry_run:
             print("\n".join(describe(content)))
+            if slurm.submits(executor):
+                print(f"\n{slurm.script(executor)}")
             return 0
         if arguments.retry_dead_letters:
             _retry_dead_letters(executor)
@@ -99,6 +102,8 @@ def _run(arguments: argparse.Namespace, overrides: list[str], command: str) -> i
         for step in executor.pipeline:
             if isinstance(step, InferenceRunner):
                 check_rank_in_template(step.output_writer, executor.world_size)
+        if slurm.submits(executor):
+            slurm.check(executor)
     except ConfigError as error:
         return _fail(error, 2)
     return _execute(executor, command)
@@ -107,10 +112,14 @@ def _run(arguments: argparse.Namespace, overrides: list[str], command: str) -> i
 def _execute(executor: Any, command: str) -> int:
     executor._quiet = QuietErrors(said_later=True)  # travels with the executor into pool workers and cluster jobs
     steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    checkpoints = [step.checkpoints_local_dir for step in steps if step.checkpoints_local_dir is not None]
     signals = sorted({name for step in steps for name in step.drain_signals})
     interruption = Interruption(signals)
     try:
         with interruption:
+            if slurm.submits(executor):
+                print(slurm.submit(executor, checkpoints, command))
+                return 0
             if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
                 start_deaf_workers(signals)
             executor.run()

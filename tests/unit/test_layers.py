@@ -59,6 +59,7 @@ ROOMS = [
     "doctor",
     "plan",
     "commands",
+    "slurm",
     "cli",
     "testing",
 ]

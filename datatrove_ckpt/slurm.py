@@ -1,0 +1,121 @@
+"""What ``datatrove-ckpt run`` does around datatrove's Slurm executor, which writes an sbatch script and submits it.
+
+Before: sbatch must be here, and no job of the same run in the queue. A second one would give its tasks other ranks than
+the first one's (``ranks_to_run.json`` is written anew), and two tasks would meet on one rank.
+
+    LOGGING_DIR/slurm_jobs.json      ids of the jobs that were submitted last, datatrove's merge of statistics last
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from datatrove.executor import SlurmPipelineExecutor
+
+from datatrove_ckpt.errors import CkptError, ConfigError
+
+_JOBS = "slurm_jobs.json"
+
+
+class JobIds:
+    """Takes the place of the executor's ``job_id_retriever``, and keeps what it finds."""
+
+    def __init__(self, retriever: Any) -> None:
+        self._retriever = retriever
+        self.found: list[str] = []
+
+    def __call__(self, output: str) -> str:
+        self.found.append(str(self._retriever(output)))
+        return self.found[-1]
+
+
+def submits(executor: Any) -> bool:
+    """Whether running it means submitting it; inside of a job it runs."""
+    return isinstance(executor, SlurmPipelineExecutor) and "SLURM_ARRAY_TASK_ID" not in os.environ
+
+
+def script(executor: Any) -> str:
+    """The sbatch script that would be submitted now. Makes no folder, unlike the executor."""
+    ranks = executor.get_incomplete_ranks()
+    if not ranks:
+        return f"# nothing to submit: all {executor.tasks} tasks are complete"
+    preview, jobs = copy.copy(executor), math.ceil(len(ranks) / executor.tasks_per_job)
+    with tempfile.TemporaryDirectory() as folder:
+        preview.slurm_logs_folder = folder
+        arguments = preview.get_sbatch_args(jobs if preview.max_array_size == -1 else min(jobs, preview.max_array_size))
+        srun = " ".join(["srun", *(f"--{key}={value}" for key, value in (preview.srun_args or {}).items())])
+        step = f"{srun} -l -n {preview.nodes_per_task} " if preview.with_srun else ""
+        pickle = preview.logging_dir.resolve_paths("executor.pik")
+        text: str = preview.get_launch_file_contents(arguments, f"{step}launch_pickled_pipeline {pickle}")
+    return text.replace(folder, str(executor.slurm_logs_folder))
+
+
+def check(executor: Any) -> None:
+    """Raises ConfigError where nothing can be submitted, or what was submitted before is not over."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on a "
+            "login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere."
+        )
+    jobs = _submitted_before(executor)
+    queued = [job for job in jobs if _is_queued(job)]
+    if queued:
+        raise ConfigError(
+            f"executor: job {', '.join(queued)} of this run is still in the queue. Wait for its end (squeue -j "
+            f"{','.join(queued)}), or cancel it (scancel {' '.join(queued)}), and run the same command again."
+        )
+
+
+def _submitted_before(executor: Any) -> list[str]:
+    if not executor.logging_dir.isfile(_JOBS):
+        return []
+    with executor.logging_dir.open(_JOBS) as file:
+        return [str(job) for job in json.load(file)]
+
+
+def _is_queued(job: str) -> bool:
+    # squeue fails for a job it has forgotten.
+    asked = subprocess.run(["squeue", "--noheader", "--jobs", job], capture_output=True, text=True, check=False)
+    return asked.returncode == 0 and asked.stdout.strip() != ""
+
+
+def submit(executor: Any, checkpoints: list[str], command: str) -> str:
+    """Submits, and returns what a person needs to know of it.
+
+    Raises:
+        CkptError: sbatch refused.
+    """
+    # Jobs inherit it: a rollout of a module in this folder must be found on the node, too.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+    executor.job_id_retriever = ids = JobIds(executor.job_id_retriever)
+    waiting = len(executor.get_incomplete_ranks())
+    try:
+        executor.run()
+    except subprocess.CalledProcessError as error:
+        there = f" Already submitted: job {', '.join(ids.found)}." if ids.found else " Nothing was submitted."
+        raise CkptError(
+            f"sbatch ended with exit code {error.returncode}; what it said is above.{there} The script is in "
+            f"{executor.logging_dir.resolve_paths('launch_script.slurm')}."
+        ) from error
+    finally:
+        if ids.found:
+            with executor.logging_dir.open(_JOBS, "w") as file:
+                json.dump(ids.found, file)
+    if not ids.found:
+        return f"Nothing was submitted: all {executor.tasks} tasks are complete."
+    arrays = ",".join(ids.found[:-1])
+    look = [f"squeue -j {arrays}", *(f"datatrove-ckpt status {folder}" for folder in checkpoints)]
+    logs = Path(executor.slurm_logs_folder).absolute()
+    return (
+        f"Submitted job {arrays} for {waiting} of {executor.tasks} tasks. Logs: {logs} "
+        f"and {executor.logging_dir.resolve_paths('logs')}. To look at it: {'; '.join(look)}. When it has ended, the "
+        f"same line submits what is not complete: {command}"
+    )

@@ -1,0 +1,221 @@
+"""Submitting to Slurm, where there is none: a fake sbatch and squeue. The real one is in tests/real/test_slurm.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.io import DataFolder
+from loguru import logger
+
+from datatrove_ckpt.cli import main
+from datatrove_ckpt.yaml_config import build, load
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs/slurm.yaml")
+
+# Answers as Slurm does, and keeps what it was given.
+SBATCH = f"""#!{sys.executable}
+import os, pathlib, sys
+number = len(list(pathlib.Path("submitted").glob("*"))) + 7
+if os.environ.get("REFUSED") == str(number):
+    sys.exit("sbatch: error: invalid partition specified: gpu")
+pathlib.Path("submitted", str(number)).write_text(" ".join(sys.argv[1:-1]) + os.environ["PYTHONPATH"] + "\\n"
+    + pathlib.Path(sys.argv[-1]).read_text())
+print(f"Submitted batch job {{number}}")
+"""
+SQUEUE = """#!/bin/sh
+[ -e "queued/$3" ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
+cat "queued/$3"
+"""
+
+
+@pytest.fixture
+def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with documents, on a machine that has sbatch and squeue."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    DataFolder.clear_instance_cache()
+    for folder in ("bin", "submitted", "queued", "documents"):
+        Path(folder).mkdir()
+    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+        Path("bin", name).write_text(text)
+        Path("bin", name).chmod(0o755)
+    Path("documents/a.jsonl").write_text('{"text": "Rain falls.", "id": "rain"}\n')
+    yield tmp_path
+    logger.configure(patcher=lambda record: None)
+    DataFolder.clear_instance_cache()
+
+
+def run(*arguments: str) -> int:
+    return main(["run", CONFIG, *arguments])
+
+
+def directives(text: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bin/sbatch").unlink()
+    before = sorted(login_node.rglob("*"))
+    assert run("--dry-run", "--executor.tasks=30", "--executor.tasks_per_job=4") == 0
+    printed = capsys.readouterr().out
+    script = directives(printed)
+    assert script["array"] == "0-7%20"
+    assert script["output"] == "slurm_run/logs/slurm/%A_%a.out"
+    assert (script["signal"], script["open-mode"], script["requeue"]) == ("USR1@180", "append", "")
+    assert f"\nsrun -l -n 1 launch_pickled_pipeline {login_node}/slurm_run/logs/executor.pik\n" in printed
+    assert sorted(login_node.rglob("*")) == before
+
+
+def test_what_is_submitted_is_what_the_dry_run_printed(login_node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["--executor.nodes_per_task=2", "--executor.srun_args={mpi: none}", "--executor.max_array_size=40"]
+    assert run("--dry-run", *changes) == 0
+    printed = capsys.readouterr().out.partition("\n\n")[2]
+    assert run(*changes) == 0
+    submitted = [path.read_text().partition("\n")[2] for path in Path("submitted").glob("7")]
+    assert [text.strip() for text in submitted] == [printed.strip()]
+    # Three arrays of at most 40 tasks, and datatrove's merge of statistics.
+    assert len(list(Path("submitted").iterdir())) == 4
+
+
+def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Submitted job 7 for 100 of 100 tasks. ")
+    for part in (
+        f"Logs: {login_node}/slurm_run/logs/slurm and {login_node}/slurm_run/logs/logs.",
+        "squeue -j 7; datatrove-ckpt status slurm_run/checkpoints.",
+        f"the same line submits what is not complete: datatrove-ckpt run {CONFIG}\n",
+    ):
+        assert part in said
+    assert Path("submitted/7").read_text().startswith(f"--export=ALL,RUN_OFFSET=0{login_node}:elsewhere\n")
+
+
+def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    completions = Path("slurm_run/logs/completions")
+    completions.mkdir(parents=True)
+    for rank in range(3):
+        (completions / f"{rank:05d}").touch()
+    assert run("--executor.tasks=5") == 0
+    assert "for 2 of 5 tasks" in capsys.readouterr().out
+    assert directives(Path("submitted/7").read_text())["array"] == "0-1%20"
+    assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == [3, 4]
+    assert run("--executor.tasks=3", "--dry-run") == 0
+    assert capsys.readouterr().out.endswith("\n\n# nothing to submit: all 3 tasks are complete\n")
+    assert run("--executor.tasks=3") == 0
+    assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
+
+
+def test_without_sbatch_nothing_is_started_and_one_line_says_so(
+    login_node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("bin/sbatch").unlink()
+    monkeypatch.setenv("PATH", f"{login_node}/bin")
+    assert run() == 2
+    assert capsys.readouterr().err == (
+        "error: executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on "
+        "a login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere.\n"
+    )
+    assert not Path("slurm_run").exists()
+
+
+def test_a_run_whose_job_is_in_the_queue_is_not_submitted_once_more(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run() == 0
+    capsys.readouterr()
+    ranks = Path("slurm_run/logs/ranks_to_run.json")
+    ranks.write_text("as the first one needs them")
+    Path("queued/7").write_text("7_[3-99] gpu summaries PD\n")
+    assert run() == 2
+    assert capsys.readouterr().err == (
+        "error: executor: job 7 of this run is still in the queue. Wait for its end (squeue -j 7), or cancel it "
+        "(scancel 7), and run the same command again.\n"
+    )
+    assert ranks.read_text() == "as the first one needs them"
+    Path("queued/7").write_text("")  # ended a moment ago
+    assert run() == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "there"),
+    [("7", "Nothing was submitted."), ("8", "Already submitted: job 7.")],
+)
+def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
+    login_node: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: str, there: str
+) -> None:
+    monkeypatch.setenv("REFUSED", number)
+    assert run() == 1
+    said = capfd.readouterr().err
+    assert "sbatch: error: invalid partition specified: gpu\n" in said
+    assert said.endswith(
+        f"error: sbatch ended with exit code 1; what it said is above. {there} The script is in "
+        f"{login_node}/slurm_run/logs/launch_script.slurm.\n"
+    )
+
+
+EVERYTHING: dict[str, Any] = {
+    "cpus_per_task": 2,
+    "mem_per_cpu_gb": 3,
+    "gpus_per_task": 4,
+    "nodes_per_task": 2,
+    "workers": -1,
+    "job_name": "name",
+    "qos": "normal",
+    "env_command": "module load cuda",
+    "condaenv": "conda",
+    "venv_path": "venv/bin/activate",
+    "max_array_size": -1,
+    "depends_job_id": "17",
+    "job_id_position": 3,
+    "job_id_retriever": "os.path.basename",
+    "skip_completed": False,
+    "max_array_launch_parallel": True,
+    "stagger_max_array_jobs": 1,
+    "run_on_dependency_fail": True,
+    "randomize_start_duration": 5,
+    "requeue_signals": ["SIGUSR1", "SIGUSR2"],
+    "mail_type": "END",
+    "mail_user": "me@here",
+    "requeue": False,
+    "srun_args": {"mpi": "none"},
+    "tasks_per_job": 3,
+    "with_srun": False,
+}
+
+
+def test_every_argument_of_the_executor_can_be_given_in_yaml(login_node: Path) -> None:
+    content = load(CONFIG)
+    content["executor"]["init_args"] |= EVERYTHING
+    executor = build(content)
+    for name in EVERYTHING.keys() - {"requeue_signals", "job_id_retriever"}:
+        assert getattr(executor, name) == EVERYTHING[name]
+    assert executor.requeue_signals == ("SIGUSR1", "SIGUSR2")
+    assert executor.job_id_retriever is os.path.basename
+    assert executor._sbatch_args == {"signal": "USR1@180", "open-mode": "append"}
+    given = content["executor"]["init_args"].keys()
+    expected = build.__globals__["_parameters"](type(executor))[0].keys() - {"depends"}
+    assert given == expected, "this test gives every argument that datatrove's executor has"
+
+
+def test_an_executor_may_depend_on_another(login_node: Path) -> None:
+    content = load(CONFIG)
+    content["executor"]["init_args"]["depends"] = load(CONFIG)["executor"]
+    assert build(content).depends.job_name == "summaries"
+    content["executor"]["init_args"] |= {"requeue_signals": None, "sbatch_args": None}
+    assert build(content).requeue_signals is None

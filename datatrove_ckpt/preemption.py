@@ -38,6 +38,7 @@ import multiprocess.forkserver
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.requeue import requeue_if_preempted
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Slurm kills 30 s (KillWait) after SIGTERM: that leaves 10 s to stop the server and to have the job requeued.
@@ -225,6 +226,8 @@ class Preemption:
         for number in self._numbers:
             if _is_pool_worker() and signal.getsignal(number) in _NOT_HANDLED:
                 self._leave_pool(number)
+            if signal.getsignal(number) is signal.SIG_DFL:
+                requeue_if_preempted()
             try:
                 signal.raise_signal(number)
             except BaseException as end:

@@ -1,0 +1,44 @@
+"""What a task asks of Slurm when it is told to end, so that its job goes on later.
+
+Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is over. A step that
+ends before, as it should, makes its job FAILED, and Slurm requeues no failed job: it has to be asked. Not for every
+SIGTERM, though: after ``scancel``, asking would bring a cancelled job back to life. The two differ in the job's record:
+only a job that is being preempted has a PreemptTime and is still running.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from loguru import logger
+
+_TIMEOUT = 10.0  # seconds that Slurm's controller gets to answer
+
+
+def job_id() -> str | None:
+    """This job, "17_3" in an array: there SLURM_JOB_ID alone may mean the whole array. None outside of Slurm."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+
+
+def requeue_if_preempted() -> None:
+    """Has the job started again later, if Slurm is about to take its node away."""
+    job = job_id()
+    if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step asks for all
+        return
+    try:
+        record = _scontrol("--oneliner", "show", "job", job)
+        fields = dict(word.split("=", 1) for word in record.split() if "=" in word)
+        if fields.get("JobState") in ("RUNNING", "SIGNALING") and fields.get("PreemptTime", "None") != "None":
+            _scontrol("requeue", job)
+            logger.info(f"Job {job} is being preempted: it was requeued.")
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(f"Slurm could not be asked to requeue job {job}; submit again what is not complete. {error}")
+
+
+def _scontrol(*arguments: str) -> str:
+    done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    if done.returncode:
+        raise subprocess.SubprocessError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,249 @@
+"""A real Slurm of two nodes on this machine: ``with Cluster(folder) as cluster``. Needs root, and Debian's packages.
+
+    folder/slurm.conf, log/, state/, spool/, munge/
+
+All of it, jobs included, runs in a PID namespace whose first process waits on a pipe from this one. However this
+process ends, kill -9 included, the pipe closes, that process ends, and the kernel kills whatever is in the namespace.
+Everything listens on 127.0.0.1. Nothing of the machine's own Slurm or munge is read or written.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from datatrove_ckpt.inference.server import free_port
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
+NODES = ("n1", "n2")
+KILL_WAIT = 5
+
+# preempt_send_user_signal: who gave --signal gets it when preempted, and the grace time to act on it.
+_CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort={controller_port}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/munge.socket,cred_expire=5
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=5,bf_interval=3
+SlurmdParameters=config_overrides
+DependencyParameters=kill_invalid_depend
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+JobRequeue=1
+KillWait={kill_wait}
+MessageTimeout=15
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=1 GraceTime=0
+PartitionName=grace Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=1 GraceTime=20
+PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=10 PreemptMode=OFF
+"""
+_NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Boards=1 SocketsPerBoard=1 "
+    "CoresPerSocket=4 ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN"
+)
+
+
+def install() -> None:
+    """Installs what is missing, with Debian's package manager.
+
+    Raises:
+        RuntimeError: that did not work; says what to do.
+    """
+    if all(shutil.which(program) for program in ("slurmctld", "slurmd", "sbatch", "munged")):
+        return
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    commands = [["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]]
+    for command in commands:
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise RuntimeError(f"tests/real needs Debian's packages {' '.join(PACKAGES)}, and apt-get.") from None
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed; are you root, and online?\n{done.stdout}{done.stderr}")
+
+
+def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
+    """Polls until the condition gives something true, and returns that."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what()}"
+        time.sleep(0.02)
+    return found
+
+
+class Cluster:
+    """Slurm's controller and two nodes of four processors each. Partitions: low, grace (20 s), and high above both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "slurm.conf"
+        self._namespace: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        install()
+        self._write_config()
+        inside = ["bash", "-c", "echo; read -r line"]
+        self._namespace = subprocess.Popen(
+            ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *inside],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert self._namespace.stdout is not None
+            assert self._namespace.stdout.readline(), "unshare failed: a PID namespace needs root"
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._namespace is not None
+        self._namespace.communicate()  # closes the pipe; returns when the kernel has killed everything inside
+
+    def _write_config(self) -> None:
+        for name in ("munge", "state", "log", "run", *(f"spool/{node}" for node in NODES)):
+            (self.folder / name).mkdir(parents=True, mode=0o755)
+        key = self.folder / "munge/munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        host = socket.gethostname().split(".")[0]
+        nodes = "\n".join(_NODE.format(name=name, host=host, port=free_port()) for name in NODES)
+        settings = {"folder": self.folder, "host": host, "controller_port": free_port(), "kill_wait": KILL_WAIT}
+        self.config.write_text(_CONFIG.format(nodes=nodes, **settings))
+
+    def _start(self) -> None:
+        munge = self.folder / "munge"
+        self._inside(
+            "munged",
+            "--force",  # its socket lies in a folder that nobody else may enter: that is meant
+            f"--key-file={munge}/munge.key",
+            f"--socket={munge}/munge.socket",
+            f"--seed-file={munge}/munge.seed",
+            f"--pid-file={self.folder}/run/munged.pid",
+            f"--log-file={self.folder}/log/munged.log",
+        )
+        self._inside("slurmctld", "-f", str(self.config), "-c")
+        for node in NODES:
+            self.start_node(node)
+        until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 30, self.logs)
+
+    def start_node(self, node: str) -> None:
+        self._inside("slurmd", "-f", str(self.config), "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """kill -9 of its slurmd alone, as when it is out of memory: what it started goes on."""
+        for pid in processes(lambda argv, _: argv[0].endswith("slurmd") and argv[-1:] == [node]):
+            os.kill(pid, signal.SIGKILL)
+
+    def node_state(self, node: str) -> str:
+        return self.show("node", node).get("State", "")
+
+    def _inside(self, *command: str) -> None:
+        assert self._namespace is not None
+        pid = self._namespace.pid
+        first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+        # A terminal's Ctrl-C goes to pytest, which then ends all this in order.
+        entered = ["nsenter", "--target", first, "--pid", "--mount", "--", *command]
+        done = subprocess.run(
+            entered, env=self.environment(), check=False, start_new_session=True, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
+
+    def environment(self) -> dict[str, str]:
+        """What Slurm's commands need, and jobs inherit: this interpreter's programs, and this checkout's modules."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        root = str(Path(__file__).parents[2])
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "DATATROVE_"))}
+        return {**own, "PATH": path, "PYTHONPATH": root, "SLURM_CONF": str(self.config)}
+
+    def command(self, *command: str, check: bool = True) -> str:
+        """A command's output."""
+        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=False)
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def show(self, kind: str, name: str) -> dict[str, str]:
+        """What scontrol says of a node or of one array task, "7_0"; empty when it knows none."""
+        said = self.command("scontrol", "--oneliner", "show", kind, name, check=False)
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in (self.folder / "log").iterdir())
+
+    def cancel_all(self) -> None:
+        """Ends all jobs, and makes sure that both nodes are there, for the next test."""
+        self.command("scancel", "--full", *self.command("squeue", "-h", "-o", "%i").split(), check=False)
+        for node in NODES:
+            if not processes(lambda argv, _, node=node: argv[0].endswith("slurmd") and argv[-1:] == [node]):
+                self.start_node(node)
+        until(lambda: not self.command("squeue", "-h"), 40, lambda: self.command("squeue") + self.logs())
+        until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 40, self.logs)
+
+
+def processes(chosen: Callable[[list[str], dict[str, str]], Any]) -> list[int]:
+    """Processes by their command line and environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                argv, environ = (
+                    (entry / name).read_bytes().decode().split("\0")[:-1] for name in ("cmdline", "environ")
+                )
+            except (OSError, ValueError):
+                continue
+            if argv and chosen(argv, dict(pair.partition("=")[::2] for pair in environ)):
+                found.append(int(entry.name))
+    return found
+
+
+def _strings(path: Path) -> list[str]:
+    return path.read_bytes().decode().split("\0")[:-1]
+
+
+class Watched:
+    """A process that is no child of ours, by a handle that no other process can get."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+
+    def is_alive(self) -> bool:
+        return not select.select([self._handle], [], [], 0)[0]
+
+    def wait(self, seconds: float) -> None:
+        assert select.select([self._handle], [], [], seconds)[0], f"process {self.pid} is still there after {seconds} s"
+        os.close(self._handle)
+
+    def send(self, number: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._handle, number)

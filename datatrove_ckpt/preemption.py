@@ -38,7 +38,7 @@ import multiprocess.forkserver
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
-from datatrove_ckpt.requeue import requeue_if_preempted
+from datatrove_ckpt.requeue import job_id, meaning_this_task, requeue_if_preempted
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Slurm kills 30 s (KillWait) after SIGTERM: that leaves 10 s to stop the server and to have the job requeued.
@@ -229,7 +229,8 @@ class Preemption:
             if signal.getsignal(number) is signal.SIG_DFL:
                 requeue_if_preempted()
             try:
-                signal.raise_signal(number)
+                with meaning_this_task():
+                    signal.raise_signal(number)
             except BaseException as end:
                 raise end from None  # what the rank itself ended with is no news
 
@@ -364,7 +365,7 @@ async def slurm_deadline() -> float | None:
     """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if nobody knows."""
     with suppress(ValueError):
         return float(os.environ.get("SLURM_JOB_END_TIME", ""))
-    job = os.environ.get("SLURM_JOB_ID")
+    job = job_id()
     if job is None or shutil.which("squeue") is None:  # Slurm before 23.02 does not tell its jobs
         return None
     process = await asyncio.create_subprocess_exec(

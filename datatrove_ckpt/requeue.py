@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from loguru import logger
 
@@ -17,9 +19,26 @@ _TIMEOUT = 10.0  # seconds that Slurm's controller gets to answer
 
 
 def job_id() -> str | None:
-    """This job, "17_3" in an array: there SLURM_JOB_ID alone may mean the whole array. None outside of Slurm."""
+    """This job, "17_3" in an array. None outside of Slurm.
+
+    The last task of array 17 has SLURM_JOB_ID=17, and to Slurm's commands that means all of the array.
+    """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+
+
+@contextmanager
+def meaning_this_task() -> Iterator[None]:
+    """Meanwhile SLURM_JOB_ID is ``job_id()``: datatrove's handler would have the last task requeue its whole array."""
+    job, before = job_id(), os.environ.get("SLURM_JOB_ID")
+    if job is None or before is None:
+        yield
+        return
+    os.environ["SLURM_JOB_ID"] = job
+    try:
+        yield
+    finally:
+        os.environ["SLURM_JOB_ID"] = before
 
 
 def requeue_if_preempted() -> None:

@@ -157,3 +157,21 @@ def test_several_tasks_per_job(cluster: Cluster, tmp_path: Path) -> None:
         assert [job.is_complete(rank) for rank in range(3)] == [True, False, False]
         job.until_ended(indices=1)
         job.check("tasks_per_job=3, requeue in the 2nd", 2, seconds, "1 of 3")
+
+
+def test_one_task_of_an_array_requeues_itself_and_not_the_others(
+    cluster: Cluster, tmp_path: Path, server: FakeServer
+) -> None:
+    job = Job(cluster, tmp_path, server, tasks=2)
+    job.submit()
+    job.until_held()
+    numbers = {cluster.show("job", f"{job.id}_{index}")["JobId"]: index for index in range(2)}
+    last = numbers[job.id]  # whose own number is the array's, so that Slurm's commands take it for all tasks
+    worker, watch = job.worker(last), Stopwatch()
+    cluster.command("scancel", "--signal=USR1", f"{job.id}_{last}")
+    job.until_logged("SIGUSR1")
+    job.server.release()
+    seconds = watch.until_gone(worker)
+    job.until_ended()
+    assert [cluster.show("job", f"{job.id}_{index}")["Restarts"] for index in (last, 1 - last)] == ["1", "0"]
+    job.check("USR1 to the last of 2 tasks", 3, seconds, "no")

@@ -67,11 +67,10 @@ class Leader:
     ) -> None:
         self._gone.cancel()
         self._listener.close()
+        # Which ends their handlers, too. One that is cancelled is an error to asyncio's log (in 3.11).
         for writer in self._writers:
-            writer.close()
-        for task in self._handlers:
-            task.cancel()
-        await asyncio.gather(*self._handlers, return_exceptions=True)
+            writer.transport.abort()
+        await asyncio.gather(*self._handlers)
 
     def start(self) -> None:
         """Every node is to start its part of the engine now; who comes later is told then."""

@@ -112,7 +112,8 @@ class Cluster:
     def __enter__(self) -> Self:
         install()
         self._write_config()
-        inside = ["bash", "-c", "echo; read -r line"]
+        # Nodes are found by their names, as on a cluster.
+        inside = ["bash", "-c", 'mount --bind "$0" /etc/hosts && echo && read -r line', str(self.folder / "hosts")]
         self._namespace = subprocess.Popen(
             ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *inside],
             stdin=subprocess.PIPE,
@@ -137,6 +138,8 @@ class Cluster:
         key = self.folder / "munge/munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
+        hosts = Path("/etc/hosts").read_text() + "".join(f"127.0.0.1 {node}\n" for node in NODES)
+        (self.folder / "hosts").write_text(hosts)
         host = socket.gethostname().split(".")[0]
         nodes = "\n".join(_NODE.format(name=name, host=host, port=free_port()) for name in NODES)
         settings = {"folder": self.folder, "host": host, "controller_port": free_port(), "kill_wait": KILL_WAIT}
@@ -207,6 +210,7 @@ class Cluster:
         for node in NODES:
             if not processes(lambda argv, _, node=node: argv[0].endswith("slurmd") and argv[-1:] == [node]):
                 self.start_node(node)
+                self.command("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         until(lambda: not self.command("squeue", "-h"), 40, lambda: self.command("squeue") + self.logs())
         until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 40, self.logs)
 

@@ -89,6 +89,7 @@ class Job:
         """Through datatrove, as a user does."""
         steps = pipeline(self.folder, self.server.url, **changes.pop("runner", {}))
         settings: dict[str, Any] = {"time": "00:10:00", "partition": "low", "qos": "", **changes}
+        settings["sbatch_args"] = {"open-mode": "append", **settings.get("sbatch_args", {})}
         executor = SlurmPipelineExecutor(steps, self.tasks, logging_dir=str(self.folder / "logs"), **settings)
         executor.run()
         self.id = executor.job_id
@@ -104,15 +105,20 @@ class Job:
     def asked(self) -> int:
         return sum(self.server.asked.values())
 
-    def worker(self, index: int = 0) -> Watched:
-        """The process that runs our code in an array task."""
+    def workers(self, index: int = 0) -> list[Watched]:
+        """The processes that run our code in an array task, one on each node."""
 
         def is_it(argv: list[str], environ: dict[str, str]) -> bool:
             mine = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
             program = argv[1] if len(argv) > 1 else ""
             return mine == (self.id, str(index)) and program.endswith("launch_pickled_pipeline")
 
-        return Watched(until(lambda: processes(is_it), 30, self.describe)[0])
+        return [Watched(pid) for pid in until(lambda: processes(is_it), 30, self.describe)]
+
+    def worker(self, index: int = 0) -> Watched:
+        """The process that runs our code in an array task of one node."""
+        (only,) = self.workers(index)
+        return only
 
     def until_ended(self, *states: str, indices: int | None = None, seconds: float = 60) -> None:
         """Waits for the end of all array tasks, which is to be one of ``states``."""

@@ -8,15 +8,19 @@ and whether the rank was marked complete at that moment. In the end it always is
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.inference.server import free_port
 from datatrove_ckpt.testing import FakeServer
+from tests.real import two_part_vllm
 from tests.real.slurm_cluster import Cluster, until
-from tests.real.slurm_job import DOCUMENTS, IN_FLIGHT, Job, Stopwatch, counting_server
+from tests.real.slurm_job import DOCUMENTS, HELD, IN_FLIGHT, Job, Stopwatch, counting_server
 
 pytestmark = pytest.mark.timeout(300)  # the first one may install Slurm
 
@@ -175,3 +179,62 @@ def test_one_task_of_an_array_requeues_itself_and_not_the_others(
     job.until_ended()
     assert [cluster.show("job", f"{job.id}_{index}")["Restarts"] for index in (last, 1 - last)] == ["1", "0"]
     job.check("USR1 to the last of 2 tasks", 3, seconds, "no")
+
+
+def lose_node(job: Job, cluster: Cluster) -> None:
+    """Its slurmd dies, and somebody takes the node out of service: what runs there runs on, unseen."""
+    node = cluster.show("job", f"{job.id}_0")["NodeList"]
+    cluster.kill_node(node)
+    cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+
+def test_a_lost_node_whose_process_lives_on(job: Job, cluster: Cluster) -> None:
+    job.submit()
+    job.until_held()
+    first = job.worker()
+    lose_node(job, cluster)
+    job.until_ended("FAILED")
+    assert first.is_alive()
+    assert not job.is_complete()
+    assert "CheckpointLocked: Another process works on this rank" in job.describe()
+    watch = Stopwatch()
+    job.server.release()
+    job.check("node lost, file locks: 2nd refused", 2, watch.until_gone(first), "no")
+
+
+def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(
+    job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_WITHOUT_LOCKS", "1")
+    job.submit()
+    job.until_held()
+    first = job.worker()
+    lose_node(job, cluster)
+    until(lambda: job.asked() == HELD + 2 * IN_FLIGHT, 60, job.describe)  # the second has taken over, and asks
+    assert first.is_alive()
+    assert not job.is_complete()
+    watch = Stopwatch()
+    job.server.release()
+    seconds = watch.until_gone(first)
+    job.until_ended()
+    job.check("node lost, no locks: 1st fenced", 2, seconds, "no", at_most=2 * IN_FLIGHT)
+
+
+def test_several_nodes_per_task(job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_part_vllm.install(job.folder / "bin")
+    monkeypatch.setenv("PATH", f"{job.folder}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("COUNTING_SERVER", job.server.url)
+    config = InferenceConfig(
+        "vllm", "fake", tp=2, max_concurrent_generations=IN_FLIGHT, master_port=free_port(), server_stop_timeout_sec=1.0
+    )
+    job.submit(nodes_per_task=2, runner={"config": config})
+    job.until_held()
+    workers, watch = job.workers(), Stopwatch()
+    assert len(workers) == 2
+    cluster.command("scontrol", "requeue", f"{job.id}_0")
+    seconds = max(watch.until_gone(worker) for worker in workers)
+    job.server.release()
+    assert not job.is_complete()
+    job.until_ended()
+    print(job.describe())
+    job.check("nodes_per_task=2, requeue", 4, seconds, "no", at_most=IN_FLIGHT)

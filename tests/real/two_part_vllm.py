@@ -1,0 +1,72 @@
+"""Stands for vLLM on two nodes, as a program named vllm: a part without HTTP on each node but the first, which refuses to
+answer before the other is there, and hangs when it is lost. Answers come from the counting server that
+COUNTING_SERVER names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+
+def value(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1]
+
+
+def install(folder: Path) -> None:
+    """Puts it into a folder, to be found on PATH."""
+    folder.mkdir()
+    program = folder / "vllm"
+    program.write_text(f"#!{sys.executable}\n{Path(__file__).read_text()}")
+    program.chmod(0o755)
+
+
+def serve_headless(master: tuple[str, int]) -> None:
+    while True:
+        try:
+            line = socket.create_connection(master)
+            break
+        except OSError:
+            time.sleep(0.02)
+    line.recv(1)
+
+
+def serve(master: tuple[str, int], port: int) -> None:
+    with socket.create_server(master) as listener:
+        line = listener.accept()[0]
+    line.setblocking(False)
+
+    async def complete(request: web.Request) -> Any:
+        try:
+            line.recv(1)
+            await asyncio.sleep(600)
+        except BlockingIOError:
+            pass
+        url = f"{os.environ['COUNTING_SERVER']}{request.path}"
+        async with aiohttp.ClientSession() as session, session.post(url, data=await request.read()) as answer:
+            return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
+
+    async def well(request: web.Request) -> Any:
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    for path in ("/health", "/v1/models"):
+        app.router.add_get(path, well)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, shutdown_timeout=0)
+
+
+if __name__ == "__main__":
+    address = value("--master-addr"), int(value("--master-port"))
+    if "--headless" in sys.argv:
+        serve_headless(address)
+    else:
+        serve(address, int(value("--port")))

@@ -3,7 +3,10 @@
 Before: sbatch must be here, and no job of the same run in the queue. A second one would give its tasks other ranks than
 the first one's (``ranks_to_run.json`` is written anew), and two tasks would meet on one rank.
 
-    LOGGING_DIR/slurm_jobs.json      ids of the jobs that were submitted last, datatrove's merge of statistics last
+    LOGGING_DIR/slurm_jobs.json      ids of the job arrays that were submitted last
+
+datatrove submits one more job after the arrays, which merges their statistics. It is of no interest here: where an
+array failed, it may wait in the queue for ever.
 """
 
 from __future__ import annotations
@@ -97,21 +100,27 @@ def submit(executor: Any, checkpoints: list[str], command: str) -> str:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     executor.job_id_retriever = ids = JobIds(executor.job_id_retriever)
     waiting = len(executor.get_incomplete_ranks())
+    refused = None
     try:
         executor.run()
+        arrays = ids.found[:-1]
     except subprocess.CalledProcessError as error:
-        there = f" Already submitted: job {', '.join(ids.found)}." if ids.found else " Nothing was submitted."
+        refused, arrays = error, ids.found
+    if arrays:
+        with executor.logging_dir.open(_JOBS, "w") as file:
+            json.dump(arrays, file)
+    if refused is not None:
+        there = f" Already submitted: job {', '.join(arrays)}." if arrays else " Nothing was submitted."
         raise CkptError(
-            f"sbatch ended with exit code {error.returncode}; what it said is above.{there} The script is in "
+            f"sbatch ended with exit code {refused.returncode}; what it said is above.{there} The script is in "
             f"{executor.logging_dir.resolve_paths('launch_script.slurm')}."
-        ) from error
-    finally:
-        if ids.found:
-            with executor.logging_dir.open(_JOBS, "w") as file:
-                json.dump(ids.found, file)
-    if not ids.found:
+        ) from refused
+    if not arrays:
         return f"Nothing was submitted: all {executor.tasks} tasks are complete."
-    arrays = ",".join(ids.found[:-1])
+    return _closing_line(executor, ",".join(arrays), waiting, checkpoints, command)
+
+
+def _closing_line(executor: Any, arrays: str, waiting: int, checkpoints: list[str], command: str) -> str:
     look = [f"squeue -j {arrays}", *(f"datatrove-ckpt status {folder}" for folder in checkpoints)]
     logs = Path(executor.slurm_logs_folder).absolute()
     return (

@@ -27,7 +27,6 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "m
 NODES = ("n1", "n2")
 KILL_WAIT = 5
 
-# preempt_send_user_signal: who gave --signal gets it when preempted, and the grace time to act on it.
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -62,6 +61,7 @@ KillWait={kill_wait}
 MessageTimeout=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+GresTypes=gpu
 {nodes}
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=1 GraceTime=0
 PartitionName=grace Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=1 GraceTime=20
@@ -69,7 +69,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP PriorityTi
 """
 _NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Boards=1 SocketsPerBoard=1 "
-    "CoresPerSocket=4 ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN"
+    "CoresPerSocket=4 ThreadsPerCore=1 RealMemory=64000 Gres=gpu:4 State=UNKNOWN"
 )
 
 
@@ -143,6 +143,9 @@ class Cluster:
         host = socket.gethostname().split(".")[0]
         nodes = "\n".join(_NODE.format(name=name, host=host, port=free_port()) for name in NODES)
         settings = {"folder": self.folder, "host": host, "controller_port": free_port(), "kill_wait": KILL_WAIT}
+        for number in range(4):
+            (self.folder / f"gpu{number}").touch()  # Slurm counts device files
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-3]\n")
         self.config.write_text(_CONFIG.format(nodes=nodes, **settings))
 
     def _start(self) -> None:

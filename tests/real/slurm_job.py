@@ -1,73 +1,18 @@
-"""A job on a cluster: what its workers import, and its life as a test sees it.
-
-Documents are asked about at a counting server in the test's process, which holds every request after the first few
-until it is told to go on. So "in the middle" is an exact place: all requests that may be in flight are in flight.
-"""
+"""One job array on Slurm, from its submission to its end, as a test sees it."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, make_input, pipeline, undisturbed
 from tests.real.slurm_cluster import Cluster, Watched, processes, until
 
-DOCUMENTS = 24  # per task
-IN_FLIGHT = 4  # per task
-HELD = 10  # so many requests are answered, later ones wait
-DRAIN_SECONDS = 3.0  # less than the cluster's KillWait
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-if os.environ.get("TEST_WITHOUT_LOCKS"):
-
-    def _no_locks(fd: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    fcntl.flock = _no_locks
-
-
-async def rollout(document: Any, generate: Any) -> Any:
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-
-def answer(payload: dict[str, Any], times: int) -> str:
-    return f"answer to {payload['messages'][-1]['content']}"
-
-
-def counting_server(held: int = HELD) -> FakeServer:
-    return FakeServer(answer, delay=lambda payload, times: 0.02, hold_after=held)
-
-
-def make_input(folder: Path, tasks: int) -> Path:
-    for task in range(tasks):
-        rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def pipeline(folder: Path, url: str, **settings: Any) -> list[Any]:
-    """Reader and runner of the job in ``folder``: input/ there, and output/, checkpoints/, logs/ to come."""
-    config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=IN_FLIGHT)
-    runner = InferenceRunner(
-        rollout,
-        settings.pop("config", config),
-        JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None),
-        checkpoints_local_dir=str(folder / "checkpoints"),
-        records_per_chunk=7,
-        **{"drain_seconds": DRAIN_SECONDS, **settings},
-    )
-    return [JsonlReader(str(folder / "input"), add_file_path=False), runner]
 
 
 class Job:
@@ -142,8 +87,12 @@ class Job:
         return "\n".join([f"{self.asked()} requests", queue, str(self.cluster.show("job", f"{self.id}_0")), *texts])
 
     def check(self, event: str, lives: int, seconds: float | None = None, complete: str = "", at_most: int = 0) -> None:
-        """The output is that of an undisturbed run, and so many requests were sent again; says it in a line."""
+        """The output is that of an undisturbed run; ``say`` has the rest."""
         assert outputs(self.folder / "output") == undisturbed(self.folder, self.tasks)
+        self.say(event, lives, seconds, complete, at_most)
+
+    def say(self, event: str, lives: int, seconds: float | None = None, complete: str = "", at_most: int = 0) -> None:
+        """All ranks are complete, and no more than so many requests were sent again; says so in a line of a table."""
         assert all(map(self.is_complete, range(self.tasks))), self.describe()
         documents = self.tasks * DOCUMENTS
         again = self.asked() - documents
@@ -151,18 +100,6 @@ class Job:
         print(f"\n| {event} | {lives} | {documents} | {again} | {took} | {complete or 'yes'} |", end="")
         assert len(self.server.asked) == documents
         assert 0 <= again <= at_most, self.describe()
-
-
-def undisturbed(folder: Path, tasks: int) -> dict[str, bytes]:
-    """The output of the same pipeline, with nothing in its way."""
-    other = folder / "undisturbed"
-    (other / "input").parent.mkdir()
-    (other / "input").symlink_to(folder / "input")
-    with FakeServer(answer) as server:
-        reader, runner = pipeline(other, server.url)
-        for rank in range(tasks):
-            runner.run(reader.run(None, rank, tasks), rank, tasks)
-    return outputs(other / "output")
 
 
 class Stopwatch:

@@ -8,19 +8,32 @@ and whether the rank was marked complete at that moment. In the end it always is
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from datatrove.io import DataFolder
+from loguru import logger
 
 from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.cli import main
 from datatrove_ckpt.inference.server import free_port
 from datatrove_ckpt.testing import FakeServer
 from tests.real import two_part_vllm
+from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server
 from tests.real.slurm_cluster import Cluster, until
-from tests.real.slurm_job import DOCUMENTS, HELD, IN_FLIGHT, Job, Stopwatch, counting_server
+from tests.real.slurm_job import Job, Stopwatch
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(300)  # the first one may install Slurm
 
@@ -38,6 +51,8 @@ def cluster(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         monkeypatch.setenv(name, value)
     yield slurm
     slurm.cancel_all()
+    logger.configure(patcher=lambda record: None)  # which the command sets
+    DataFolder.clear_instance_cache()
 
 
 @pytest.fixture
@@ -105,18 +120,28 @@ def test_preemption_while_answers_stay_away(job: Job, cluster: Cluster) -> None:
     job.check("preemption, slow answers", 2, seconds, "no", at_most=IN_FLIGHT)
 
 
-def test_time_limit(job: Job) -> None:
-    # Slurm looks every 30 s whose time is up; the shortest limit is a minute.
-    job.submit(time="00:01:00", sbatch_args={"signal": "USR1@58"})
-    job.until_held()
-    worker = job.worker()
-    job.until_logged("SIGUSR1")
-    watch = Stopwatch()
-    job.server.release()
-    seconds = watch.until_gone(worker)
-    assert not job.is_complete()
-    job.until_ended()
-    job.check("time limit, --signal=USR1", 2, seconds, "no")
+def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
+    def play(name: str, cause: str, **settings: Any) -> tuple[Job, float]:
+        with counting_server() as server:
+            job = Job(cluster, tmp_path / name, server)
+            job.submit(time="00:01:00", **settings)
+            job.until_held()
+            worker = job.worker()
+            job.until_logged(f"{cause}: {IN_FLIGHT} requests in flight")
+            watch = Stopwatch()
+            server.release()
+            seconds = watch.until_gone(worker)
+            assert not job.is_complete()
+            job.until_ended()
+            return job, seconds
+
+    # Slurm looks every 30 s whose time is up, and the shortest limit is a minute: the two wait together.
+    with ThreadPoolExecutor() as threads:
+        signalled = threads.submit(play, "signalled", "SIGUSR1", sbatch_args={"signal": "USR1@58"})
+        silent = threads.submit(play, "silent", "the end of the job's time limit")
+    for event, done in (("time limit, --signal=USR1", signalled), ("time limit, no --signal", silent)):
+        job, seconds = done.result()
+        job.check(event, 2, seconds, "no")
 
 
 def test_kill_and_another_run(job: Job) -> None:
@@ -236,5 +261,128 @@ def test_several_nodes_per_task(job: Job, cluster: Cluster, monkeypatch: pytest.
     job.server.release()
     assert not job.is_complete()
     job.until_ended()
-    print(job.describe())
+    assert "Traceback" not in job.describe()
     job.check("nodes_per_task=2, requeue", 4, seconds, "no", at_most=IN_FLIGHT)
+
+
+# The file that a user copies, the script that submits it, a rollout in the same folder, a key in the environment.
+KEY = "hunter2-is-a-secret"
+MY_MODULE = """
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+"""
+
+
+def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
+    cluster: Cluster,
+    tmp_path: Path,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = Job(cluster, tmp_path / "slurm_run", server, tasks=2)
+    (tmp_path / "slurm_run/input").rename(tmp_path / "documents")
+    (tmp_path / "my_module.py").write_text(MY_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    DataFolder.clear_instance_cache()
+    endpoint = f"server_type: endpoint, endpoint_url: {server.url}, model_name_or_path: m, api_key_env: MY_KEY"
+    arguments = [
+        str(ROOT / "configs/slurm.yaml"),
+        "--executor.tasks=2",
+        "--executor.partition=low",
+        "--executor.cpus_per_task=1",
+        f"--pipeline.1.config={{{endpoint}, max_concurrent_generations: {IN_FLIGHT}}}",
+        "--pipeline.1.rollout_fn=my_module.rollout",
+    ]
+    said = cluster.command("bash", str(ROOT / "slurm/launch.sh"), *arguments)
+    assert "#SBATCH --gpus=1\n" in said
+    job.id = submitted(said, "2 of 2")
+    job.until_held()
+    assert main(["run", *arguments]) == 2
+    assert f"job {job.id} of this run is still in the queue" in capsys.readouterr().err
+
+    worker, watch = job.worker(), Stopwatch()
+    worker.send(signal.SIGKILL)
+    seconds = watch.until_gone(worker)
+    server.release()
+    job.until_ended("FAILED", "COMPLETED")
+    assert [job.is_complete(rank) for rank in range(2)] == [False, True]
+    assert main(["run", *arguments]) == 0
+    job.id = submitted(capsys.readouterr().out, "1 of 2")
+    job.until_ended(indices=1)
+    assert main(["run", *arguments]) == 0
+    assert "Nothing was submitted: all 2 tasks are complete." in capsys.readouterr().out
+
+    files = sorted((tmp_path / "slurm_run/output").iterdir())
+    written = [json.loads(line)["id"] for path in files for line in gzip.decompress(path.read_bytes()).splitlines()]
+    assert written == [f"{task} {number}" for task in range(2) for number in range(DOCUMENTS)]
+    with capsys.disabled():
+        job.say("configs/slurm.yaml, kill -9, run again", 3, seconds, "no", at_most=IN_FLIGHT)
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+
+
+def submitted(said: str, tasks: str) -> str:
+    """The job's number, from the closing line."""
+    found = re.search(rf"Submitted job (\d+) for {tasks} tasks", said)
+    assert found, said
+    return found[1]
+
+
+# A user's own script: the rollout lives in __main__, and goes into the pickle as it is.
+SCRIPT = """
+import sys
+from datatrove.executor import SlurmPipelineExecutor
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.readers import JsonlReader
+
+folder, url, key = sys.argv[1], sys.argv[2], sys.stdin.read()
+
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+
+runner = InferenceRunner(
+    rollout,
+    InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=4, api_key=key),
+    JsonlWriter(f"{folder}/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+    checkpoints_local_dir=f"{folder}/checkpoints",
+    records_per_chunk=7,
+)
+del key
+if __name__ == "__main__":
+    reader = JsonlReader(f"{folder}/input", add_file_path=False)
+    executor = SlurmPipelineExecutor(
+        [reader, runner], tasks=1, time="00:10:00", partition="low", qos="", logging_dir=f"{folder}/logs"
+    )
+    executor.run()
+    print(executor.job_id)
+"""
+
+
+def test_a_rollout_in_a_users_script_with_a_key_is_the_same_in_its_next_run(job: Job) -> None:
+    (job.folder / "script.py").write_text(SCRIPT)
+
+    def submit() -> None:
+        command = [sys.executable, str(job.folder / "script.py"), str(job.folder), job.server.url]
+        done = subprocess.run(command, input=KEY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        job.id = done.stdout.split()[-1]
+
+    submit()
+    job.until_held()
+    worker, watch = job.worker(), Stopwatch()
+    worker.send(signal.SIGKILL)
+    seconds = watch.until_gone(worker)
+    job.until_ended("FAILED")
+    assert not job.is_complete()
+    job.server.release()
+    submit()
+    job.until_ended()
+    job.check("script with a key, kill -9, run again", 2, seconds, "no", at_most=IN_FLIGHT)
+    for path in job.folder.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path

@@ -1,6 +1,5 @@
-"""Stands for vLLM on two nodes, as a program named vllm: a part without HTTP on each node but the first, which refuses to
-answer before the other is there, and hangs when it is lost. Answers come from the counting server that
-COUNTING_SERVER names.
+"""Stands for vLLM on two nodes, as a program named vllm. The first part does not answer before the other one is there,
+and hangs when that is lost. Answers come from the counting server that COUNTING_SERVER names.
 """
 
 from __future__ import annotations

@@ -1,0 +1,78 @@
+"""What the workers of a job on a cluster import, and what the test compares their output with.
+
+Documents are asked about at a counting server, which holds every request after the first few until it is told to go on.
+So "in the middle" is an exact place: all requests that may be in flight are in flight.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, outputs
+
+DOCUMENTS = 24  # per task
+IN_FLIGHT = 4  # per task
+HELD = 10  # so many requests are answered, later ones wait
+DRAIN_SECONDS = 3.0  # less than the cluster's KillWait
+
+if os.environ.get("TEST_WITHOUT_LOCKS"):
+
+    def _no_locks(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    fcntl.flock = _no_locks
+
+
+async def rollout(document: Any, generate: Any) -> Any:
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+
+def answer(payload: dict[str, Any], times: int) -> str:
+    return f"answer to {payload['messages'][-1]['content']}"
+
+
+def counting_server(held: int = HELD) -> FakeServer:
+    return FakeServer(answer, delay=lambda payload, times: 0.02, hold_after=held)
+
+
+def make_input(folder: Path, tasks: int) -> Path:
+    for task in range(tasks):
+        rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def pipeline(folder: Path, url: str, **settings: Any) -> list[Any]:
+    """Reader and runner of the job in ``folder``: input/ there, and output/, checkpoints/, logs/ to come."""
+    config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=IN_FLIGHT)
+    runner = InferenceRunner(
+        rollout,
+        settings.pop("config", config),
+        JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        records_per_chunk=7,
+        **{"drain_seconds": DRAIN_SECONDS, **settings},
+    )
+    return [JsonlReader(str(folder / "input"), add_file_path=False), runner]
+
+
+def undisturbed(folder: Path, tasks: int) -> dict[str, bytes]:
+    """The output of the same pipeline, with nothing in its way."""
+    other = folder / "undisturbed"
+    (other / "input").parent.mkdir()
+    (other / "input").symlink_to(folder / "input")
+    with FakeServer(answer) as server:
+        reader, runner = pipeline(other, server.url)
+        for rank in range(tasks):
+            runner.run(reader.run(None, rank, tasks), rank, tasks)
+    return outputs(other / "output")

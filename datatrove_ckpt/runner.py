@@ -22,6 +22,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.collector import calm_collector
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.dead_letters import Retry
 from datatrove_ckpt.errors import ConfigError
@@ -153,7 +154,7 @@ class InferenceRunner(PipelineStep):
         nodes = Nodes.from_environment()
         # Without a checkpoint there is nothing to wait for: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
-        with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
+        with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"), calm_collector():
             if nodes.rank > 0:  # the first node reads and writes
                 asyncio.run(self._follow(rank, nodes, preemption))
             elif self.checkpoints_local_dir is None:

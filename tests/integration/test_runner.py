@@ -6,7 +6,9 @@ import asyncio
 import base64
 import copy
 import datetime
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -457,6 +459,32 @@ def test_stats_have_datatroves_names(tmp_path: Path, server: FakeServer) -> None
     assert totals == {"documents_processed": 3, "successful_requests": 3, "requests": 3}
     assert stats["prompt_tokens"].total == 6
     assert stats["inference_time"].total > 0
+
+
+def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path: Path, server: FakeServer) -> None:
+    class Marked(str):
+        """A str that can be asked whether it is still there."""
+
+    alive: weakref.WeakSet[Marked] = weakref.WeakSet()
+    most = 0
+
+    def marked() -> Iterator[Document]:
+        nonlocal most
+        for index in range(600):
+            mark = Marked(index)
+            alive.add(mark)
+            document = Document(text=f"text {index}", id=f"id {index}", metadata={"mark": mark})
+            most = max(most, len(alive))
+            yield document
+
+    step = runner(tmp_path, server, config={"max_concurrent_documents": 2})
+    gc.disable()
+    try:
+        step.run(marked())
+    finally:
+        gc.enable()
+    assert len(alive) <= 1
+    assert most < 300  # twice 128 are read ahead
 
 
 # without checkpoints --------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ ROOMS = [
     "pool_workers",
     "rollouts",
     "torch",
+    "collector",
     "runner",
     "yaml_config",
     "overrides",

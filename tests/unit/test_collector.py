@@ -1,0 +1,92 @@
+"""The garbage collector is told what a run is like, and is its old self afterwards."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from datatrove_ckpt.collector import calm_collector
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Whatever a test does, the next one has Python's."""
+    before = gc.get_threshold()
+    yield
+    gc.enable()
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+def test_settings_come_back_after_a_run_also_one_that_fails() -> None:
+    gc.set_threshold(701, 11, 12)
+
+    def fail() -> None:
+        assert gc.get_threshold()[0] > 701
+        assert gc.get_freeze_count() > 0
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), calm_collector():
+        fail()
+    assert gc.get_threshold() == (701, 11, 12)
+    assert gc.get_freeze_count() == 0
+
+
+def test_higher_thresholds_stay_and_so_does_a_collector_that_never_collects() -> None:
+    for thresholds in ((10**6, 10**6, 10**6), (0, 10, 10)):
+        gc.set_threshold(*thresholds)
+        with calm_collector():
+            assert gc.get_threshold() == thresholds
+        assert gc.get_threshold() == thresholds
+
+
+def test_a_collector_that_is_switched_off_stays_off() -> None:
+    gc.disable()
+    with calm_collector():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+
+
+def test_what_a_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with calm_collector():
+        assert gc.get_freeze_count() <= count
+    assert count - 100 < gc.get_freeze_count() <= count  # what is freed is no longer counted
+
+
+def test_ranks_in_threads_share_it_until_the_last_one_ends() -> None:
+    before = gc.get_threshold()
+    entered, leave = threading.Event(), threading.Event()
+
+    def other_rank() -> None:
+        with calm_collector():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other_rank)
+    with calm_collector():
+        during = gc.get_threshold()
+        thread.start()
+        entered.wait()
+    assert gc.get_threshold() == during
+    leave.set()
+    thread.join()
+    assert gc.get_threshold() == before
+
+
+def test_garbage_of_before_is_collected_and_not_kept_for_the_length_of_a_run() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            freed.append(True)
+
+    freed: list[bool] = []
+    Cycle()
+    with calm_collector():
+        assert freed

@@ -26,6 +26,7 @@ import xxhash
 from datatrove.io import OutputFileManager
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.adapter import use_shallow_adapter
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -164,6 +165,7 @@ def _fresh_copy(writer: DiskWriter, staged: StagedFiles) -> DiskWriter:
     # writer was never written to, so there is nothing open to copy. Its file manager is left out.
     original = writer.output_mg
     fresh: DiskWriter = copy.deepcopy(writer, {id(original): staged})
+    use_shallow_adapter(fresh)
     return fresh
 
 

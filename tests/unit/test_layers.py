@@ -31,6 +31,7 @@ ROOMS = [
     "inference",
     "documents",
     "readers",
+    "adapter",
     "output",
     "identity",
     "source",

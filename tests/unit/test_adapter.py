@@ -1,0 +1,92 @@
+"""Our adapter gives what datatrove's default one gives, value for value and key for key."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove.data import Document, Media
+from datatrove.pipeline.inference.types import InferenceResult
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.adapter import use_shallow_adapter
+from datatrove_ckpt.documents import decode, encode
+
+RESULT = InferenceResult("answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because")
+DOCUMENTS = {
+    "text only": Document("text", "id"),
+    "nothing": Document("", ""),
+    "results": Document("text", "id", metadata={"rollout_results": [RESULT, RESULT], "x": [[{"y": RESULT}]]}),
+    "values": Document(
+        "text",
+        "id",
+        metadata={
+            "date": datetime.date(2024, 1, 1),
+            "array": np.arange(3),
+            "score": np.float32(0.5),
+            "nan": float("nan"),
+            "set": {1, 2},
+            "bytes": b"\x00",
+            "keys": {1: {2: None}},
+            "$py": ["media", 1],
+            "none": None,
+            "empty": {},
+            "text": "another",
+        },
+    ),
+    "media": Document(
+        "text",
+        "id",
+        media=[Media("m", 0, "https://a.b", media_bytes=b"\xff", metadata={"k": [1]}), Media("n", 1, "")],
+        metadata={"inside": Media("o", 2, "", media_bytes=b"\x01")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("expand_metadata", [False, True])
+@pytest.mark.parametrize("save_media_bytes", [False, True])
+@pytest.mark.parametrize("writer_class", [JsonlWriter, ParquetWriter])
+def test_it_gives_what_the_default_one_gives(
+    tmp_path: Path, name: str, expand_metadata: bool, save_media_bytes: bool, writer_class: Any
+) -> None:
+    writer = writer_class(
+        str(tmp_path), "${rank}", None, expand_metadata=expand_metadata, save_media_bytes=save_media_bytes
+    )
+    document = decode(encode(DOCUMENTS[name]))
+    expected = writer.adapter(document)
+    use_shallow_adapter(writer)
+    given = writer.adapter(document)
+    assert repr(given) == repr(expected)  # of which the order of keys and the types of values are parts
+    assert writer.adapter.__func__ is not DiskWriter._default_adapter
+
+
+def test_a_writer_may_change_what_it_is_given(tmp_path: Path) -> None:
+    writer = JsonlWriter(str(tmp_path), "${rank}", None, save_media_bytes=True)
+    use_shallow_adapter(writer)
+    document = decode(encode(DOCUMENTS["media"]))
+    before = copy.deepcopy(document)
+    given = writer.adapter(document)
+    given["media"][0]["media_bytes"] = given["media"][0]["metadata"]["k"] = None
+    given["metadata"].clear()
+    assert document == before
+
+
+def test_other_adapters_are_left_alone(tmp_path: Path) -> None:
+    class Own(JsonlWriter):  # type: ignore[misc]
+        def _default_adapter(self, document: Document) -> dict[str, Any]:
+            return {"own": document.id}
+
+    def adapter(self: Any, document: Document) -> dict[str, Any]:
+        return {"given": document.id}
+
+    for writer in (Own(str(tmp_path), "${rank}", None), JsonlWriter(str(tmp_path), "${rank}", None, adapter=adapter)):
+        before: MethodType = writer.adapter
+        use_shallow_adapter(writer)
+        assert writer.adapter is before

@@ -1,6 +1,7 @@
 """What a run shows of itself: a bar on a terminal, a log line every ``metric_interval`` seconds elsewhere.
 
-Numbers go to datatrove's stats under the names its own runner uses.
+Numbers go to datatrove's stats under the names its own runner uses, when the run ends: ``stat_update`` for each would
+cost as much as reading the document does (measured). Until then it is only counted how often each value came.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from typing import Any
 
 import multiprocess
+from datatrove.utils.stats import MetricStats, Stats
 from loguru import logger
 from tqdm import tqdm
 
@@ -19,24 +21,32 @@ from datatrove_ckpt.checkpoint.commits import Tally
 from datatrove_ckpt.checkpoint.journal import Outcome
 from datatrove_ckpt.inference.answers import Completion
 
-StatUpdate = Callable[..., None]
+_UNITS = {
+    "prompt_tokens": "request",
+    "completion_tokens": "request",
+    "successful_requests": "request",
+    "failed_requests": "request",
+    "requests": "rollout",
+}
+_OTHERS_UNIT = "document"
 
 
 class Progress:
     """One rank's progress in this life, an ``Observer`` of its ``Generation``.
 
     Args:
-        stat_update: datatrove's, of the step.
+        stats: datatrove's, of the step.
         before: what earlier lives committed.
         bar: show a progress bar.
     """
 
-    def __init__(self, stat_update: StatUpdate, before: Tally, interval: float, bar: bool) -> None:
+    def __init__(self, stats: Stats, before: Tally, interval: float, bar: bool) -> None:
         self.requests = 0
         self.failed_requests = 0
         self.tokens = 0
         self.documents = 0
-        self._stat_update = stat_update
+        self._stats = stats
+        self._values: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._interval = interval
         self._started = time.monotonic()
         self._serving = asyncio.Event()
@@ -53,24 +63,20 @@ class Progress:
         completion_tokens = completion.usage.get("completion_tokens") or 0
         self.requests += 1
         self.tokens += completion_tokens
-        self._stat_update("prompt_tokens", value=prompt_tokens, unit="request")
-        self._stat_update("completion_tokens", value=completion_tokens, unit="request")
-        self._stat_update("successful_requests", value=1, unit="request")
+        self._values["prompt_tokens"][prompt_tokens] += 1
+        self._values["completion_tokens"][completion_tokens] += 1
+        self._values["successful_requests"][1] += 1
 
     def request_failed(self) -> None:
         self.failed_requests += 1
-        self._stat_update("failed_requests", value=1, unit="request")
+        self._values["failed_requests"][1] += 1
 
     def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None:
         self.documents += 1
-        for count in requests:
-            self._stat_update("requests", value=count, unit="rollout")
-        self._stat_update("successful_rollouts", value=successful_rollouts, unit="document")
-        self._stat_update("failed_rollouts", value=len(requests) - successful_rollouts, unit="document")
-        if outcome == "dead":
-            self._stat_update("skipped_bad_requests", value=1, unit="document")
-        else:
-            self._stat_update("documents_processed", value=1, unit="document")
+        self._values["requests"].update(requests)
+        self._values["successful_rollouts"][successful_rollouts] += 1
+        self._values["failed_rollouts"][len(requests) - successful_rollouts] += 1
+        self._values["skipped_bad_requests" if outcome == "dead" else "documents_processed"][1] += 1
         if self._bar is not None:
             self._bar.update()
 
@@ -94,8 +100,20 @@ class Progress:
         return f"{self.requests / seconds:.1f} req/s, {self.tokens / seconds:.0f} tok/s"
 
     def close(self) -> None:
+        """Hands the numbers over."""
+        for label, values in self._values.items():
+            self._stats[label] += _metric(values, _UNITS.get(label, _OTHERS_UNIT))
+        self._values.clear()
         if self._bar is not None:
             self._bar.close()
+
+
+def _metric(values: Counter[int], unit: str) -> MetricStats:
+    """What ``MetricStats.update`` makes of the values one by one."""
+    n, total = values.total(), sum(value * times for value, times in values.items())
+    mean = total / n
+    squares = sum(times * (value - mean) ** 2 for value, times in values.items())
+    return MetricStats(total, n, mean, min(values), max(values), squares, unit)
 
 
 def wants_bar() -> bool:

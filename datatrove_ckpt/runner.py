@@ -203,7 +203,7 @@ class InferenceRunner(PipelineStep):
                 "that is started all the same takes the rank over, and this one stops before its next write."
             )
         completed = False
-        progress = Progress(self.stat_update, checkpoint.tally, self.config.metric_interval, wants_bar())
+        progress = Progress(self.stats, checkpoint.tally, self.config.metric_interval, wants_bar())
         try:
             if output is not None:
                 output.prepare()

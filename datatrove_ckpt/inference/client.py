@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import aiohttp
-
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -43,19 +41,14 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.answers import Completion, TryAgain, parse_chat, parse_completion
 from datatrove_ckpt.inference.keys import Key
 from datatrove_ckpt.inference.routing import Check, Request, Router, ServerLost, Target
-from datatrove_ckpt.inference.transport import needs_proxy, post, shown_url, under
+from datatrove_ckpt.inference.transport import needs_proxy, post, shown_url, transport_to, under
 
 _DEFAULT_TIMEOUT = 3600.0
-_CONNECT_TIMEOUT = 30.0
 _FIRST_BACKOFF = 0.5
 _MAX_BACKOFF = 30.0
 # Seconds a URL is passed over after its connection failed. Without it a dead server, which fails at once and so
 # always has the fewest requests in flight, would draw all requests to itself.
 _COOLDOWN = 5.0
-# uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We drop them first: a request sent
-# into a closing connection is a failed attempt.
-_KEEPALIVE = 4.0
-_READ_BUFFER = 1 << 18
 
 
 @dataclass(slots=True)
@@ -143,23 +136,10 @@ class CompletionClient:
 
     def up(self, target: Target, url: str, api_key: Key | None) -> None:
         """From now on requests are sent to this URL. A restarted server has another port and another key."""
-        timeout = aiohttp.ClientTimeout(
-            total=self._config.request_timeout or _DEFAULT_TIMEOUT,
-            connect=_CONNECT_TIMEOUT,
-            sock_connect=_CONNECT_TIMEOUT,
-        )
-        # A session per server: it is closed with its server, and it holds the key, so that no call has to.
-        target.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=api_key.headers() if api_key is not None else None,
-            timeout=timeout,
-            read_bufsize=_READ_BUFFER,
-            # A proxy in the environment is never meant for 127.0.0.1. For endpoints it is, but aiohttp then asks
-            # the environment in a thread per request: only where a proxy applies.
-            trust_env=self._proxied,
-        )
+        # One per server: it is closed with its server, and it holds the key, so that no call has to.
         target.url = under(url, self._path)
+        timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
+        target.transport = transport_to(target.url, api_key, timeout, self._proxied)
         target.up = True
         self.router.admit()
 
@@ -249,9 +229,9 @@ class CompletionClient:
         return answer
 
     async def _ask(self, target: Target, body: bytes, began: float) -> Completion:
-        assert target.session is not None
+        assert target.transport is not None
         try:
-            raw = await post(target.session, target.url, body, self._config.model_name_or_path)
+            raw = await post(target.transport, target.url, body, self._config.model_name_or_path)
             answer = self._parse(raw)
             target.alive(began)
             return answer
@@ -269,9 +249,9 @@ class CompletionClient:
 
 
 async def _close(target: Target) -> None:
-    session, target.session = target.session, None
-    if session is not None:
-        await session.close()
+    transport, target.transport = target.transport, None
+    if transport is not None:
+        await transport.close()
 
 
 def _backoff(attempt: int) -> float:

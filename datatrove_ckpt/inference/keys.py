@@ -45,3 +45,10 @@ class HiddenDict(dict[str, str]):
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{name!r}: ***" for name in self) + "}"
+
+
+class HiddenBytes(bytes):
+    """Bytes that show nothing of themselves."""
+
+    def __repr__(self) -> str:
+        return "***"

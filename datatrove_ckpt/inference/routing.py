@@ -21,10 +21,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-import aiohttp
 from yarl import URL
 
 from datatrove_ckpt.errors import ServerDied
+from datatrove_ckpt.inference.transport import Transport
 
 _DEATHS_OF_A_SUSPECT = 2
 
@@ -95,7 +95,7 @@ class Target:
 
     def __init__(self, check: Check | None = None) -> None:
         self.url = URL()
-        self.session: aiohttp.ClientSession | None = None
+        self.transport: Transport | None = None
         self.up = False
         self.limit = math.inf
         self.in_flight = 0

@@ -16,9 +16,18 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
+from datatrove_ckpt.inference import transport
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.keys import Key
+
+
+@pytest.fixture(params=["plain", "aiohttp"], autouse=True)
+def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table holds over either transport."""
+    if request.param == "aiohttp":
+        monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
+
 
 Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"model": "m", "messages": []}'
@@ -261,7 +270,7 @@ def test_a_refused_connection_is_tried_again() -> None:
             url = f"http://127.0.0.1:{closed.getsockname()[1]}"
             sleeps = Sleeps()
             async with CompletionClient(config(), [url], None, sleep=sleeps) as client:
-                with pytest.raises(RequestFailed, match="ClientConnectorError"):
+                with pytest.raises(RequestFailed, match=r"ClientConnectorError|ConnectionRefusedError"):
                     await client.complete(BODY)
             assert len(sleeps) == 2
 

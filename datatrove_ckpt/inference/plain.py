@@ -163,6 +163,7 @@ class PlainTransport:
         for connection in (*self._idle, *self._asked):
             connection.fail(ConnectionAbortedError("the client was closed"))
         self._idle.clear()
+        await asyncio.sleep(0)  # the loop closes their sockets in its next turn
 
     def _take_idle(self) -> _Connection | None:
         """The connection that was used last: the others may close meanwhile."""
@@ -177,18 +178,17 @@ class PlainTransport:
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout), self._connecting:
-                failure: OSError | None = None
-                for family, _, _, _, address in await self._resolve():
-                    try:
-                        _, connection = await self._loop.create_connection(
-                            _Connection, address[0], address[1], family=family
-                        )
-                        return connection
-                    except OSError as error:
-                        failure = error
-                raise failure or OSError(f"{self._host} has no address")
+                *others, last = await self._resolve()
+                for address in others:
+                    with contextlib.suppress(OSError):
+                        return await self._connect_to(address)
+                return await self._connect_to(last)
         except TimeoutError:
             raise ConnectTimeout from None
+
+    async def _connect_to(self, address: Any) -> _Connection:
+        family, *_, (host, port, *_) = address
+        return (await self._loop.create_connection(_Connection, host, port, family=family))[1]
 
     async def _resolve(self) -> list[Any]:
         """The host's addresses. Whoever asks while a lookup is under way waits for that one."""

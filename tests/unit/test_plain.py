@@ -1,0 +1,274 @@
+"""PlainTransport against a real socket: which connections are used again, and how requests end that get no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from datatrove_ckpt.inference.http1 import BadAnswer
+from datatrove_ckpt.inference.keys import HiddenDict, Key
+from datatrove_ckpt.inference.plain import ConnectTimeout, PlainTransport
+from tests.unit.test_client import RawServer, Reply, answer, http, never, reset, serving, then_close
+
+GOOD = answer(http(200, b"good"))
+Play = Callable[[RawServer, PlainTransport], Awaitable[None]]
+
+
+def play(test: Play, *replies: Reply, host: str = "127.0.0.1", **settings: Any) -> None:
+    async def run() -> None:
+        async with serving(*replies) as (server, base):
+            url = URL(base).with_host(host) / "v1/chat/completions"
+            arguments = {"headers": None, "timeout": 30.0, "connect_timeout": 30.0, "keepalive": 4.0, **settings}
+            transport = PlainTransport(url, **arguments)
+            try:
+                await test(server, transport)
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_is_what_a_server_expects() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        await transport.post(b"{}")
+        head, body = server.requests[0]
+        lines = head.decode().split("\r\n")
+        assert lines[0] == "POST /v1/chat/completions HTTP/1.1"
+        assert {line.split(":")[0] for line in lines[1:-2]} == {
+            "Host", "User-Agent", "Accept", "Accept-Encoding", "Content-Type", "Authorization", "Content-Length"
+        }  # fmt: skip
+        assert f"Host: 127.0.0.1:{transport._port}" in lines
+        assert "Authorization: Bearer key" in lines
+        assert body == b"{}"
+
+    play(test, GOOD, headers=Key("key").headers())
+
+
+@pytest.mark.parametrize(("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")])
+def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host: str) -> None:
+    async def make() -> bytes:
+        return PlainTransport(URL(url), None, 1.0, 1.0, 1.0)._head
+
+    head = asyncio.run(make()).split(b"\r\n")
+    assert head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
+    assert head[1] == f"Host: {host}".encode()
+
+
+def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
+    async def make() -> None:
+        PlainTransport(URL("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0)
+
+    with pytest.raises(ValueError, match="line break") as caught:
+        asyncio.run(make())
+    assert "hush" not in str(caught.value)
+
+
+def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        waiting = [asyncio.create_task(transport.post(b"%d" % n)) for n in range(20)]
+        for _ in waiting:
+            await server.arrived.acquire()
+        assert server.connections == 20
+        server.replies = [GOOD]
+        server.closing.set()
+        assert {(await task).body for task in waiting} == {b"good"}
+        await transport.post(b"once more")
+        assert server.connections == 20
+
+    async def later(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        await server.closing.wait()
+        writer.write(http(200, b"good"))
+
+    play(test, later)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        then_close(http(200, b"good")),
+        answer(http(200, b"good", "Connection: close")),
+        answer(http(200, b"good") + b"HTTP/1.1 408 Timeout\r\n\r\n"),
+        answer(b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\ngood"),
+    ],
+)
+def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: Reply) -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        assert (await transport.post(b"one")).body == b"good"
+        while transport._idle and transport._idle[0].usable:  # its end arrives by itself
+            await asyncio.sleep(0)
+        assert (await transport.post(b"two")).body == b"good"
+        assert server.connections == 2
+        assert len(server.requests) == 2
+
+    play(test, first, GOOD)
+
+
+def test_what_a_server_says_unasked_is_no_answer_to_the_next_request() -> None:
+    async def chatty(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writer.write(http(200, b"good"))
+        await writer.drain()
+        while not server.closing.is_set():
+            await asyncio.sleep(0)
+        writer.write(http(200, b"unasked"))
+
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        await transport.post(b"one")
+        server.replies = [GOOD]
+        server.closing.set()
+        while transport._idle[0].usable:
+            await asyncio.sleep(0)
+        assert (await transport.post(b"two")).body == b"good"
+
+    play(test, chatty)
+
+
+def test_a_connection_that_idled_too_long_is_not_used() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        for _ in range(3):
+            await transport.post(b"one")
+        assert server.connections == 3
+
+    play(test, GOOD, keepalive=0.0)
+
+
+def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not() -> None:
+    class Refusing(asyncio.Protocol):
+        """Reads the header and no more."""
+
+        def connection_made(self, transport: Any) -> None:
+            connections.append(transport)
+
+        def data_received(self, data: bytes) -> None:
+            connections[-1].pause_reading()
+            connections[-1].write(http(413, b"too long"))
+
+    connections: list[Any] = []
+
+    async def run() -> None:
+        listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
+        url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+        transport = PlainTransport(url, None, 30.0, 30.0, 4.0)
+        for _ in range(2):
+            response = await transport.post(b"x" * (20 << 20))
+            assert (response.status, response.body) == (413, b"too long")
+        assert len(connections) == 2
+        await transport.close()
+        for connection in connections:
+            connection.abort()
+        listener.close()
+        await listener.wait_closed()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (then_close(), BadAnswer),
+        (then_close(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"), BadAnswer),
+        (reset, BadAnswer),
+        (answer(b"SSH-2.0-OpenSSH\r\n\r\n"), BadAnswer),
+        (never, TimeoutError),
+    ],
+)
+def test_a_request_without_an_answer_ends_with_its_connection(reply: Reply, error: type[Exception]) -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        with pytest.raises(error):
+            await transport.post(b"one")
+        assert not transport._idle
+        assert not transport._asked
+
+    play(test, reply, timeout=0.2)
+
+
+def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        ended: dict[int, float] = {}
+        loop = asyncio.get_running_loop()
+
+        async def ask(number: int) -> None:
+            await asyncio.sleep(number * 0.1)
+            started = loop.time()
+            with pytest.raises(TimeoutError):
+                await transport.post(b"one")
+            ended[number] = loop.time() - started
+
+        await asyncio.gather(*(ask(number) for number in range(5)))
+        assert all(0.29 <= seconds < 1.0 for seconds in ended.values())
+
+    play(test, never, timeout=0.3)
+
+
+def test_a_cancelled_request_closes_its_connection() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        asking = asyncio.create_task(transport.post(b"one"))
+        await server.arrived.acquire()
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        assert not transport._asked
+        server.replies = [GOOD]
+        assert (await transport.post(b"two")).body == b"good"
+        assert server.connections == 2
+
+    play(test, never)
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        asking = asyncio.create_task(transport.post(b"one"))
+        await server.arrived.acquire()
+        await transport.close()
+        with pytest.raises(ConnectionAbortedError):
+            await asking
+        with pytest.raises(ConnectionAbortedError):
+            await transport.post(b"two")
+
+    play(test, never)
+
+
+def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
+    async def run() -> None:
+        with socket.socket() as full:
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            address = full.getsockname()
+            fillers = [socket.socket() for _ in range(4)]
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(address)
+            transport = PlainTransport(URL(f"http://127.0.0.1:{address[1]}"), None, 30.0, 0.2, 4.0)
+            with pytest.raises(ConnectTimeout):
+                await transport.post(b"one")
+            await transport.close()
+            for filler in fillers:
+                filler.close()
+
+    asyncio.run(run())
+
+
+def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        loop = asyncio.get_running_loop()
+        plain, lookups = loop.getaddrinfo, 0
+
+        async def getaddrinfo(*arguments: Any, **settings: Any) -> Any:
+            nonlocal lookups
+            lookups += 1
+            if lookups == 1:
+                raise socket.gaierror("not yet")
+            return await plain(*arguments, **settings)
+
+        loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
+        with pytest.raises(socket.gaierror):
+            await transport.post(b"one")
+        await asyncio.gather(*(transport.post(b"two") for _ in range(20)))
+        assert lookups == 2
+
+    play(test, GOOD, host="localhost")

@@ -197,8 +197,13 @@ class Replica:
 
     async def _adapt_admission(self, target_waiting: int) -> None:
         """Keep ``target_waiting`` requests in the engine's queue: never empty, or it may idle; never long, or a death
-        of the server loses more than it must. As long as nothing waits there the engine takes more: twice as much,
-        then, and no more than that, because what we see is a second old."""
+        of the server loses more than it must.
+
+        Whatever its queue has too many or too few is taken from, or added to, what is in flight. That counts what is
+        on its way, too, which the engine does not: its text is still being tokenized, or its answer read. Where
+        nothing waits, more than that may be missing: at each further look the addition is twice as large.
+        """
+        missing = target_waiting
         while True:
             await asyncio.sleep(_ADMISSION_INTERVAL)
             metrics = await self._metrics(_METRICS_TIMEOUT)
@@ -206,9 +211,11 @@ class Replica:
                 continue
             target = self.target
             if metrics.waiting >= 1:
-                target.limit = max(target_waiting, metrics.running + target_waiting)
+                missing = target_waiting
+                target.limit = max(target_waiting, target.in_flight + target_waiting - metrics.waiting)
             elif target.in_flight >= target.limit:
-                target.limit = min(target.limit * 2, self.config.max_concurrent_generations)
+                target.limit = min(target.in_flight + missing, self.config.max_concurrent_generations)
+                missing *= 2
             self.client.router.admit()
 
     async def _metrics(self, seconds: float) -> Metrics | None:

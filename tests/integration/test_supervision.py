@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, RequestFailed, RequestPoisoned, ServerDied, ServerStartFailed
@@ -23,6 +25,7 @@ from datatrove_ckpt.inference import pool, replica, server
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.pool import ServerPool
+from datatrove_ckpt.inference.routing import Target
 
 # An engine that does what a prompt says. It notes each prompt in ./asked, and its own id in ./engines when it starts.
 # Without an HTTP library, whose import would take most of the time of these tests.
@@ -385,53 +388,101 @@ def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None
 
 # the engine's own queue ------------------------------------------------------------------------------------------
 
-# A vLLM that works on 8 requests at a time, and notes how many more wait each time that one ends.
-FAKE_VLLM = f"""#!{sys.executable}
-import asyncio, random, sys
-from aiohttp import web
-places, waiting, running = asyncio.Semaphore(8), 0, 0
-async def complete(request):
-    global waiting, running
-    await request.read()
-    waiting += 1
-    async with places:
-        waiting, running = waiting - 1, running + 1
-        await asyncio.sleep(random.uniform(0.02, 0.06))  # not all at once
-        running -= 1
-    with open("waiting", "a") as file:
-        file.write(f"{{waiting}}\\n")
-    message = {{"content": "x"}}
-    return web.json_response({{"choices": [{{"message": message, "finish_reason": "stop"}}]}})
-async def metrics(request):
-    return web.Response(text=f"vllm:num_requests_running {{running}}\\nvllm:num_requests_waiting {{waiting}}\\n")
-async def well(request):
-    return web.json_response({{}})
-app = web.Application()
-app.router.add_post("/v1/chat/completions", complete)
-for path, handler in (("/metrics", metrics), ("/health", well), ("/v1/models", well)):
-    app.router.add_get(path, handler)
-web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None, access_log=None)
-"""
+PLACES, TARGET = 8, 4
 
 
-@pytest.mark.parametrize("first", [2, 60])
-def test_the_queue_of_the_engine_is_kept_short_and_never_empty(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+class CountingVllm:
+    """A vLLM that works on 8 requests at a time, and whose only clock is its own work.
+
+    A request it was sent is ``late``: it gets into its queue so many ends later, as one does whose text is still being
+    tokenized. Between two looks at its metrics it ends some more than that. Before each end and each look, it waits
+    until all that the client has in flight has come. So what it notes depends on no clock, and no load.
+    """
+
+    def __init__(self, late: int) -> None:
+        self.queues: list[int] = []  # how many waited, noted each time that a request ended
+        self.target = Target()
+        self._late = late
+        self._ends = 0
+        self._answered = 0
+        self._on_the_way: deque[tuple[int, asyncio.Event]] = deque()
+        self._waiting: deque[asyncio.Event] = deque()
+        self._running: list[asyncio.Event] = []
+        self._chance = random.Random(0)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[int]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/metrics", self._metrics)
+        for path in ("/health", "/v1/models"):
+            app.router.add_get(path, self._well)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
+
+    async def _well(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        ended = asyncio.Event()
+        self._on_the_way.append((self._ends + self._late, ended))
+        await ended.wait()
+        message = {"content": "x"}
+        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        for _ in range(self._late + self._chance.randint(1, PLACES)):
+            await self._everything_has_come()
+            if self._running:
+                self._running.pop(self._chance.randrange(len(self._running))).set()
+                self._ends += 1
+                self.queues.append(len(self._waiting))
+        await self._everything_has_come()
+        running, waiting = len(self._running), len(self._waiting)
+        return web.Response(text=f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n")
+
+    async def _everything_has_come(self) -> None:
+        def here() -> int:
+            return len(self._on_the_way) + len(self._waiting) + len(self._running)
+
+        while here() != self.target.in_flight:
+            await asyncio.sleep(0)  # let the client and the sockets do what they can
+        while self._on_the_way and (self._on_the_way[0][0] <= self._ends or (not self._waiting and not self._running)):
+            self._waiting.append(self._on_the_way.popleft()[1])
+        while self._waiting and len(self._running) < PLACES:
+            self._running.append(self._waiting.popleft())
+
+
+@pytest.mark.parametrize("late", [0, 3, 6])
+@pytest.mark.parametrize("first", [2, 16, 60])
+def test_the_queue_of_the_engine_is_kept_short_and_never_empty(
+    first: int, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("bin").mkdir()
-    Path("bin/vllm").write_text(FAKE_VLLM)
+    Path("bin/vllm").write_text("#!/bin/sh\nexec sleep 600\n")  # its process; what it would do is done here
     Path("bin/vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
-    monkeypatch.setattr(replica, "_ADMISSION_INTERVAL", 0.03)
+    monkeypatch.setattr(replica, "_ADMISSION_INTERVAL", 0.0)
     monkeypatch.setattr(replica, "_FIRST_ADMISSION", first)
+    engine = CountingVllm(late)
 
     async def run() -> None:
-        async with running(InferenceConfig("vllm", "m", target_waiting=4)) as started:
-            await asyncio.gather(*(started.ask(f"{n}") for n in range(300)))
+        async with engine.serving() as port:
+            monkeypatch.setattr(server, "free_port", lambda: port)
+            async with running(InferenceConfig("vllm", "m", target_waiting=TARGET)) as started:
+                engine.target = started.servers.replicas[0].target
+                await asyncio.gather(*(started.ask(f"{n}") for n in range(300)))
 
     asyncio.run(run())
-    settled = sorted(int(line) for line in lines("waiting")[140:260])
-    assert settled[6] >= 1
-    assert settled[-6] <= 8
+    settled = engine.queues[140:260]
+    assert min(settled) >= 1
+    assert max(settled) <= 2 * TARGET
 
 
 # what must not be kept -------------------------------------------------------------------------------------------

@@ -120,8 +120,10 @@ class DocumentSource:
         threading.Thread(target=self._run, args=(point,), name="datatrove-ckpt reader", daemon=True).start()
         ended = False
         while not ended:
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the arrival.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), _HOLD_SECONDS)
+                async with asyncio.timeout(_HOLD_SECONDS):
+                    await self._arrived.wait()
             ended, batch = self._take()
             if batch:
                 yield batch

@@ -1,0 +1,43 @@
+"""The documents of a rank, as the event loop gets them from the reader's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.source import DocumentSource
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_no_moment_of_an_arrival_swallows_a_cancellation(steps: int) -> None:
+    """``asyncio.wait_for`` did, in Python 3.11: a rank whose disk failed then waited for ever instead of ending."""
+    blocked = threading.Event()
+
+    def documents() -> Iterator[Document]:
+        blocked.wait()
+        yield from ()
+
+    async def read(source: DocumentSource) -> None:
+        async for _ in source.batches(ResumePoint()):
+            pass
+
+    async def play() -> None:
+        source = DocumentSource(documents())
+        reading = asyncio.create_task(read(source))
+        await asyncio.sleep(0)  # it waits now
+        source._arrived.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        reading.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        blocked.set()
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+
+    asyncio.run(play())

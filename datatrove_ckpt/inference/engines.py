@@ -7,10 +7,8 @@ of vLLM 0.33 and SGLang 0.5.23 accept. Three rules hold for every engine:
 - its API key travels in the environment, never in argv, which every user of the machine can read;
 - ``model_kwargs`` come last and win over flags of ours, except for the address and the key, which they may not name.
 
-SGLang runs **without a key**. It takes one from ``--api-key`` only: in argv everybody sees it, its ``--config`` wants
-a YAML file on disk, no environment variable exists, and either way SGLang prints all its arguments, key included, into
-its log (read in 0.5.2 and 0.5.23). On a machine with other users, prefer vLLM, or start SGLang yourself and use
-``server_type="endpoint"``.
+SGLang has no variable for its key, and prints its arguments into its log: see ``sglang_launch.py`` for how it is handed
+over. Only with several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from typing import Any
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference import sglang_launch
 from datatrove_ckpt.inference.installed import (
     find_vllm,
     require,
@@ -70,7 +69,7 @@ def engine_command(config: InferenceConfig, port: int, api_key: Key, nodes: Node
     if config.server_type == "sglang":
         if config.server_python is None:
             require("sglang", "sglang")
-        return sglang_command(config, port, nodes)
+        return sglang_command(config, port, api_key, nodes)
     if config.server_type == "llamacpp":
         require("xllamacpp", "llamacpp")
         return llamacpp_command(config, port, api_key, resolve_model_path(config.model_name_or_path))
@@ -100,7 +99,7 @@ def vllm_command(
         "served-model-name": config.model_name_or_path,
         "disable-uvicorn-access-log": True,
         # Its default is to abort what runs when a SIGTERM comes, which some clients then see as a 200 with half a
-        # text, and others as silence. A vLLM that is too old for the flag: model_kwargs {"shutdown-timeout": None}.
+        # text, and others as silence. vLLM has the flag since 0.18; the extra asks for that.
         "shutdown-timeout": max(1, int(config.server_stop_timeout_sec)),
         "trust-remote-code": config.trust_remote_code or None,
         "tensor-parallel-size": _if_parallel(config.tp),
@@ -122,9 +121,9 @@ def vllm_command(
     return EngineCommand((*start, config.model_name_or_path, *_arguments(flags, config)), env)
 
 
-def sglang_command(config: InferenceConfig, port: int, nodes: Nodes = ALONE) -> EngineCommand:
-    """SGLang's server, without an API key: see the module's docstring for why."""
-    start = (_python(config), "-m", "sglang.launch_server", "--model-path", config.model_name_or_path)
+def sglang_command(config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = ALONE) -> EngineCommand:
+    """SGLang's server, started by ``sglang_launch.py``."""
+    start = (_python(config), sglang_launch.__file__, "--model-path", config.model_name_or_path)
     flags: dict[str, Any] = {
         "host": HOST,
         "port": port,
@@ -140,8 +139,10 @@ def sglang_command(config: InferenceConfig, port: int, nodes: Nodes = ALONE) -> 
         "node-rank": nodes.rank if nodes.count > 1 else None,
         "dist-init-addr": f"{nodes.first_host}:{config.master_port}" if nodes.count > 1 else None,
     }
-    env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1")
-    return EngineCommand((*start, *_arguments(flags, config)), env, takes_key=False)
+    given = _dashed_kwargs(config)
+    takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
+    env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1", **(_key_in_environment(api_key) if takes_key else {}))
+    return EngineCommand((*start, *_arguments(flags, config)), env, takes_key)
 
 
 def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_path: Path) -> EngineCommand:
@@ -203,9 +204,13 @@ def _kwargs(config: InferenceConfig) -> Mapping[str, Any]:
     return kwargs
 
 
+def _dashed_kwargs(config: InferenceConfig) -> dict[str, Any]:
+    return {_dashed(name): value for name, value in _kwargs(config).items()}
+
+
 def _arguments(flags: Mapping[str, Any], config: InferenceConfig) -> tuple[str, ...]:
     """Our flags, less those the user gives, then the user's."""
-    given = {_dashed(name): value for name, value in _kwargs(config).items()}
+    given = _dashed_kwargs(config)
     ours = [part for name, value in flags.items() if name not in given for part in _flag(name, value)]
     theirs = [part for name, value in given.items() for part in _flag(name, value, joined=True)]
     return (*ours, *theirs)

@@ -1,14 +1,17 @@
 """The real argument parsers of vLLM and SGLang accept every command line that we can produce. See environment.py.
 
-For SGLang this is all that can be tested here: PyPI has no CPU kernels of it.
+For SGLang this is nearly all that can be tested here, because PyPI has no CPU kernels of it. Its launch is tested up to
+the place where it would load the model, and its guard of the HTTP server by itself.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,9 +106,9 @@ def test_sglang_accepts_every_command() -> None:
         {"mem-fraction-static": 0.8, "random-seed": 1, "disable-radix-cache": True},
         {"chunked_prefill_size": -1, "schedule-policy": "lpm"},
     ]
-    argvs = [sglang_command(config, 4321).argv[3:] for config in configs("sglang", kwargs)]
+    argvs = [sglang_command(config, 4321, Key("hush")).argv[2:] for config in configs("sglang", kwargs)]
     plain = InferenceConfig("sglang", "org/model", model_max_context=4096)
-    argvs += [sglang_command(plain, 4321, nodes).argv[3:] for nodes in NODES]
+    argvs += [sglang_command(plain, 4321, Key("hush"), nodes).argv[2:] for nodes in NODES]
     for values in parsed(environment.sglang_python(), _SGLANG, argvs):
         assert "error" not in values, values
         assert values["host"] == "127.0.0.1"
@@ -121,3 +124,50 @@ def test_what_no_parser_knows_is_refused() -> None:
     assert "unrecognized arguments" in parsed(environment.vllm_python(), _VLLM, [argv])[0]["error"]
     argv = ("--model-path", "m", "--no-such-flag")
     assert "unrecognized arguments" in parsed(environment.sglang_python(), _SGLANG, [argv])[0]["error"]
+
+
+# Runs our launcher, with what needs a GPU in SGLang left out, and tells what reached its place.
+_LAUNCH = """
+import json, multiprocessing, os, runpy, sys, types
+from sglang.srt.server_args import ServerArgs
+
+KEY = os.environ["DATATROVE_CKPT_API_KEY"]
+
+def launch_server(server_args):
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from sglang.srt.utils.auth import add_api_key_middleware
+    app = FastAPI()
+    app.get("/v1/models")(lambda: {})
+    add_api_key_middleware(app, api_key=server_args.api_key, admin_api_key=None)
+    client = TestClient(app)
+    codes = [client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code for key in ("no", KEY)]
+    print("REACHED", json.dumps({"model": server_args.model_path, "codes": codes}), flush=True)
+    print("SETTINGS", server_args, server_args.resolved_dict(), flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    for task in ((print, ("CHILD", server_args)), (os.system, ("echo ENVIRONMENT; env; ps -A -o args",))):
+        child = spawn.Process(target=task[0], args=task[1])
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+
+ServerArgs.resolve_once = lambda self: None  # looks for GPUs
+engine = sys.modules["sglang.srt.entrypoints.http_server"] = types.ModuleType("engine")
+engine.launch_server = launch_server
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_sglangs_launch_has_the_key_and_shows_it_nowhere(tmp_path: Path) -> None:
+    command = sglang_command(InferenceConfig("sglang", "org/model"), 4321, Key("hush-hush-hush"))
+    (tmp_path / "launch.py").write_text(_LAUNCH)
+    argv = [environment.sglang_python(), str(tmp_path / "launch.py"), *command.argv[1:]]
+    done = subprocess.run(argv, env={**os.environ, **command.env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    reached = next(line for line in done.stdout.splitlines() if line.startswith("REACHED "))
+    assert json.loads(reached.removeprefix("REACHED ")) == {"model": "org/model", "codes": [401, 200]}
+    for what in ("SETTINGS ", "CHILD ", "ENVIRONMENT\n"):
+        assert f"\n{what}" in done.stdout
+    assert "api_key='***'" in done.stdout
+    assert "hush-hush-hush" not in done.stdout + done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.inference import installed
+from datatrove_ckpt.inference import installed, sglang_launch
 from datatrove_ckpt.inference.diagnosis import find_cause, shown_command
 from datatrove_ckpt.inference.engines import (
     EngineCommand,
@@ -25,6 +27,7 @@ from datatrove_ckpt.inference.engines import (
 from datatrove_ckpt.inference.installed import resolve_model_path
 from datatrove_ckpt.inference.keys import Key
 from datatrove_ckpt.inference.nodes import ALONE, Nodes
+from datatrove_ckpt.inference.sglang_launch import Hidden
 
 SECRET = "the-secret-key"
 KEY = Key(SECRET)
@@ -39,7 +42,7 @@ def every_command(**settings: Any) -> dict[str, EngineCommand]:
     script = {"server_script": "s.py", **settings.pop("model_kwargs", {})}
     return {
         "vllm": vllm_command(config("vllm", model_kwargs=script, **settings), 4321, KEY, None),
-        "sglang": sglang_command(config("sglang", model_kwargs=script, **settings), 4321),
+        "sglang": sglang_command(config("sglang", model_kwargs=script, **settings), 4321, KEY),
         "llamacpp": llamacpp_command(config("llamacpp", model_kwargs=script, **settings), 4321, KEY, Path("/m.gguf")),
         "dummy": dummy_command(config("dummy", model_kwargs=script, **settings), 4321, KEY),
         "custom": custom_command(config("custom", model_kwargs=script, **settings), 4321, KEY),
@@ -62,14 +65,29 @@ def test_vllm_without_an_executable_is_started_as_a_module() -> None:
     assert command.argv[:5] == (*(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"),)
 
 
-def test_sglang_is_started_on_localhost_without_a_key() -> None:
-    command = sglang_command(config("sglang", model_max_context=2048), 4321)
+def test_sglang_is_started_on_localhost_with_its_key_in_the_environment() -> None:
+    command = sglang_command(config("sglang", model_max_context=2048), 4321, KEY)
     assert command.argv == (
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", "org/model", "--host", "127.0.0.1"),
+        *(sys.executable, sglang_launch.__file__, "--model-path", "org/model", "--host", "127.0.0.1"),
         *("--port", "4321", "--context-length", "2048", "--served-model-name", "org/model"),
         *("--log-level-http", "warning", "--enable-metrics"),
     )
+    assert command.env["DATATROVE_CKPT_API_KEY"] == SECRET
+    assert command.takes_key
+
+
+def test_sglang_with_several_tokenizers_takes_no_key() -> None:
+    command = sglang_command(config("sglang", model_kwargs={"tokenizer_worker_num": 4}), 4321, KEY)
     assert not command.takes_key
+    assert SECRET not in command.env.values()
+
+
+def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key() -> None:
+    key = Hidden(SECRET)
+    assert f"Bearer {key}" == f"Bearer {SECRET}"  # it works as a key
+    for settings in ({"api_key": key}, copy.deepcopy({"api_key": key}), copy.copy([key])):
+        assert SECRET not in repr(settings)
+    assert pickle.loads(pickle.dumps(key)) == ""
 
 
 def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() -> None:
@@ -129,7 +147,7 @@ def test_model_kwargs_become_flags(value: Any, expected: tuple[str, ...]) -> Non
 def test_parallelism_is_passed_only_when_there_is_some() -> None:
     vllm = vllm_command(config(tp=2, dp=3, pp=4), 1, KEY, None).argv
     assert " ".join(vllm).endswith("--tensor-parallel-size 2 --data-parallel-size 3 --pipeline-parallel-size 4")
-    sglang = sglang_command(config("sglang", tp=2, dp=3, pp=4), 1).argv
+    sglang = sglang_command(config("sglang", tp=2, dp=3, pp=4), 1, KEY).argv
     assert " ".join(sglang).endswith("--tp-size 2 --dp-size 3 --pp-size 4")
     assert "parallel" not in " ".join(vllm_command(config(), 1, KEY, None).argv)
 
@@ -140,7 +158,7 @@ def test_several_nodes_are_told_of_each_other_and_only_the_first_serves() -> Non
     assert " ".join(vllm_command(config(), 1, KEY, "vllm", first).argv).endswith(here)
     there = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless"
     assert " ".join(vllm_command(config(), 1, KEY, "vllm", second).argv).endswith(there)
-    sglang = sglang_command(config("sglang"), 1, second).argv
+    sglang = sglang_command(config("sglang"), 1, KEY, second).argv
     assert " ".join(sglang).endswith("--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810")
 
 
@@ -208,7 +226,7 @@ def test_model_kwargs_win_over_our_flags(name: str) -> None:
 def test_remote_code_is_off_unless_asked_for() -> None:
     assert "--trust-remote-code" not in vllm_command(config(), 1, KEY, None).argv
     assert "--trust-remote-code" in vllm_command(config(trust_remote_code=True), 1, KEY, None).argv
-    assert "--trust-remote-code" in sglang_command(config("sglang", trust_remote_code=True), 1).argv
+    assert "--trust-remote-code" in sglang_command(config("sglang", trust_remote_code=True), 1, KEY).argv
 
 
 def test_a_model_inside_a_package_is_found_without_importing_it() -> None:

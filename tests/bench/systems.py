@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import resource
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "mock"
+DROP = "DATATROVE_CKPT_BENCH_DROP"
 
 
 @dataclass
@@ -43,10 +45,14 @@ class Run:
     profile: str | None = None
     switch_interval: float | None = None
     """``sys.setswitchinterval``, in seconds."""
+    drop: bool = False
+    """Every document is dropped, and nothing is asked: for a checkpoint of which only the positions matter."""
 
 
 async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
     """The rollout: one request."""
+    if os.environ.get(DROP):  # not an argument: this must be the same run when nothing is dropped
+        return None
     return await generate({"messages": [{"role": "user", "content": document.text}], "max_tokens": 64})
 
 
@@ -189,6 +195,7 @@ def highest_memory() -> float:
 
 def main() -> None:
     run = Run(**json.loads(sys.argv[1]))
+    os.environ[DROP] = "yes" if run.drop else ""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     name, _, loop = run.system.partition("-")

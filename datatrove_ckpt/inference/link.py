@@ -8,13 +8,21 @@ TCP connection to it (port ``master_port + 1``), and a connection closes whateve
     to the first       "died": my part of the engine ended;              closed: this node is gone
 
 A part that dies counts as a death of the server, which is then started again on all nodes. A node that is gone ends the
-run: nobody here can bring it back. Nothing secret passes here, and only the task's own hosts are listened to.
+run: nobody here can bring it back.
+
+Nothing secret passes here, but who speaks here can end the run. So the first node listens only where its way to the
+other nodes begins, and only to their addresses. Other users of those hosts have the same addresses: where the
+environment variable DATATROVE_CKPT_LINK_KEY has one value on all nodes, both ends prove that they know it (HMAC-SHA256
+of a number that the other end drew), before anything else is said. Without it the same proof is made of an empty key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import os
+import secrets
 import socket
 from collections.abc import Callable
 from types import TracebackType
@@ -28,6 +36,8 @@ from datatrove_ckpt.inference.nodes import Nodes
 from datatrove_ckpt.inference.server import InferenceServer
 from datatrove_ckpt.inference.slots import slots
 
+KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
+_PROOF_TIMEOUT = 10.0
 _START, _DIED = b"start\n", b"died\n"
 _RETRY_DELAY = 0.5
 # Seconds of silence, probes, and seconds between them, after which a host that vanished without a word counts as gone.
@@ -54,7 +64,7 @@ class Leader:
 
     async def __aenter__(self) -> Self:
         try:
-            self._listener = await asyncio.start_server(self._listen, None, self._port)
+            self._listener = await asyncio.start_server(self._listen, await _ways_to(self.nodes.hosts[1:]), self._port)
         except OSError as error:
             raise ServerStartFailed(
                 f"The other nodes of this task cannot reach this one: port {self._port} (master_port + 1): {error}. "
@@ -94,6 +104,11 @@ class Leader:
             writer.close()
             return
         self._handlers.add(task)
+        if not await _agree(reader, writer, b"first node", b"other node"):
+            logger.warning(f"Somebody on {host} who does not know this task's {KEY_VARIABLE} was turned away.")
+            writer.close()
+            self._handlers.discard(task)
+            return
         self._writers.add(writer)
         _keep_alive(writer)
         if self._started:
@@ -106,11 +121,21 @@ class Leader:
 
 
 async def follow(config: InferenceConfig, rank: int, nodes: Nodes) -> None:
-    """Serve this node's part of the model until the first node ends."""
+    """Serve this node's part of the model until the first node ends.
+
+    Raises:
+        ServerStartFailed: who listens there does not know our key, or we do not know its.
+    """
     connection = await _connect(config, nodes)
     if connection is None:
         return
     reader, writer = connection
+    if not await _agree(reader, writer, b"other node", b"first node"):
+        writer.close()
+        raise ServerStartFailed(
+            f"The first node, {nodes.first_host}, and this one have different values of {KEY_VARIABLE}. Export one "
+            "value, or none, to all nodes of the task."
+        )
     async with slots(config) as (slot,):
         server = InferenceServer(config, rank, 0, slot, nodes=nodes)
         try:
@@ -166,11 +191,52 @@ async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.Strea
         return None
 
 
+async def _agree(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, me: bytes, peer: bytes) -> bool:
+    """Whether the other end knows our key. Tells it that we know it, too."""
+    mine = secrets.token_hex(16).encode()
+    try:
+        async with asyncio.timeout(_PROOF_TIMEOUT):
+            writer.write(mine + b"\n")
+            theirs = (await _line(reader)).strip()
+            writer.write(_proof(me, theirs) + b"\n")
+            return hmac.compare_digest((await _line(reader)).strip(), _proof(peer, mine))
+    except TimeoutError:
+        return False
+
+
+def _proof(who: bytes, number: bytes) -> bytes:
+    return hmac.digest(os.environ.get(KEY_VARIABLE, "").encode(), who + b" " + number, "sha256").hex().encode()
+
+
 async def _line(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readline()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a line without end
         return b""
+
+
+async def _ways_to(hosts: tuple[str, ...]) -> list[str]:
+    """This node's own addresses on its ways to the hosts.
+
+    Not the address of its own name: many a node knows itself as 127.0.1.1.
+
+    Raises:
+        OSError: there is no way to any of them.
+    """
+    loop = asyncio.get_running_loop()
+    found: set[str] = set()
+    failure: OSError = OSError("there are no other nodes")
+    for host in hosts:
+        try:
+            for family, kind, _, _, address in await loop.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                    probe.connect(address)  # sends nothing: it asks the system for the way
+                    found.add(probe.getsockname()[0])
+        except OSError as error:
+            failure = OSError(f"{host}: {error}")
+    if not found:
+        raise failure
+    return sorted(found)
 
 
 async def _addresses(hosts: tuple[str, ...]) -> set[str]:

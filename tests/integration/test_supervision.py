@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from datatrove_ckpt.errors import CkptError, RequestFailed, RequestPoisoned, Ser
 from datatrove_ckpt.inference import pool, replica, server
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
+from datatrove_ckpt.inference.link import Leader
+from datatrove_ckpt.inference.nodes import Nodes
 from datatrove_ckpt.inference.pool import ServerPool
 from datatrove_ckpt.inference.routing import Target
 
@@ -674,6 +677,67 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_first_writes(
         assert (len(task.parts(0)), len(task.parts(1))) == (2, 2)
     assert lines("done") == ["a", "wait"]
     assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
+
+
+KEY = "DATATROVE_CKPT_LINK_KEY"
+
+
+def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "known to both")
+    with TwoNodes(["a", "wait"], monkeypatch) as task:
+        task.until_waiting()
+        port = json.loads(Path("job.json").read_text())["port"] + 1
+        for last_words in (b"died\n", b"0\n" + b"0" * 64 + b"\n", b""):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+                stranger.sendall(b"0\n" + last_words)
+                stranger.shutdown(socket.SHUT_WR)
+                said = b""
+                while part := stranger.recv(1000):
+                    said += part
+                assert b"start" not in said
+        open_gate()
+        assert task.codes() == [0, 0], task.log(0)
+        assert (len(task.parts(0)), len(task.parts(1))) == (1, 1)
+    assert task.log(0).count("was turned away") == 3
+    assert "known to both" not in "".join(path.read_text() for path in Path().glob("node*.log"))
+
+
+FOLLOWER = """
+import asyncio, sys
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.inference.link import follow
+from datatrove_ckpt.inference.nodes import Nodes
+config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
+asyncio.run(follow(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
+"""
+
+
+def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        settings = InferenceConfig("vllm", "m", master_port=server.free_port())
+        async with Leader(settings, Nodes(0, ("127.0.0.1", "localhost"))):
+            follower = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", FOLLOWER, str(settings.master_port)),
+                env={**os.environ, KEY: "another"},
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, errors = await follower.communicate()
+            assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
+
+    monkeypatch.setenv(KEY, "one")
+    asyncio.run(run())
+
+
+def test_the_first_node_listens_only_on_its_way_to_the_others() -> None:
+    async def run() -> None:
+        settings = InferenceConfig("vllm", "m", master_port=server.free_port())
+        async with Leader(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as leader:
+            assert [place.getsockname()[0] for place in leader._listener.sockets] == ["127.0.0.1"]
+        with pytest.raises(ServerStartFailed, match=r"somewhere\.invalid"):
+            async with Leader(settings, Nodes(0, ("127.0.0.1", "somewhere.invalid"))):
+                pass
+
+    asyncio.run(run())
 
 
 def test_the_first_node_fails_when_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

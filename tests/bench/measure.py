@@ -73,7 +73,7 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, keep:
         "rate": documents / wall,
         "cpu_per_1000": result["cpu"] / documents * 1000,
         "us": result["cpu"] / documents * 1e6,
-        "first_request": counts["first"] - result["started"],
+        "after_ready": counts["first"] - result["started"] - run.ready_after,
         "tail": result["ended"] - counts["last"],
         "serving_rate": documents / (result["ended"] - counts["first"]),
         "lost": documents * run.rollouts - counts["requests"],

@@ -17,7 +17,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Run:
     """``sys.setswitchinterval``, in seconds."""
     drop: bool = False
     """Every document is dropped, and nothing is asked: for a checkpoint of which only the positions matter."""
+    ready_after: float = 0.0
+    """Seconds that our server takes to be ready."""
 
 
 async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
@@ -58,7 +61,17 @@ async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
 
 def run_ours(run: Run) -> Callable[[], None]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
+    from datatrove_ckpt import runner as module
 
+    connect = module.connect
+
+    @asynccontextmanager
+    async def connect_late(*settings: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(run.ready_after)
+        async with connect(*settings) as connected:
+            yield connected
+
+    module.connect = connect_late
     config = InferenceConfig(**_config(run), hang_timeout=120)
     return _step(run, InferenceRunner, config, readers)
 

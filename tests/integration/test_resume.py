@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,12 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.readers import JsonlReader as CountingReader
 
+from datatrove_ckpt import runner as runner_module
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentFailed
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.source import DocumentSource
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.jobs import ask, runner
 
@@ -112,6 +118,37 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     assert ids(folder) == expected
     assert set(server.asked.values()) == {1}
     assert any("Went on after" in line for line in log)
+
+
+@pytest.mark.parametrize("reader", ["compressed", "datatrove's"])
+def test_what_is_done_is_passed_while_the_server_gets_ready(
+    folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """Each waits until the other has got so far: who did not run beside the other would never end."""
+    for path in (folder / "input").iterdir():
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    kind = JsonlReader if reader == "compressed" else CountingReader
+    again = interrupted(folder, server, read(folder, kind))
+    starting, passed = threading.Event(), threading.Event()
+    skip, connect = DocumentSource._skip, runner_module.connect
+
+    def skip_beside_the_start(source: DocumentSource, point: ResumePoint) -> None:
+        assert starting.wait(60)
+        skip(source, point)
+        passed.set()
+
+    @asynccontextmanager
+    async def start_beside_the_skip(*settings: Any) -> AsyncIterator[Any]:
+        starting.set()
+        assert await asyncio.to_thread(passed.wait, 60)
+        async with connect(*settings) as connected:
+            yield connected
+
+    monkeypatch.setattr(DocumentSource, "_skip", skip_beside_the_start)
+    monkeypatch.setattr(runner_module, "connect", start_beside_the_skip)
+    again.run(read(folder, kind))
+    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
 
 
 def test_a_plain_reader_counts_and_one_line_says_what_that_costs(

@@ -9,8 +9,8 @@ last line only, made while it is in the processor's cache; with the file's begin
 the same as far as it was read.
 
 No index is used for gzip or zstd: it has no room in a state, and kept beside the input it would have to be written,
-found and trusted. Decompressing alone runs at 1.2 GB/s for zstd and 0.3 GB/s for gzip, and at 1 GB/s for gzip where
-``isal`` is installed, which fsspec then uses for reading too.
+found and trusted. Decompressing alone costs 9 s of CPU per million documents of 2 kB for gzip, 3 s where ``isal`` is
+installed, which fsspec then uses, and 1 s for zstd; and it runs beside the start of the server, which takes longer.
 """
 
 from __future__ import annotations

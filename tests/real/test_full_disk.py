@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
+from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import CkptError, OutputFailed, StorageFailed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -42,7 +44,7 @@ from tests.jobs import ask, config
 DOCUMENTS = 90
 CHUNK = 20
 IN_FLIGHT = 8
-WRITE_GROUP = 24  # what arrives in tens of milliseconds, while the group before is written
+UNSAVED = 24  # the server gives no more answers than this that are not saved yet
 PADDING = "x" * 4000
 
 FREE = "Free some space and run the same command again"
@@ -83,12 +85,63 @@ def resize(folder: Path, kilobytes: int) -> None:
 # The job ------------------------------------------------------------------------------------------------------------
 
 
+class Gate:
+    """Holds the server back while ``UNSAVED`` answers are on their way to the disk.
+
+    How many answers arrive while a group of others is written depends on the disk, and on who else uses the machine.
+    With the gate it does not, so what a failure may cost has a bound that needs no clock.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._change = threading.Condition()
+        self._given = self._written = self._saved = 0
+        self._is_open = True
+        work, put = Storage._work, RequestCache.put
+
+        def put_and_count(cache: RequestCache, group: Iterable[CachedRequest]) -> None:
+            rows = list(group)
+            put(cache, rows)
+            self._written += len(rows)
+
+        def work_and_tell(storage: Storage) -> bool:
+            goes_on = work(storage)  # a group is written, and synced where sync_seconds is 0; or this raised
+            with self._change:
+                self._saved = self._written
+                self._change.notify_all()
+            return goes_on
+
+        monkeypatch.setattr(RequestCache, "put", put_and_count)
+        monkeypatch.setattr(Storage, "_work", work_and_tell)
+
+    def answer(self, payload: dict[str, Any], times: int) -> str:
+        with self._change:
+            self._change.wait_for(lambda: self._is_open or self._given - self._saved < UNSAVED)
+            self._given += 1
+        return f"answer to {payload['messages'][-1]['content']}"
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """One life of the runner."""
+        with self._change:
+            self._given = self._written = self._saved = 0
+            self._is_open = False
+        try:
+            yield
+        finally:
+            with self._change:
+                self._is_open = True
+                self._change.notify_all()
+
+
 class Job:
     """90 documents of 4 kB, answered with 4 kB each: about 800 kB of output, and journals and answers on the way."""
 
-    def __init__(self, folder: Path, server: FakeServer, small: Path | None = None, on_it: str = "") -> None:
+    def __init__(
+        self, folder: Path, server: FakeServer, gate: Gate, small: Path | None = None, on_it: str = ""
+    ) -> None:
         self.folder = folder
         self.server = server
+        self.gate = gate
         self.small = small
         self.checkpoints = small / "checkpoints" if small and "checkpoints" in on_it else folder / "checkpoints"
         self.output = small / "output" if small and "output" in on_it else folder / "output"
@@ -106,7 +159,7 @@ class Job:
             sync_seconds=sync_seconds,
         )
         reader = JsonlReader(str(self.folder / "input"), add_file_path=False)
-        with redirect_stderr(io.StringIO()):  # datatrove's log of each failure
+        with self.gate.closed(), redirect_stderr(io.StringIO()):  # datatrove's log of each failure
             LocalPipelineExecutor([reader, step], logging_dir=str(self.folder / "logs")).run()
 
     @property
@@ -161,24 +214,26 @@ class Job:
         assert not [*report.problems, *report.unfinished]
         assert len(self.server.asked) == DOCUMENTS
         again = self.server.asked.total() - DOCUMENTS
-        assert again <= failures * (IN_FLIGHT + WRITE_GROUP), f"{again} requests were sent again"
+        assert again <= failures * (IN_FLIGHT + UNSAVED), f"{again} requests were sent again"
         return again
 
 
-def answer(payload: dict[str, Any], times: int) -> str:
-    return f"answer to {payload['messages'][-1]['content']}"
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield Gate(monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with FakeServer(answer, delay=lambda payload, times: 0.01) as running:
+def server(gate: Gate) -> Iterator[FakeServer]:
+    with FakeServer(gate.answer, delay=lambda payload, times: 0.01) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> dict[str, bytes]:
+def expected(tmp_path_factory: pytest.TempPathFactory, server: FakeServer, gate: Gate) -> dict[str, bytes]:
     """The output of a run that nothing disturbs."""
-    job = Job(tmp_path_factory.mktemp("undisturbed"), server)
+    job = Job(tmp_path_factory.mktemp("undisturbed"), server, gate)
     job.run()
     found = outputs(job.output)
     assert len(found) == 5
@@ -198,14 +253,14 @@ SIZES = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("on_it", SIZES)
 def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
-    tmp_path: Path, server: FakeServer, expected: dict[str, bytes], on_it: str
+    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str
 ) -> None:
     places: Counter[str] = Counter()
     again = 0
     for kilobytes in SIZES[on_it]:
         server.asked.clear()
         with tmpfs(tmp_path / f"{kilobytes}", kilobytes) as small:
-            job = Job(tmp_path / f"job {kilobytes}", server, small, on_it)
+            job = Job(tmp_path / f"job {kilobytes}", server, gate, small, on_it)
             place = job.fails(FREE)
             if place is not None:
                 places[place] += 1
@@ -221,7 +276,7 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
 
 @pytest.mark.timeout(300)
 def test_a_disk_that_somebody_else_fills_may_be_full_at_any_moment(
-    tmp_path: Path, server: FakeServer, expected: dict[str, bytes]
+    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes]
 ) -> None:
     """Everything fits, until another program takes what is left, all but a few pages."""
     places: Counter[str] = Counter()
@@ -230,7 +285,7 @@ def test_a_disk_that_somebody_else_fills_may_be_full_at_any_moment(
     for moment in moments:
         server.asked.clear()
         with tmpfs(tmp_path / f"{moment}", 4096) as small:
-            job = Job(tmp_path / f"job {moment}", server, small, "checkpoints and output")
+            job = Job(tmp_path / f"job {moment}", server, gate, small, "checkpoints and output")
             with after(server, moment, lambda small=small, moment=moment: fill(small, leave=4096 * (moment % 5))):
                 place = job.fails(FREE)
             if place is not None:
@@ -279,7 +334,7 @@ def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator
 
 @pytest.mark.timeout(300)
 def test_an_output_that_turns_read_only_stops_the_rank(
-    tmp_path: Path, server: FakeServer, expected: dict[str, bytes]
+    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes]
 ) -> None:
     places: Counter[str] = Counter()
     again = 0
@@ -287,7 +342,7 @@ def test_an_output_that_turns_read_only_stops_the_rank(
     for moment in moments:
         server.asked.clear()
         with tmpfs(tmp_path / f"{moment}", 4096) as small:
-            job = Job(tmp_path / f"job {moment}", server, small, "output")
+            job = Job(tmp_path / f"job {moment}", server, gate, small, "output")
             with after(server, moment, lambda small=small: make_read_only(small)):
                 place = job.fails(MAKE_WRITABLE)
             if place is not None:
@@ -308,7 +363,7 @@ def make_read_only(folder: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("on_it", ["checkpoints", "output", "checkpoints and output"])
 def test_a_file_system_that_turns_read_only_stops_the_rank(
-    tmp_path: Path, server: FakeServer, expected: dict[str, bytes], on_it: str
+    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str
 ) -> None:
     """With open files and all: ext4 does so when it finds itself damaged."""
     places: Counter[str] = Counter()
@@ -320,7 +375,7 @@ def test_a_file_system_that_turns_read_only_stops_the_rank(
         image.write_bytes(bytes(8 * 2**20))
         command("mkfs.ext4", "-q", str(image))
         with mounted(tmp_path / f"{moment}", "-o", "loop,errors=remount-ro", str(image)) as small:
-            job = Job(tmp_path / f"job {moment}", server, small, on_it)
+            job = Job(tmp_path / f"job {moment}", server, gate, small, on_it)
             with after(server, moment, lambda small=small: damage(small)):
                 place = job.fails(MAKE_WRITABLE, CHECK, sync_seconds=0)
         # 1 is "errors were corrected"

@@ -2,7 +2,7 @@
 
 Files appear under their final names whole or not at all. In a local output folder they are staged in a hidden folder
 beside the final ones (a rename works within one file system only) and renamed; for a remote one they are staged in
-the checkpoint's folder, uploaded, and checked by size. The writer itself never knows: each chunk gets a fresh copy of
+the checkpoint's folder, and uploaded (see remote.py). The writer itself never knows: each chunk gets a fresh copy of
 it, whose file manager is ours.
 
 Bytes depend on the documents only: gzip is told to leave the time out of its header.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import gzip
 import io
-import os
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,16 +31,18 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
+from datatrove_ckpt.remote import RemoteFolder, check_no_secrets
 
 STAGING = ".datatrove-ckpt-staging"
 _BUFFER = 1 << 20
 
 
 def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
-    """Refuses at construction what would lose data at the end.
+    """Refuses at construction what would lose data, or tell a secret, at the end.
 
     Raises:
-        ConfigError: no ``${chunk_index}`` or ``${rank}`` in the template, or a writer that uploads by itself.
+        ConfigError: no ``${chunk_index}`` in the template, a writer that uploads by itself, or a secret among the
+            output folder's storage options.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
@@ -51,6 +52,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
             "output_writer: HuggingFaceDatasetWriter uploads by itself when it is closed, so a chunk could not be "
             "published in one step. Use ParquetWriter with output_folder='hf://datasets/OWNER/NAME' instead."
         )
+    check_no_secrets(writer.output_folder, "output_writer")
     if checkpoints and not _mentions(writer, "chunk_index"):
         raise ConfigError(
             f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "
@@ -96,16 +98,22 @@ class ChunkOutput:
             run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
             self._target = _LocalFolder(folder, f"{rank:05d}-{run}")
         else:
-            self._target = _RemoteFolder(writer.output_folder, scratch / "staging" / _owner())
+            self._target = _RemoteTarget(writer.output_folder, scratch)
 
     def prepare(self) -> None:
         """Removes what earlier lives staged and never published, and makes the staging folder.
 
         Raises:
-            StorageFailed: the output folder cannot be written, which is better known before anything is paid for.
+            StorageFailed, OutputFailed: the output folder cannot be written, which is better known before anything is
+                paid for.
         """
+        self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging)
+
+    def stop(self) -> None:
+        """Nobody waits for the chunk that is being uploaded any longer; the next life uploads it again."""
+        self._target.stop()
 
     def finish(self) -> None:
         """Removes the staging folder, once nothing will be staged any more."""
@@ -252,8 +260,14 @@ def _owner() -> str:
 class _Target:
     staging: Path
 
+    def prepare(self) -> None:
+        """Called before what earlier lives staged is removed."""
+
     def publish(self, staged: Path, name: str) -> Path:
         raise NotImplementedError
+
+    def stop(self) -> None:
+        """Nobody waits for ``publish`` any longer."""
 
     def sync(self, published: list[Path]) -> None:
         """What was published survives power loss from here on."""
@@ -275,24 +289,22 @@ class _LocalFolder(_Target):
             files.disk.sync_dir(folder)
 
 
-class _RemoteFolder(_Target):
-    def __init__(self, folder: Any, staging: Path) -> None:
-        super().__init__(staging)
-        self._folder = folder
+class _RemoteTarget(_Target):
+    def __init__(self, folder: Any, scratch: Path) -> None:
+        super().__init__(scratch / "staging" / _owner())
+        # Another rank, or run, that writes into the same folder has a name of its own.
+        run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
+        self._remote = RemoteFolder(folder, f"{STAGING}/probe-{run}")
+
+    def prepare(self) -> None:
+        # What was being uploaded when a life ended lies staged still.
+        left = self.staging.parent
+        found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
+        self._remote.prepare(["/".join(parts[2:]) for parts in found] if left.exists() else None)
 
     def publish(self, staged: Path, name: str) -> Path:
-        remote = self._folder.resolve_paths(name)
-        size = staged.stat().st_size
-        try:
-            self._folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
-            self._folder.put_file(str(staged), name)
-            self._folder.invalidate_cache(name)
-            arrived = self._folder.info(name)["size"]
-        except Exception as error:
-            raise OutputFailed(
-                f"{remote} could not be uploaded: {type(error).__name__}: {error}. Its chunk's journal is kept: mend "
-                "the connection and run the same command again."
-            ) from error
-        if arrived != size:
-            raise OutputFailed(f"{remote} has {arrived} bytes after its upload instead of {size}. Run again.")
+        self._remote.upload(staged, name)
         return staged
+
+    def stop(self) -> None:
+        self._remote.stop()

@@ -214,6 +214,8 @@ class InferenceRunner(PipelineStep):
             error = _first(group)
             raise error from error.__cause__
         finally:
+            if output is not None:
+                output.stop()
             checkpoint.close(completed)
             if preemption.cause and not completed:
                 self._say_ended(rank, checkpoint, progress, preemption)

@@ -32,6 +32,7 @@ import jsonargparse
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.remote import check_options
 
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig",
@@ -143,6 +144,8 @@ def _construct(cls: Any, arguments: Any, label: str) -> Any:
 
 def _value(hint: Any, value: Any, label: str, key: str) -> Any:
     """A value as its annotation wants it: built, imported, or judged by jsonargparse."""
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
+        check_options(value[1], value[0], _inside(label, key))
     kinds = _alternatives(hint)
     is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
     if isinstance(value, dict) and plain and not is_object:

@@ -62,7 +62,7 @@ class _Chunk:
     dead_letters: list[bytes] = field(default_factory=list)
 
 
-class _Stopping(BaseException):
+class Stopping(BaseException):
     """Ends a publication that nobody waits for any more. Its chunk is published again by the next life."""
 
 
@@ -407,7 +407,7 @@ class CheckpointManager:
                         f"instead of {chunk.read}; its output is not committed."
                     )
                 self._storage.call(partial(self._commit, chunk, output))
-        except _Stopping:
+        except Stopping:
             return
         except BaseException as error:  # whatever failed here must reach the event loop
             self.error = self._fence.explain(error)
@@ -423,7 +423,7 @@ class CheckpointManager:
                     finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens
                 )
                 if self._stopping.is_set():
-                    raise _Stopping
+                    raise Stopping
                 if finished.outcome == "dead":
                     chunk.dead_letters.append(finished.document + b"\n")
                 elif finished.outcome == "written":

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
-from datatrove.io import get_shard_from_paths_file
+from datatrove.io import DataFolderLike, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
@@ -24,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, short
 from datatrove_ckpt.readers.positions import Place, Position, PositionedDocument, Start, State, begin
+from datatrove_ckpt.remote import check_no_secrets, check_options
 
 _VERSION = 1
 
@@ -60,6 +61,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _start_state: State | None = None  # of this run
     _position: Position | None = None  # of this run's last document
     _resolved: tuple[str, str] = ("", "")
+
+    def __init__(self, data_folder: DataFolderLike, *arguments: Any, **options: Any) -> None:
+        super().__init__(data_folder, *arguments, **options)
+        check_no_secrets(self.data_folder, "data_folder")
+        if isinstance(self.paths_file, tuple):
+            check_options(self.paths_file[1], self.paths_file[0], "paths_file")
 
     def _set_shuffle(self, shuffle_files: bool, shuffle_seed: int | None) -> None:
         if shuffle_files:

@@ -30,6 +30,7 @@ ROOMS = [
     "checkpoint.manager",
     "inference",
     "documents",
+    "remote",
     "readers",
     "adapter",
     "output",

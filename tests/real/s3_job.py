@@ -1,0 +1,96 @@
+"""One life of a job whose output goes to S3: `python -m tests.real.s3_job job.json`. It is killed, too.
+
+job.json holds the endpoint of the model (url), the folders (input, output, checkpoints, logs), tasks and workers, the
+size of a document's text and of a chunk, and may change how long and in which parts is uploaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from loguru import logger
+from s3fs import S3FileSystem  # noqa: F401 (so that a life that is forked need not import it)
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner, remote
+from datatrove_ckpt.cli import QuietErrors
+
+
+@functools.cache
+def noise(number: int, size: int) -> str:
+    """Text that hardly compresses, the same in every life."""
+    return base64.b85encode(random.Random(number).randbytes(size * 4 // 5)).decode()
+
+
+class Documents(PipelineStep):
+    """Documents out of nothing, dealt out to the ranks."""
+
+    name, type = "documents", "READER"
+
+    def __init__(self, number: int, size: int) -> None:
+        super().__init__()
+        self.number, self.size = number, size
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        for number in range(rank, self.number, world_size):
+            yield Document(id=f"doc-{number}", text=noise(number, self.size))
+
+
+async def rollout(document: Document, generate: Any) -> Any:
+    return await generate({"messages": [{"role": "user", "content": document.id}]})
+
+
+def writer(output: str, kind: str) -> Any:
+    if kind == "parquet":
+        return ParquetWriter(output, "${rank}_chunk_${chunk_index}.parquet", compression=None)
+    return JsonlWriter(output, "${rank}_chunk_${chunk_index}.jsonl", compression=kind if kind == "gzip" else None)
+
+
+def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
+    return InferenceRunner(
+        rollout,
+        InferenceConfig("endpoint", "fake", endpoint_url=job["url"], max_concurrent_generations=job.get("at_once", 8)),
+        writer(job["output"], job.get("kind", "plain")),
+        checkpoints_local_dir=job["checkpoints"],
+        records_per_chunk=job.get("chunk", 4),
+    )
+
+
+def run(job: dict[str, Any]) -> None:
+    remote.PATIENCE = job.get("patience", remote.PATIENCE)
+    remote.PART = job.get("part", remote.PART)
+    step = runner(job)
+    documents = Documents(job.get("documents", 8), job.get("size", 100))
+    if "logs" not in job:
+        step.run(documents.run(None))
+        return
+    LocalPipelineExecutor(
+        [documents, step], tasks=job.get("tasks", 1), workers=job.get("workers", 1), logging_dir=job["logs"]
+    ).run()
+
+
+def life(job: dict[str, Any], environment: dict[str, str], log: str) -> None:
+    """In a process that was forked for it: it begins at once, and has a session of its own."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    logger.remove()
+    logger.add(sys.stderr)
+    run(job)
+
+
+if __name__ == "__main__":
+    QuietErrors()
+    run(json.loads(Path(sys.argv[1]).read_text()))

@@ -296,7 +296,7 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(". ")
+    return f"{type(error).__name__}: {error}".rstrip(" .:")
 
 
 # Secrets --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,243 @@
+"""What is decided without a server: which errors are tried again, when waiting ends, what is staged and what counts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datatrove_ckpt import remote
+from datatrove_ckpt.checkpoint.manager import Stopping
+from datatrove_ckpt.errors import ConfigError, OutputFailed
+from datatrove_ckpt.output import check_writer
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.remote import RemoteFolder, is_permanent
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+
+Put = Callable[[str], None]
+
+
+class Breaking(MemoryFileSystem):
+    """A file system in memory. ``before`` and ``after`` are called around every upload."""
+
+    protocol = "breaking"
+    store: dict[str, Any] = {}  # noqa: RUF012 (as fsspec's own)
+    before: Put = staticmethod(lambda path: None)
+    after: Put = staticmethod(lambda path: None)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("breaking://", "memory://")))
+
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+        type(self).before(rpath)
+        super().put_file(lpath, rpath, **options)
+        type(self).after(rpath)
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
+    fsspec.register_implementation("breaking", Breaking, clobber=True)
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(Breaking, "before", Breaking.before)
+    monkeypatch.setattr(Breaking, "after", Breaking.after)
+    monkeypatch.setattr(Breaking, "store", {})
+    monkeypatch.setattr(Breaking, "pseudo_dirs", [""])
+    DataFolder.clear_instance_cache()
+    return Breaking
+
+
+@pytest.fixture
+def folder(files: type[Breaking]) -> RemoteFolder:
+    return RemoteFolder(DataFolder("breaking://output"), "probe")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    (tmp_path / "staged").write_text("content")
+    return tmp_path / "staged"
+
+
+def failing(*errors: Exception) -> Put:
+    """Fails so often, and then no more."""
+    left = list(errors)
+
+    def fail(path: str) -> None:
+        if left:
+            raise left.pop(0)
+
+    return fail
+
+
+def test_what_may_pass_is_tried_again(files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str]) -> None:
+    files.before = failing(ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), RuntimeError())
+    folder.upload(local, "a")
+    assert files.store["/output/a"].getvalue() == b"content"
+    assert len([line for line in log if "Trying again" in line]) == 4
+    assert "a could not be uploaded: ConnectionResetError: reset. Trying again, for 300 s at most." in log[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (PermissionError("Access Denied."), "Access Denied. Check the credentials"),
+        (FileNotFoundError("The bucket does not exist"), "Make the bucket, or correct output_folder"),
+        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Set AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_what_another_attempt_cannot_change_ends_it_at_once_and_says_what_to_do(
+    files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str], error: Exception, advice: str
+) -> None:
+    files.before = failing(error)
+    with pytest.raises(OutputFailed, match=r"breaking://.*output/a could not be uploaded") as failed:
+        folder.upload(local, "a")
+    assert advice in str(failed.value)
+    assert "run the same command again" in str(failed.value)
+    assert log == []
+
+
+def test_patience_ends(
+    files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 0.05)
+    files.before = failing(*[ConnectionError("refused")] * 10_000)
+    with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Mend the connection"):
+        folder.upload(local, "a")
+    assert files.store == {}
+
+
+def test_a_file_of_another_size_is_refused(files: type[Breaking], folder: RemoteFolder, local: Path) -> None:
+    files.after = lambda path: files().pipe_file(path, b"of another")
+    with pytest.raises(OutputFailed, match="a has 10 bytes after its upload instead of 7"):
+        folder.upload(local, "a")
+
+
+def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: RemoteFolder, local: Path) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def hang(path: str) -> None:
+        begun.set()
+        release.wait()
+
+    files.before = hang
+    threading.Thread(target=lambda: (begun.wait(), folder.stop())).start()
+    with pytest.raises(Stopping):
+        folder.upload(local, "a")
+    release.set()
+    with pytest.raises(Stopping):
+        folder.upload(local, "b")
+
+
+def test_a_stop_ends_the_pause_between_attempts(
+    files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 1000.0)
+    monkeypatch.setattr(remote, "_LONGEST_DELAY", 1000.0)
+
+    def fail(path: str) -> None:
+        threading.Timer(0.05, folder.stop).start()
+        raise ConnectionError
+
+    files.before = fail
+    with pytest.raises(Stopping):
+        folder.upload(local, "a")
+
+
+class Answered(Exception):
+    """As botocore's, aiohttp's and requests' errors look."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.__dict__.update(attributes)
+
+
+def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
+    error = kind("said S3")
+    error.__cause__ = Answered(response={"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}})
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (by_s3(PermissionError, "AccessDenied", 403), True),
+        (by_s3(FileNotFoundError, "NoSuchBucket", 404), True),
+        (by_s3(FileNotFoundError, "NoSuchUpload", 404), False),  # it was completed, and the answer got lost
+        (by_s3(OSError, "SlowDown", 503), False),
+        (by_s3(OSError, "NotImplemented", 501), True),
+        (by_s3(TimeoutError, "RequestTimeout", 400), False),
+        (Answered(status=403), True),
+        (Answered(status=502), False),
+        (Answered(response=Answered(status_code=401)), True),
+        (Answered(response=Answered(status_code=412)), False),  # the Hub's: another commit came first
+        (OSError("broken pipe"), False),
+    ],
+)
+def test_permanent_is_what_no_other_attempt_can_change(error: Exception, permanent: bool) -> None:
+    assert is_permanent(error) is permanent
+
+
+def test_an_upload_that_fails_in_a_run_is_made_up_for_and_generation_goes_on_meanwhile(
+    files: type[Breaking], tmp_path: Path, server: FakeServer
+) -> None:
+    all_asked = threading.Event()
+
+    def fail(path: str) -> None:
+        if not all_asked.wait(0.01) and sum(server.asked.values()) < 10:
+            raise ConnectionError
+        all_asked.set()
+
+    files.before = fail
+    output = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
+    runner(tmp_path, server, output_writer=output).run(iter(documents(10)))
+    assert len(files.store) == 5
+    assert all_asked.is_set()
+
+
+def test_an_upload_that_can_never_succeed_stops_the_rank_and_keeps_every_answer(
+    files: type[Breaking], tmp_path: Path, server: FakeServer
+) -> None:
+    files.before = failing(PermissionError("Access Denied"))
+    output = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
+    with pytest.raises(OutputFailed, match=r"00000_00000\.jsonl could not be uploaded"):
+        runner(tmp_path, server, output_writer=output).run(iter(documents(4)))
+    assert (tmp_path / "checkpoints/00000/chunk_00000.jsonl").exists()
+    assert not (tmp_path / "checkpoints/00000/commits.jsonl").exists()
+    runner(tmp_path, server, output_writer=output).run(iter(documents(4)))
+    assert set(server.asked.values()) == {1}
+    assert sorted(files.store) == ["/output/00000_00000.jsonl", "/output/00000_00001.jsonl"]
+    assert not (tmp_path / "checkpoints/00000/staging").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"key": "AKIA", "secret": "hunter2"}, "'key'"),
+        ({"client_kwargs": {"aws_secret_access_key": "hunter2"}}, "'aws_secret_access_key'"),
+        ({"token": "hunter2"}, "'token'"),
+    ],
+)
+def test_secrets_among_the_storage_options_are_refused_and_not_repeated(options: dict[str, Any], named: str) -> None:
+    folder = DataFolder("memory://x", fs=MemoryFileSystem(**options, skip_instance_cache=True))
+    for refuse in (
+        lambda: check_writer(JsonlWriter(folder, "${rank}_${chunk_index}.jsonl"), checkpoints=True),
+        lambda: JsonlReader(folder),
+    ):
+        with pytest.raises(ConfigError, match=named) as refused:
+            refuse()
+        assert "hunter2" not in str(refused.value)
+
+
+def test_options_that_are_no_secrets_are_fine() -> None:
+    remote.check_options({"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder")
+    remote.check_options({"token": "anon"}, "gs://b", "data_folder")
+    with pytest.raises(ConfigError, match="'private_key'"):
+        remote.check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")

@@ -18,7 +18,6 @@ is up to them: those of object stores can't.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import threading
@@ -83,14 +82,10 @@ class RemoteFolder:
         """
         upload = self._persist(f"{self._where} cannot be written to", lambda: self._store.begin(self._probe))
         with self._unless_forbidden():
-            self._abort([(self._probe, upload)])
-            if interrupted is not None:
-                names = {self._probe, *interrupted}
-                what = f"{self._where}: the open uploads could not be listed"
-                left = self._persist(what, lambda: self._store.open_uploads(names))
-                self._abort(left)
-                if left:
-                    logger.info(f"{self._where}: aborted {len(left)} uploads that an earlier run left open.")
+            what = f"{self._where}: an open upload could not be aborted"
+            self._persist(what, lambda: self._store.abort(self._probe, upload))
+        if interrupted is not None and (left := self._abort_open({self._probe, *interrupted})):
+            logger.info(f"{self._where}: aborted {left} uploads that an earlier run of this rank left open.")
 
     def upload(self, local: Path, name: str) -> None:
         """Returns once there is a remote file of the local one's size.
@@ -99,44 +94,42 @@ class RemoteFolder:
             OutputFailed: it could not be uploaded, or has another size.
             Stopping: ``stop`` was called meanwhile.
         """
-        size, attempts = local.stat().st_size, itertools.count()
-        remote = self._store.full_name(name)
-        arrived = self._persist(
-            f"{remote} could not be uploaded", lambda: self._send(local, name, is_first=next(attempts) == 0)
-        )
+        size, remote = local.stat().st_size, self._store.full_name(name)
+        arrived = self._persist(f"{remote} could not be uploaded", lambda: self._store.put(local, name))
         if arrived != size:
             raise OutputFailed(
                 f"{remote} has {arrived} bytes after its upload instead of {size}. Its chunk's journal is kept: find "
                 "out who else writes there, and run the same command again."
             )
+        if size >= 2 * PART:
+            self._abort_open({name})  # of attempts that failed, or were begun twice because an answer got lost
 
     def stop(self) -> None:
         """Ends all waiting in ``upload``, for good. A request that is under way ends by itself, or with the process."""
         if not self._stopped.done():
             self._stopped.set_result(None)
 
-    def _send(self, local: Path, name: str, is_first: bool) -> int:
-        if not is_first:
-            with self._unless_forbidden():  # an attempt that lost its connection could not abort its upload either
-                for left in self._store.open_uploads({name}):
-                    self._store.abort(*left)
-        return self._store.put(local, name)
-
-    def _abort(self, uploads: Iterable[tuple[str, str]]) -> None:
-        for name, upload in uploads:
-            what = f"{self._store.full_name(name)}: an open upload could not be aborted"
-            self._persist(what, lambda name=name, upload=upload: self._store.abort(name, upload))  # type: ignore[misc]
+    def _abort_open(self, names: set[str]) -> int:
+        """Returns how many uploads of these names were open."""
+        with self._unless_forbidden():
+            what = f"{self._where}: the open uploads could not be listed"
+            found = self._persist(what, lambda: self._store.open_uploads(names))
+            for name, upload in found:
+                what = f"{self._store.full_name(name)}: an open upload could not be aborted"
+                self._persist(what, lambda name=name, upload=upload: self._store.abort(name, upload))  # type: ignore[misc]
+            return len(found)
+        return 0
 
     @contextmanager
     def _unless_forbidden(self) -> Iterator[None]:
         """Aborting needs permissions that writing does not. Uploads that stay open cost storage, never a document."""
         try:
             yield
-        except Exception as error:
-            if not is_permanent(error.__cause__ if isinstance(error, OutputFailed) else error):
+        except OutputFailed as error:
+            if not is_permanent(error.__cause__):
                 raise
             logger.warning(
-                f"{self._where}: uploads that were interrupted stay open ({_short(error)}). Allow "
+                f"{self._where}: uploads that were interrupted stay open ({_short(error.__cause__ or error)}). Allow "
                 "s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
             )
 

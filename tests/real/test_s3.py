@@ -10,6 +10,8 @@ import os
 import re
 import signal
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ import s3fs
 from datatrove.io import DataFolder
 
 from datatrove_ckpt import remote
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.real import s3_job
-from tests.real.s3 import Bucket, Relay, Request, Weed, environment
+from tests.real.s3 import READER, READER_SECRET, Bucket, Relay, Request, Weed, environment
 
 # s3fs closes its sessions in the background, and a test that breaks connections leaves some to the collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -108,13 +111,14 @@ def test_files_of_many_parts_arrive_byte_for_byte(
 class Lives:
     """The job in processes of its own, forked from one that has everything imported."""
 
-    def __init__(self, job: dict[str, Any], relay: Relay, log: Path) -> None:
+    def __init__(self, job: dict[str, Any], relay: Relay, log: Path, **environment: str) -> None:
+        self.environment = environment
         self._job, self._relay, self._log = job, relay, log
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.real.s3_job"])
 
     def start(self) -> Any:
-        arguments = (self._job, environment(self._relay.url), str(self._log))
+        arguments = (self._job, environment(self._relay.url) | self.environment, str(self._log))
         process = self._context.Process(target=s3_job.life, args=arguments)
         process.start()
         return process
@@ -184,3 +188,162 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
     assert len(died_at) > 20
     assert left_open > 10
     assert shown == 3
+
+
+# What breaks
+
+
+def once(*cases: tuple[str, str, str | int]) -> Callable[[Request], str | int | None]:
+    """Does something to the first request of a kind (and part of its path) at a stage: (kind path, stage, verdict)."""
+    left, lock = list(cases), threading.Lock()
+
+    def rule(request: Request) -> str | int | None:
+        with lock:
+            for case in left:
+                kind, _, path = case[0].partition(" ")
+                if (kind, case[1]) == (request.kind, request.stage) and path in request.path:
+                    left.remove(case)
+                    return case[2]
+        return None
+
+    return rule
+
+
+def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, tmp_path: Path
+) -> None:
+    job |= {"documents": 4, "size": 3_600_000, "chunk": 3}
+    relay.rule = once(
+        ("CreateMultipartUpload 00000_chunk", "answered", "reset"),  # one stays open, of which the client knows nothing
+        ("UploadPart partNumber=1", "half", "reset"),
+        ("UploadPart partNumber=2", "answered", "reset"),
+        ("UploadPart partNumber=3", "asked", 503),
+        ("CompleteMultipartUpload", "answered", "reset"),  # done, and the client is told that there is no such upload
+        ("PutObject", "half", "reset"),
+        ("PutObject", "asked", 500),
+        ("HeadObject", "asked", "reset"),
+    )
+    s3_job.run(job)
+    assert bucket.files("output") == expected(job, tmp_path)
+    print(dict(Counter(request.kind for request in relay.requests)))
+    assert bucket.open_uploads() == []
+    assert finished(job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "output", "message"),
+    [
+        ({"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READER_SECRET}, "", "PermissionError: Access Denied"),
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "", "PermissionError: .*Check the credentials"),
+        ({}, "s3://no-such-bucket/output", "bucket does not exist. Make the bucket, or correct output_folder"),
+        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "", "NoCredentialsError: .*Set AWS_ACCESS_KEY_ID"),
+    ],
+    ids=["may only read", "wrong secret", "no bucket", "no credentials"],
+)
+def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
+    job: dict[str, Any],
+    relay: Relay,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str],
+    output: str,
+    message: str,
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    began = time.monotonic()
+    with pytest.raises(OutputFailed, match=f"output cannot be written to: .*{message}"):
+        s3_job.run(job | ({"output": output} if output else {}))
+    assert time.monotonic() - began < 5
+    assert len(relay.requests) <= 1, "hopeless is not tried again"
+    assert not server.asked
+    assert not finished(job)
+
+
+def test_a_permission_that_is_taken_away_stops_the_rank_and_the_same_command_finishes(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
+) -> None:
+    whole = expected(job, tmp_path)
+    server.asked.clear()
+    relay.rule = lambda request: 403 if request.kind == "PutObject" else None
+    with pytest.raises(OutputFailed, match=r"00000_chunk_0000\d.jsonl could not be uploaded: .*s3:PutObject"):
+        s3_job.run(job)
+    assert len(relay.of("PutObject")) == 1
+    assert not finished(job)
+    assert bucket.files("output") == {}
+    relay.rule = lambda request: None
+    s3_job.run(job)
+    assert bucket.files("output") == whole
+    assert asked(server) == 8
+
+
+def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
+) -> None:
+    whole = expected(job, tmp_path)
+    name = "00000_chunk_00000.jsonl"
+    bucket.fs.pipe_file(f"{bucket.name}/output/{name}", whole[name])
+    listing = s3fs.S3FileSystem()  # the one that the job uses
+    assert listing.info(f"{bucket.name}/output/{name}")["size"] == len(whole[name])
+
+    def overwrite(request: Request) -> None:
+        if request.kind == "HeadObject" and request.stage == "asked" and name in request.path:
+            bucket.fs.pipe_file(f"{bucket.name}/output/{name}", b"of another run")
+            listing.ls(f"{bucket.name}/output")
+
+    relay.rule = overwrite
+    with pytest.raises(OutputFailed, match=f"{name} has 14 bytes after its upload instead of {len(whole[name])}"):
+        s3_job.run(job)
+    assert not (Path(job["checkpoints"]) / "00000/commits.jsonl").exists()
+    relay.rule = lambda request: None
+    s3_job.run(job)
+    assert bucket.files("output") == whole
+
+
+def test_a_server_that_is_away_for_seconds_is_waited_for(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, weed: Weed, server: FakeServer, tmp_path: Path
+) -> None:
+    job |= {"documents": 24, "chunk": 2}
+    whole = expected(job, tmp_path)
+    server.asked.clear()
+    server._delay = lambda payload, times: 0.1
+    lives = Lives(job, relay, tmp_path / "log")
+    process = lives.start()
+    wait_for(lambda: len(bucket.files("output")) > 0)
+    weed.kill()
+    began = time.monotonic()
+    refused = len(relay.of("PutObject"))
+    wait_for(lambda: len(relay.of("PutObject")) > refused + 1)
+    weed.start()
+    print(f"away for {time.monotonic() - began:.1f} s")
+    assert lives.end(process) == 0, (tmp_path / "log").read_text()
+    assert bucket.files("output") == whole
+    assert asked(server) == 24
+    assert finished(job)
+
+
+def test_a_server_that_stays_away_stops_the_rank_and_the_same_command_finishes(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
+) -> None:
+    job |= {"patience": 0.5, "logs": str(tmp_path / "logs")}
+    whole = expected(job, tmp_path)
+    server.asked.clear()
+
+    relay.rule = lambda request: 500 if request.kind in ("PutObject", "List") else None
+    lives = Lives(job, relay, tmp_path / "log", AWS_MAX_ATTEMPTS="1")  # botocore's own take half a minute
+    assert lives.end(lives.start()) == 1
+    assert "could not be uploaded" in (tmp_path / "log").read_text()
+    assert not finished(job)
+    assert not (tmp_path / "logs/completions/00000").exists()
+    relay.rule = lambda request: None
+    assert lives.end(lives.start()) == 0
+    assert bucket.files("output") == whole
+    assert (tmp_path / "logs/completions/00000").exists()
+    assert asked(server) == 8
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

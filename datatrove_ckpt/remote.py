@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.manager import Stopping
+from datatrove_ckpt.checkpoint.publishing import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 
 PATIENCE = 300.0

@@ -10,11 +10,9 @@ that an earlier life had finished without committing.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +22,14 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tal
 from datatrove_ckpt.checkpoint.identity import Claim
 from datatrove_ckpt.checkpoint.interval import Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.publishing import Chunk, Publisher, WriteChunk
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, journal_path, recover, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, Storage
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
+from datatrove_ckpt.errors import CheckpointMismatch, Fenced
 
 # Chunks that wait to be published, beyond which admission waits: journals would pile up on the disk.
 MAX_PUBLISHING = 4
-# Seconds that ``close`` waits for a publication once it is told to hurry: it may be an upload.
-_PATIENCE = 1.0
-
-WriteChunk = Callable[[int, Iterator[Finished]], list[OutputFile]]
-"""Writes and publishes the output of one chunk from its written documents (steps 2 and 3)."""
 
 
 @dataclass(slots=True)
@@ -45,25 +39,6 @@ class Place:
     ordinal: int
     chunk_index: int
     cached: bool
-
-
-@dataclass(slots=True)
-class _Chunk:
-    index: int
-    first_ordinal: int
-    capacity: int
-    journal: ChunkJournal | None = None
-    read: int = 0
-    finished: int = 0
-    full: bool = False
-    position: Callable[[], dict[str, Any] | None] = lambda: None
-    last_input: str = ""
-    tally: Tally = field(default_factory=Tally)
-    dead_letters: list[bytes] = field(default_factory=list)
-
-
-class Stopping(BaseException):
-    """Ends a publication that nobody waits for any more. Its chunk is published again by the next life."""
 
 
 class CheckpointManager:
@@ -103,17 +78,13 @@ class CheckpointManager:
         """Called, in other threads, after progress and failure; must return at once."""
         self._retry_errors = retry_errors
         self._accept_changes = accept_changes
-        self._chunks: dict[int, _Chunk] = {}
-        self._current: _Chunk | None = None
+        self._chunks: dict[int, Chunk] = {}
+        self._current: Chunk | None = None
         self._next_chunk = 0
         self._next_ordinal = 0
         self._unbroken = 0
         self._closed = 0
         self._committed = 0
-        self._to_publish: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._publisher = threading.Thread(target=self._publish_all, name="datatrove-ckpt publisher", daemon=True)
-        self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     # a life's beginning and end --------------------------------------------------------------------------------
 
@@ -165,6 +136,7 @@ class CheckpointManager:
             self._fence.check,
             self._fence.explain,
         )
+        self._publisher = Publisher(self._write_chunk, self._fence, self._published, self.fail)
         self._storage.start()
         self._publisher.start()
         return point
@@ -185,12 +157,7 @@ class CheckpointManager:
 
         Does not raise what went wrong in the threads: see ``error``.
         """
-        self._stopping.set()
-        self._to_publish.put(None)
-        if not self._ended.get():
-            # Left alone, a publication does no harm: it ends with this process, or without its commit.
-            with suppress(queue.Empty):
-                self._ended.get(timeout=_PATIENCE)
+        self._publisher.stop()
         self._storage.stop()
         self.error = self.error or self._storage.error
         completed = completed and self.error is None
@@ -212,7 +179,7 @@ class CheckpointManager:
 
         May be called in a signal handler, so it takes no lock.
         """
-        self._ended.put(False)
+        self._publisher.hasten()
 
     # the caller's side -----------------------------------------------------------------------------------------
 
@@ -309,23 +276,31 @@ class CheckpointManager:
         if error is not None:
             raise error
 
-    def _open_chunk(self) -> _Chunk:
+    def fail(self, error: BaseException) -> None:
+        """Ends the run with what went wrong in another thread."""
+        self.error = error
+        self.on_change()
+
+    def _published(self, chunk: Chunk, output: list[OutputFile]) -> None:
+        self._storage.call(partial(self._commit, chunk, output))
+
+    def _open_chunk(self) -> Chunk:
         index, ordinal = self._next_chunk, self._next_ordinal
         # A chunk that ended an input which grew later is short, also when it must be made again (see ``repair``).
         next_committed = self.resumed.done.get(index + 1)
         capacity = next_committed.first_ordinal - ordinal if next_committed else self._records_per_chunk
-        chunk = _Chunk(index, ordinal, capacity, self.resumed.journals.pop(index, None))
+        chunk = Chunk(index, ordinal, capacity, self.resumed.journals.pop(index, None))
         self._current = self._chunks[chunk.index] = chunk
         self._next_chunk += 1
         return chunk
 
-    def _fill(self, chunk: _Chunk) -> None:
+    def _fill(self, chunk: Chunk) -> None:
         chunk.full = True
         self._current = None
         self._next_ordinal = chunk.first_ordinal + chunk.read
         self._close_if_complete(chunk)
 
-    def _pass_committed(self, chunk: _Chunk, committed: Commit) -> None:
+    def _pass_committed(self, chunk: Chunk, committed: Commit) -> None:
         if chunk.read == committed.tally.read:
             self._expect(committed.last_input, chunk.last_input, committed.next_ordinal - 1)
             self._current = None
@@ -340,11 +315,11 @@ class CheckpointManager:
                 "checkpoints_local_dir."
             )
 
-    def _count_finished(self, chunk: _Chunk) -> None:
+    def _count_finished(self, chunk: Chunk) -> None:
         chunk.finished += 1
         self._close_if_complete(chunk)
 
-    def _close_if_complete(self, chunk: _Chunk) -> None:
+    def _close_if_complete(self, chunk: Chunk) -> None:
         if chunk.full and chunk.finished == chunk.read:
             self._closed += 1
             self._storage.call(partial(self._close_chunk, chunk))
@@ -357,11 +332,12 @@ class CheckpointManager:
             chunk.journal = ChunkJournal(journal_path(self.folder, chunk_index), chunk.first_ordinal)
         return chunk.journal
 
-    def _close_chunk(self, chunk: _Chunk) -> None:
-        self._journal(chunk.index).sync()
-        self._to_publish.put(chunk)
+    def _close_chunk(self, chunk: Chunk) -> None:
+        journal = self._journal(chunk.index)
+        journal.sync()
+        self._publisher.submit(chunk, journal)
 
-    def _commit(self, chunk: _Chunk, output: list[OutputFile]) -> None:
+    def _commit(self, chunk: Chunk, output: list[OutputFile]) -> None:
         self._fence.check(thorough=True)
         if chunk.dead_letters:
             self._dead_letters.append(b"".join(chunk.dead_letters))
@@ -382,7 +358,7 @@ class CheckpointManager:
         self._committed += 1
         del self._chunks[chunk.index]
 
-    def _forget(self, chunk: _Chunk) -> None:
+    def _forget(self, chunk: Chunk) -> None:
         before = self._unbroken
         while self._unbroken in self._log.commits:
             self._unbroken += 1
@@ -392,41 +368,3 @@ class CheckpointManager:
         journal.remove()
         self._storage.removed(journal)
         self._cache.drop_chunk(chunk.index)
-
-    # the publisher thread's side -------------------------------------------------------------------------------
-
-    def _publish_all(self) -> None:
-        try:
-            while (chunk := self._to_publish.get()) is not None and not self._stopping.is_set():
-                # Closed at once, also on failure, whose traceback would keep the journal open as long as it is kept.
-                with closing(self._written(chunk)) as documents:
-                    output = self._write_chunk(chunk.index, documents)
-                if chunk.tally.read != chunk.read:
-                    raise CheckpointCorrupt(
-                        f"The journal of chunk {chunk.index} in {self.folder} holds {chunk.tally.read} documents "
-                        f"instead of {chunk.read}; its output is not committed."
-                    )
-                self._storage.call(partial(self._commit, chunk, output))
-        except Stopping:
-            return
-        except BaseException as error:  # whatever failed here must reach the event loop
-            self.error = self._fence.explain(error)
-            self.on_change()
-        finally:
-            self._ended.put(True)
-
-    def _written(self, chunk: _Chunk) -> Generator[Finished, None, None]:
-        """The chunk's documents that go to the output, counting all of them on the way."""
-        with closing(self._journal(chunk.index).read_in_order()) as documents:
-            for finished in documents:
-                chunk.tally.count(
-                    finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens
-                )
-                if self._stopping.is_set():
-                    raise Stopping
-                if finished.outcome == "dead":
-                    chunk.dead_letters.append(finished.document + b"\n")
-                elif finished.outcome == "written":
-                    yield finished
-        # The last moment before the caller publishes.
-        self._fence.check(thorough=True)

@@ -26,6 +26,7 @@ ROOMS = [
     "checkpoint.request_cache",
     "checkpoint.storage",
     "checkpoint.identity",
+    "checkpoint.publishing",
     "checkpoint.recovery",
     "checkpoint.manager",
     "inference",

@@ -196,7 +196,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
 def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--pipeline.1.end=interrupt") == 130
     command = "datatrove-ckpt run job.yaml --pipeline.1.end=interrupt"
-    assert capsys.readouterr().err.endswith(f"interrupted; what is finished is saved. To go on: {command}\n")
+    assert capsys.readouterr().err.endswith(f"interrupted by SIGINT; what is finished is saved. To go on: {command}\n")
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,16 @@ class InferenceConfig:
         urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else self.endpoint_url or []
         return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
+    @property
+    def server_drain_sec(self) -> float:
+        """Seconds a server has for what it has begun, when somebody else than its runner tells it to stop.
+
+        Slurm does, with all processes of a task, and kills them KillWait (30 s) later: a runner that drains needs its
+        server for as long as there is.
+        """
+        least = _KILL_WAIT if self.server_type == "vllm" else 0.0  # the others have no such flag
+        return max(least, self.server_stop_timeout_sec)
+
     def endpoint_api_key(self) -> str | None:
         """The key for the endpoint, or None.
 
@@ -201,6 +211,7 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
+_KILL_WAIT = 30.0
 _POSITIVE = (
     "model_max_context",
     "metric_interval",

@@ -178,18 +178,22 @@ class Generation:
         """
         with self._preemption.listening() as told:
             await told.wait()
-            client = self.client.result() if self.client.done() else None
-            if client is None:
-                serving.cancel()  # a model may need minutes to load
+            if self.client.done():
+                await self._answer_what_is_in_flight(self.client.result())
             else:
-                logger.warning(
-                    f"{self._preemption.cause}: {client.stats.in_flight} requests in flight have "
-                    f"{self._preemption.drain_seconds:g} s to be answered; a second signal ends them at once."
-                )
-            if not await self._preemption.wait_for(self._drained(client)) and client is not None:
-                client.in_haste = True
-            self._preemption.given_up = client.stats.in_flight if client is not None else 0
+                serving.cancel()  # a model may need minutes to load
+                await self._preemption.wait_for(self._drained(None))
         self._preemption.end()
+
+    async def _answer_what_is_in_flight(self, client: CompletionClient) -> None:
+        stats, preemption = client.stats, self._preemption
+        lost = stats.lost
+        logger.warning(
+            f"{preemption.cause}: {stats.in_flight} requests in flight have {preemption.drain_seconds:g} s to be "
+            "answered; a second signal ends them at once."
+        )
+        client.in_haste = not await preemption.wait_for(self._drained(client))
+        preemption.given_up = stats.in_flight + stats.lost - lost
 
     async def _drained(self, client: CompletionClient | None) -> None:
         await self.drain.until_over(client)

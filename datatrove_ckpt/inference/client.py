@@ -69,6 +69,11 @@ class ClientStats:
     answers: int = 0
     in_flight: int = 0
 
+    @property
+    def lost(self) -> int:
+        """Attempts that ended without an answer, and whose request is sent again."""
+        return self.retries + self.resent
+
 
 class CompletionClient:
     """Sends requests to one or several servers that serve the same model.

@@ -100,7 +100,7 @@ def vllm_command(
         "disable-uvicorn-access-log": True,
         # Its default is to abort what runs when a SIGTERM comes, which some clients then see as a 200 with half a
         # text, and others as silence. vLLM has the flag since 0.18; the extra asks for that.
-        "shutdown-timeout": max(1, int(config.server_stop_timeout_sec)),
+        "shutdown-timeout": max(1, int(config.server_drain_sec)),
         "trust-remote-code": config.trust_remote_code or None,
         "tensor-parallel-size": _if_parallel(config.tp),
         "data-parallel-size": _if_parallel(config.dp),

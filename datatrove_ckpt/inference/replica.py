@@ -237,7 +237,7 @@ class Replica:
         if self._session is None or self._end.done():
             return
         await self._join_examination(since)
-        deadline = time.monotonic() + self.config.server_stop_timeout_sec + _DRAIN_MARGIN
+        deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_PROBE_PAUSE)  # rare, and an event would cost every answer a look at who waits for it
 

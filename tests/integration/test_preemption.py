@@ -367,6 +367,7 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     assert len(Path("engines").read_text().splitlines()) == 1
     assert Path("asked").stat().st_size == 2
     assert not [line for line in log if "ERROR" in line]
+    assert any("2 requests in flight were given up" in line for line in log)
 
 
 def test_while_the_users_context_is_entered_a_signal_raises_at_once(

@@ -167,6 +167,25 @@ def check_killed_runner(job: Job, name: str, after: int) -> None:
     job.check(name, restarts=0, lives=2)
 
 
+def check_preempted_runner(job: Job, name: str, after: int) -> None:
+    """SIGTERM to all processes, as Slurm sends it: what is in flight is answered, all end, the next life goes on."""
+    with job.life() as process:
+        job.until_answered(after, process)
+        servers = [child.pid for child in descendants(process.pid)]
+        began = time.monotonic()
+        for pid in [process.pid, *servers]:
+            os.kill(pid, signal.SIGTERM)
+        assert process.wait() == -signal.SIGTERM, job.log()
+    seconds = time.monotonic() - began
+    in_flight = sum(job.events("answered").values()) - after
+    print(f"\n{name}: ended after {seconds:.1f} s, with about {in_flight} more answers")
+    assert job.events("asked") == job.events("answered"), job.log()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in servers)
+    job.run()
+    assert set(job.events("asked").values()) == {1}
+    job.check(name, restarts=0, lives=2)
+
+
 def process_named(title: str, process: Life) -> int:
     """The process of the tree whose command line holds ``title``."""
     for candidate in descendants(process.pid):

@@ -95,7 +95,7 @@ def test_vllm_accepts_every_command() -> None:
         assert "org/model" in (values["model"], values["model_tag"])
         assert values["served_model_name"] in ("org/model", ["org/model"])
         assert values["disable_uvicorn_access_log"]
-        assert values["shutdown_timeout"] in ("10", 10, "0", 0)
+        assert values["shutdown_timeout"] in ("30", 30, "0", 0)
         assert values["api_key"] is None
         assert values["headless"] == (values["node_rank"] == 1)
 

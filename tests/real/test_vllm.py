@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.real import environment
-from tests.real.faults import Job, Life, check_faults, check_killed_runner, process_named, terminate_server
+from tests.real.faults import (
+    Job,
+    Life,
+    check_faults,
+    check_killed_runner,
+    check_preempted_runner,
+    process_named,
+    terminate_server,
+)
 
 pytestmark = pytest.mark.timeout(900)  # the first one also sets everything up
 
@@ -63,3 +71,7 @@ def test_everything_is_answered_at_full_length_whatever_happens_to_the_server(tm
 
 def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=24)
+
+
+def test_a_runner_and_a_server_that_are_told_to_end_answer_what_is_in_flight(tmp_path: Path) -> None:
+    check_preempted_runner(job(tmp_path), "preempted", after=10)

@@ -53,7 +53,7 @@ def test_vllm_is_started_on_localhost_with_its_key_in_the_environment() -> None:
     command = vllm_command(config(model_max_context=2048), 4321, KEY, "/bin/vllm")
     assert command.argv == (
         *("/bin/vllm", "serve", "org/model", "--host", "127.0.0.1", "--port", "4321", "--max-model-len", "2048"),
-        *("--served-model-name", "org/model", "--disable-uvicorn-access-log", "--shutdown-timeout", "10"),
+        *("--served-model-name", "org/model", "--disable-uvicorn-access-log", "--shutdown-timeout", "30"),
     )
     assert command.env["VLLM_API_KEY"] == SECRET
     assert command.env["USE_TF"] == "0"

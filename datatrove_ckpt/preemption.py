@@ -90,6 +90,7 @@ class Interruption:
         self._names = signals
         self._came = 0.0
         self._workers: list[int] = []
+        self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         for name in dict.fromkeys([*self._names, "SIGINT"]):
@@ -105,6 +106,10 @@ class Interruption:
             signal.signal(number, previous)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a worker that was forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if self.number is None:
             self.number = number
             self._came = time.monotonic()
@@ -317,7 +322,7 @@ class Preemption:
     def _notice(self) -> None:
         self._noticed = True
         self._told.set()
-        if self._in_haste and self._wait is not None:
+        if self._in_haste and self._wait is not None and not self._wait.expired():
             self._wait.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager
@@ -368,8 +373,16 @@ async def slurm_deadline() -> float | None:
     job = job_id()
     if job is None or shutil.which("squeue") is None:  # Slurm before 23.02 does not tell its jobs
         return None
+    try:
+        answer = await _output("squeue", "--noheader", "--jobs", job, "--format=%e")
+        return datetime.fromisoformat(answer.strip()).timestamp()
+    except (OSError, TimeoutError, ValueError):
+        return None
+
+
+async def _output(*command: str) -> str:
     process = await asyncio.create_subprocess_exec(
-        *("squeue", "--noheader", "--jobs", job, "--format=%e"),
+        *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -377,10 +390,7 @@ async def slurm_deadline() -> float | None:
     )
     try:
         async with asyncio.timeout(_SQUEUE_TIMEOUT):
-            answer, _ = await process.communicate()
-        return datetime.fromisoformat(answer.decode().strip()).timestamp()
-    except (TimeoutError, ValueError):
-        return None
+            return (await process.communicate())[0].decode()
     finally:
         with suppress(ProcessLookupError):
             process.kill()

@@ -179,11 +179,14 @@ class CompletionClient:
             try:
                 return await self._attempt(target, request, body)
             except ServerLost:
-                if alone and request.is_suspect:
+                if alone and request.is_suspect and not self.router.closed:
                     raise self._poisoned(request) from None
                 self.stats.resent += 1
                 continue
             except TryAgain as failure:
+                if self.router.closed:  # a cluster ends our servers with us: that says nothing about the request
+                    self.stats.resent += 1
+                    continue
                 failures += 1
                 delay = self._delay(failure, failures)
             finally:

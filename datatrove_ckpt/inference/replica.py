@@ -234,7 +234,7 @@ class Replica:
             since: when the attempt began whose failure is the reason to ask.
             until_proof: wait for that.
         """
-        if self._session is None or self._end.done():
+        if self._session is None or self._end.done() or self.client.router.closed:
             return
         await self._join_examination(since)
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN

@@ -273,6 +273,30 @@ def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_fr
     assert any("ERROR" in line and "a bug" in line for line in log)
 
 
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_what_a_server_says_that_is_told_to_end_as_well_is_held_against_no_document(
+    tmp_path: Path, handed_on: list[int], status: int
+) -> None:
+    ending: list[bool] = []
+    with FakeServer(status=lambda payload, times: status if ending else None, hold_after=0) as server:
+
+        def both_end() -> None:
+            ending.append(True)
+            server.release()
+
+        settings = {"max_concurrent_generations": 4, "request_max_attempts": 1}
+        step = runner(tmp_path, server, plain, on_document_error="dead_letter", config=settings)
+        timer = told_once_asked(server, 4)
+        with when_logged(DRAINS, both_end), pytest.raises(Preempted):
+            step.run(documents(6))
+        timer.join()
+        ending.clear()
+        step.run(documents(6))
+    letters = tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl"
+    assert not letters.exists()
+    assert outputs(tmp_path / "output") == expected(tmp_path, plain, 6)
+
+
 # --------------------------------------------------------------------------- at any moment
 
 

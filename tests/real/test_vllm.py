@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ ENVIRONMENT = {
 }
 
 
-def job(folder: Path, documents: int = 60, too_long: int = 0) -> Job:
+def job(folder: Path, documents: int = 60, too_long: int = 0, **changes: Any) -> Job:
     settings = {
         "server_type": "vllm",
         "model_name_or_path": environment.model(),
@@ -44,6 +45,7 @@ def job(folder: Path, documents: int = 60, too_long: int = 0) -> Job:
         "model_kwargs": {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 32},
         "use_chat": False,
         "hang_timeout": 8.0,
+        **changes,
     }
     return Job(folder, settings, documents=documents, too_long=too_long, environment=ENVIRONMENT)
 
@@ -74,4 +76,8 @@ def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_runner_and_a_server_that_are_told_to_end_answer_what_is_in_flight(tmp_path: Path) -> None:
-    check_preempted_runner(job(tmp_path), "preempted", after=10)
+    # Two at a time, so that requests are always in the middle of it.
+    kwargs = {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 2}
+    preempted = job(tmp_path, documents=24, model_kwargs=kwargs, max_concurrent_generations=8)
+    preempted.concurrency = 8
+    check_preempted_runner(preempted, "preempted", after=5, just_sent=2)

@@ -182,7 +182,8 @@ def check_preempted_runner(job: Job, name: str, after: int, just_sent: int) -> N
     seconds, answered = time.monotonic() - began, job.events("answered").total()
     lost = job.events("asked").total() - answered
     print(f"\n{name}: ended after {seconds:.1f} s, {answered - before} in flight were answered, {lost} given up")
-    assert (lost <= just_sent) and (answered - before >= job.concurrency - just_sent), job.log()
+    assert lost <= just_sent, job.log()
+    assert answered - before >= job.concurrency - just_sent, job.log()
     assert not any(Path(f"/proc/{pid}").exists() for pid in servers)
     job.run()
     assert job.events("asked").total() == job.documents + lost

@@ -234,9 +234,11 @@ class Replica:
             since: when the attempt began whose failure is the reason to ask.
             until_proof: wait for that.
         """
-        if self._session is None or self._end.done() or self.client.router.closed:
+        if self._session is None or self._end.done():
             return
         await self._join_examination(since)
+        if self.client.router.closed:
+            return  # nothing is sent again, so it does not matter what it takes
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_PROBE_PAUSE)  # rare, and an event would cost every answer a look at who waits for it

@@ -21,7 +21,7 @@ from tests.real.faults import (
     Life,
     check_faults,
     check_killed_runner,
-    check_preempted_runner,
+    preempt,
     process_named,
     terminate_server,
 )
@@ -75,9 +75,13 @@ def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=24)
 
 
-def test_a_runner_and_a_server_that_are_told_to_end_answer_what_is_in_flight(tmp_path: Path) -> None:
+def test_a_signal_to_all_processes(tmp_path: Path) -> None:
     # Two at a time, so that requests are always in the middle of it.
     kwargs = {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 2}
-    preempted = job(tmp_path, documents=24, model_kwargs=kwargs, max_concurrent_generations=8)
+    preempted = job(tmp_path, documents=40, model_kwargs=kwargs, max_concurrent_generations=8)
     preempted.concurrency = 8
-    check_preempted_runner(preempted, "preempted", after=5, just_sent=2)
+    assert preempt(preempted, signal.SIGUSR1, after=5) == 0
+    # vLLM's workers end of SIGTERM, whatever the flags.
+    assert preempt(preempted, signal.SIGTERM, after=20) <= 8
+    preempted.run()
+    preempted.check("preempted twice", restarts=0, lives=3)

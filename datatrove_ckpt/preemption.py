@@ -38,6 +38,7 @@ import multiprocess.forkserver
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.orphans import is_pool_worker
 from datatrove_ckpt.requeue import job_id, meaning_this_task, requeue_if_preempted
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -131,10 +132,6 @@ class Interruption:
             select.select([worker], [], [])
 
 
-def _is_pool_worker() -> bool:
-    return "PoolWorker" in str(multiprocess.current_process().name)
-
-
 def _pool_workers() -> Iterator[int]:
     """A pidfd of each; they are children of the fork server. Where there are none (macOS) nobody waits for them."""
     for child in multiprocess.active_children():
@@ -190,7 +187,7 @@ class Preemption:
         self._told = asyncio.Event()
         self._wait: asyncio.Timeout | None = None
         self._pid = os.getpid()
-        self._expects_sigterm = _is_pool_worker()
+        self._expects_sigterm = is_pool_worker()
 
     @property
     def seconds(self) -> float:
@@ -229,13 +226,18 @@ class Preemption:
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         for number in self._numbers:
-            if _is_pool_worker() and signal.getsignal(number) in _NOT_HANDLED:
+            if is_pool_worker() and signal.getsignal(number) in _NOT_HANDLED:
                 self._leave_pool(number)
             if signal.getsignal(number) is signal.SIG_DFL:
                 requeue_if_preempted()
             try:
                 with meaning_this_task():
                     signal.raise_signal(number)
+            except SystemExit as end:
+                if not is_pool_worker():
+                    raise end from None
+                # A handler that was forked along, as Ray's is: the parent would wait for a result for ever.
+                self._leave_pool(number)
             except BaseException as end:
                 raise end from None  # what the rank itself ended with is no news
 

@@ -32,6 +32,7 @@ from datatrove_ckpt.identity import code_identity, run_identity
 from datatrove_ckpt.inference.link import follow
 from datatrove_ckpt.inference.nodes import Nodes
 from datatrove_ckpt.inference.pool import connect
+from datatrove_ckpt.orphans import die_with_parent
 from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
 from datatrove_ckpt.pool_workers import hand_in_before_sigterm, sigterm_as_usual
 from datatrove_ckpt.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
@@ -151,6 +152,7 @@ class InferenceRunner(PipelineStep):
 
     def _run(self, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
         check_rank_in_template(self.output_writer, world_size)
+        die_with_parent()
         nodes = Nodes.from_environment()
         # Without a checkpoint there is nothing to wait for: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0

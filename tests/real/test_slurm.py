@@ -124,7 +124,7 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     def play(name: str, cause: str, **settings: Any) -> tuple[Job, float]:
         with counting_server() as server:
             job = Job(cluster, tmp_path / name, server)
-            job.submit(time="00:01:00", **settings)
+            job.submit(**settings)
             job.until_held()
             worker = job.worker()
             job.until_logged(f"{cause}: {IN_FLIGHT} requests in flight")
@@ -135,10 +135,11 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
             job.until_ended()
             return job, seconds
 
-    # Slurm looks every 30 s whose time is up, and the shortest limit is a minute: the two wait together.
+    # Slurm looks every 30 s whose time is up, and the shortest limit is a minute: the two wait together. The signal
+    # comes 20 to 50 s after the start: it is death to a process that is not yet up.
     with ThreadPoolExecutor() as threads:
-        signalled = threads.submit(play, "signalled", "SIGUSR1", sbatch_args={"signal": "USR1@58"})
-        silent = threads.submit(play, "silent", "the end of the job's time limit")
+        signalled = threads.submit(play, "signalled", "SIGUSR1", time="00:02:00", sbatch_args={"signal": "USR1@100"})
+        silent = threads.submit(play, "silent", "the end of the job's time limit", time="00:01:00")
     for event, done in (("time limit, --signal=USR1", signalled), ("time limit, no --signal", silent)):
         job, seconds = done.result()
         job.check(event, 2, seconds, "no")

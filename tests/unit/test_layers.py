@@ -17,6 +17,7 @@ PACKAGE = Path(datatrove_ckpt.__file__).parent
 ROOMS = [
     "errors",
     "config",
+    "orphans",
     "requeue",
     "checkpoint.files",
     "checkpoint.interval",

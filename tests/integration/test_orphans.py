@@ -1,0 +1,92 @@
+"""What a pool leaves behind: no worker after its parent, and no parent that waits for a worker for ever."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.inference.guardian import process_table
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, Job, same_answer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, pidfd and prctl")
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """Handles of a job's pool workers, and of the server that forked them."""
+    session = [str(other.pid) for other in process_table() if other.session == process.pid]
+    forked = [pid for pid in session if b"forkserver" in Path("/proc", pid, "cmdline").read_bytes()]
+    assert len(forked) == 3
+    return [os.pidfd_open(int(pid)) for pid in forked]
+
+
+def until_asked(server: FakeServer, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while sum(server.asked.values()) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_their_ranks_free(tmp_path: Path) -> None:
+    with FakeServer(same_answer, hold_after=30) as server:
+        job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
+        process = job.start()
+        until_asked(server, 30 + 2 * IN_FLIGHT)
+        orphans = workers(process)
+        os.kill(process.pid, signal.SIGKILL)
+        for worker in orphans:
+            assert select.select([worker], [], [], 10)[0], "a worker outlived its parent"
+            os.close(worker)
+        os.killpg(process.pid, signal.SIGKILL)  # a helper of datatrove's without a rank lives on
+        job.finish(process)
+        server.release()
+        assert job.finish(job.start()) == 0, job.log
+        assert sum(server.asked.values()) - 2 * DOCUMENTS <= 2 * IN_FLIGHT
+
+        undisturbed = Job(tmp_path / "undisturbed", server.url, "plain", tasks=2)
+        assert undisturbed.finish(undisturbed.start()) == 0, undisturbed.log
+    assert outputs(tmp_path / "killed/output") == outputs(tmp_path / "undisturbed/output")
+
+
+# As in Ray's actors, whose pools are forked, with Ray's handler in them.
+FORKED = """
+import multiprocess, os, signal, sys
+from pathlib import Path
+from datatrove.data import Document
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove.pipeline.writers import JsonlWriter
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+def work(rank):
+    Path("worker").write_text(str(os.getpid()))
+    config = InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1])
+    writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl")
+    InferenceRunner(rollout, config, writer, checkpoints_local_dir="checkpoints", drain_seconds=0.1).run(
+        [Document(text="text", id="id")], rank
+    )
+
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+with multiprocess.get_context("fork").Pool(1) as pool:
+    pool.map(work, [0])
+"""
+
+
+def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(tmp_path: Path) -> None:
+    with FakeServer(hold_after=0) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FORKED, server.url], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        until_asked(server, 1)
+        os.kill(int((tmp_path / "worker").read_text()), signal.SIGTERM)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "Preempted: Told to end by SIGTERM" in error

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt import slurm
@@ -123,6 +123,7 @@ def _execute(executor: Any, command: str) -> int:
             if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
                 start_deaf_workers(signals)
             executor.run()
+        _refuse_what_is_left(executor)
     except KeyboardInterrupt:
         return _interrupted(interruption, command)
     except Exception as error:
@@ -145,6 +146,20 @@ def _interrupted(interruption: Interruption, command: str) -> int:
     what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To go on: {command}"
     print(what, file=sys.stderr)
     return 128 + number
+
+
+def _refuse_what_is_left(executor: Any) -> None:
+    """Ray's executor returns as if all were well when tasks failed.
+
+    Raises:
+        CkptError: some are not complete.
+    """
+    left = executor.get_incomplete_ranks(skip_completed=True) if isinstance(executor, RayPipelineExecutor) else []
+    if left:
+        raise CkptError(
+            f"{len(left)} of {executor.world_size} tasks are not complete; rank {left[0]} is the first. Their logs are "
+            f"in {executor.logging_dir.resolve_paths('logs')}. Run the same command again to go on."
+        )
 
 
 def _retry_dead_letters(executor: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from datatrove.executor import RayPipelineExecutor
 from datatrove.io import DataFolder
 from loguru import logger
 
@@ -176,6 +177,19 @@ def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) 
     assert ended.returncode == 1
     assert ended.stderr.endswith("error: The prompt is another one.\n")
     assert "Traceback" not in ended.stderr
+
+
+def test_tasks_that_failed_without_a_word_are_1(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("workers: 1", "tasks: 3"))
+    monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(0))
+    assert run() == 1
+    logs = Path("logs/logs").absolute()
+    assert capsys.readouterr().err.endswith(
+        f"error: 2 of 3 tasks are not complete; rank 1 is the first. Their logs are in {logs}. Run the same command "
+        "again to go on.\n"
+    )
 
 
 def test_a_disk_error_is_1_and_its_message(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,133 @@
+"""Jobs on a real local Ray, and what is done to them: ``python -m tests.real.ray_job FOLDER``, in Ray's environment.
+
+Ray listens wherever it likes, so this runs in a network namespace that has nothing but a loopback, counting server and
+all, and in a PID namespace, with which everything ends that Ray starts. One Ray for all cases, because its start takes
+ten seconds. A line of JSON per case goes to FOLDER/results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from datatrove.executor import RayPipelineExecutor
+
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server, make_input, pipeline, undisturbed
+from tests.real.slurm_cluster import Watched, processes, until
+
+TASKS = 2
+Event = Callable[["Job"], Watched]
+
+
+class Job:
+    """One case in a folder of its own."""
+
+    def __init__(self, folder: Path, server: FakeServer) -> None:
+        self.folder = folder
+        self.server = server
+        make_input(folder / "input", TASKS)
+
+    def run(self) -> None:
+        steps = pipeline(self.folder, self.server.url)
+        RayPipelineExecutor(steps, tasks=TASKS, logging_dir=str(self.folder / "logs"), mem_per_cpu_gb=1).run()
+
+    def asked(self) -> int:
+        return sum(self.server.asked.values())
+
+    def until_held(self) -> None:
+        until(lambda: self.asked() >= HELD + TASKS * IN_FLIGHT, 120, lambda: f"{self.asked()} requests")
+
+    def complete(self) -> list[int]:
+        return sorted(int(path.name) for path in (self.folder / "logs").glob("completions/*"))
+
+
+def rank_workers() -> list[tuple[int, int]]:
+    """Pairs of process ids: an actor of datatrove's, and the process of its pool in which a rank runs."""
+    pids = processes(lambda argv, _: argv[0] == "ray::RankWorker.run_for_rank")
+    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+    return [(parent, pid) for pid, parent in parents.items() if parent in parents]
+
+
+def kill_actor(job: Job) -> Watched:
+    actor, worker = rank_workers()[0]
+    watched = Watched(worker)
+    os.kill(actor, signal.SIGKILL)
+    return watched
+
+
+def terminate_actor(job: Job) -> Watched:
+    actor, worker = rank_workers()[0]
+    watched = Watched(worker)
+    os.kill(actor, signal.SIGTERM)
+    return watched
+
+
+def terminate_worker(job: Job) -> Watched:
+    _, worker = rank_workers()[0]
+    watched = Watched(worker)
+    os.kill(worker, signal.SIGTERM)
+    return watched
+
+
+def play(folder: Path, event: Event | None) -> dict[str, Any]:
+    """Runs the job, with an event in the middle, and once more if not everything is complete then."""
+    result: dict[str, Any] = {}
+    with counting_server() as server:
+        job = Job(folder, server)
+
+        def disturb() -> None:
+            job.until_held()
+            if event is not None:
+                began = time.monotonic()
+                event(job).wait(30)
+                result["seconds"] = time.monotonic() - began
+                result["complete"] = job.complete()
+            server.release()
+
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        job.run()
+        disturber.join()
+        result["runs"] = 1
+        if len(job.complete()) < TASKS:
+            job.run()
+            result["runs"] = 2
+        documents = TASKS * DOCUMENTS
+        return result | {
+            "documents": len(server.asked),
+            "again": job.asked() - documents,
+            "complete in the end": job.complete(),
+            "same output": outputs(folder / "output") == undisturbed(folder, TASKS),
+        }
+
+
+CASES: dict[str, Event | None] = {
+    "plain run of 2": None,
+    "kill -9 of the actor": kill_actor,
+    "SIGTERM to the actor": terminate_actor,
+    "SIGTERM to the rank's process": terminate_worker,
+}
+
+
+def main(folder: Path) -> None:
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
+    with (folder / "results").open("w") as results:
+        for number, (name, event) in enumerate(CASES.items()):
+            results.write(json.dumps({"case": name} | play(folder / str(number), event)) + "\n")
+            results.flush()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

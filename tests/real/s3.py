@@ -62,7 +62,7 @@ class Weed:
             "-master.electionTimeout=1s",
             "-master.heartbeatInterval=200ms",
             "-master.volumeSizeLimitMB=64",
-            "-volume.max=100",
+            "-volume.max=5000",
         ]
         for name, (port, grpc) in self._ports.items():
             argv += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
@@ -312,7 +312,7 @@ def python(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.Popen[
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        ["env", "--default-signal=INT", sys.executable, *arguments],  # a test that runs in the background ignores it
         cwd=cwd,
         env={**kept, **env, "PYTHONPATH": path},
         stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -183,6 +184,77 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
 )
 def test_permanent_is_what_no_other_attempt_can_change(error: Exception, permanent: bool) -> None:
     assert is_permanent(error) is permanent
+
+
+class Uploads:
+    """Of S3, what is asked about open uploads: a list in pages of two, and aborting."""
+
+    def __init__(self, *keys: str) -> None:
+        self.open = [(key, f"id-{number}") for number, key in enumerate(keys)]
+        self.refuses = ""
+
+    def split_path(self, path: str) -> tuple[str, str, None]:
+        bucket, _, key = path.removeprefix("s3://").partition("/")
+        return bucket, key, None
+
+    def call_s3(self, method: str, Bucket: str, Key: str = "", **arguments: Any) -> dict[str, Any]:
+        if method == self.refuses:
+            raise by_s3(PermissionError, "AccessDenied", 403)
+        if method == "create_multipart_upload":
+            self.open.append((Key, "new"))
+            return {"UploadId": "new"}
+        if method == "abort_multipart_upload":
+            if (Key, arguments["UploadId"]) not in self.open:
+                raise by_s3(FileNotFoundError, "NoSuchUpload", 404)
+            self.open.remove((Key, arguments["UploadId"]))
+            return {}
+        assert method == "list_multipart_uploads"
+        found = [one for one in self.open if one[0].startswith(arguments["Prefix"])]
+        after = (arguments.get("KeyMarker"), arguments.get("UploadIdMarker"))
+        first = found.index(after) + 1 if after in found else 0
+        page = found[first : first + 2]
+        return {
+            "Uploads": [{"Key": key, "UploadId": upload} for key, upload in page],
+            "IsTruncated": first + 2 < len(found),
+            "NextKeyMarker": page[-1][0] if page else "",
+            "NextUploadIdMarker": page[-1][1] if page else "",
+        }
+
+
+def on_s3(uploads: Uploads) -> RemoteFolder:
+    folder = SimpleNamespace(fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/"))
+    return RemoteFolder(folder, "probe")
+
+
+def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are() -> None:
+    mine, others = ["output/a", "output/a", "output/b", "output/a"], ["output/ab", "output/c", "a", "elsewhere/a"]
+    uploads = Uploads(*mine, *others)
+    on_s3(uploads).prepare(["a", "b"])
+    assert [key for key, _ in uploads.open] == others
+
+
+def test_after_a_good_end_nothing_is_looked_for() -> None:
+    uploads = Uploads("output/a")
+    uploads.refuses = "list_multipart_uploads"
+    on_s3(uploads).prepare(None)
+    assert uploads.open == [("output/a", "id-0")]
+
+
+@pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
+def test_who_may_write_but_not_abort_is_told_and_goes_on(refused: str, log: list[str]) -> None:
+    uploads = Uploads("output/a")
+    uploads.refuses = refused
+    on_s3(uploads).prepare(["a"])
+    assert "stay open" in log[0]
+    assert "lifecycle rule" in log[0]
+
+
+def test_who_may_not_write_is_told_at_once(log: list[str]) -> None:
+    uploads = Uploads()
+    uploads.refuses = "create_multipart_upload"
+    with pytest.raises(OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"):
+        on_s3(uploads).prepare(None)
+    assert log == []
 
 
 def test_an_upload_that_fails_in_a_run_is_made_up_for_and_generation_goes_on_meanwhile(

@@ -150,6 +150,15 @@ def test_a_folder_may_come_with_storage_options(job: Build) -> None:
     assert not reader.data_folder.is_local()
 
 
+@pytest.mark.parametrize("key", ["logging_dir: logs", "data_folder: documents", "output_folder: out"])
+def test_secrets_among_storage_options_are_refused_and_not_repeated(job: Build, key: str) -> None:
+    name = key.partition(":")[0]
+    message = mistake(job, (key, f"{name}: [s3://b/x, {{client_kwargs: {{aws_secret_access_key: hunter2}}}}]"))
+    assert f"{name}: the storage option 'aws_secret_access_key' is a secret" in message
+    assert "AWS_SECRET_ACCESS_KEY" in message
+    assert "hunter2" not in message
+
+
 def test_an_executor_may_depend_on_another_one(job: Build) -> None:
     first = "depends: {class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first}}"
     executor = job(("logging_dir: logs", f"logging_dir: logs\n    {first}"))

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Collections of the youngest, of the middle, of all objects. Of new objects, kept ones: what is freed does not count.
-_THRESHOLDS = (50_000, 10, 100)
+# New objects until the youngest are looked through (what is freed meanwhile does not count), and how often until older
+# ones are, too. 20,000 objects take some 10 ms, which the event loop can bear; a thousand documents in work are 30,000.
+_THRESHOLDS = (20_000, 20, 10)
 
 _lock = threading.Lock()
 _runs = 0

@@ -20,6 +20,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.stats import TimingStats
 from loguru import logger
 
+from datatrove_ckpt import loop
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.collector import calm_collector
@@ -210,7 +211,8 @@ class InferenceRunner(PipelineStep):
             if output is not None:
                 output.prepare()
             preemption.raise_if_told()
-            asyncio.run(self._generate(data, rank, checkpoint, progress, preemption))
+            main = self._generate(data, rank, checkpoint, progress, preemption)
+            loop.run(main, starts_processes=self.config.server_type != "endpoint")
             completed = True
         except BaseExceptionGroup as group:
             error = _first(group)

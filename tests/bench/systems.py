@@ -1,6 +1,6 @@
 """One run of one system, in a process of its own: settings as JSON in the first argument, what it cost on stdout.
 
-    ours, ours-uvloop    datatrove_ckpt.InferenceRunner, on asyncio's loop and on uvloop's
+    ours, ours-asyncio   datatrove_ckpt.InferenceRunner, on uvloop where it is installed, and on asyncio's own loop
     datatrove            datatrove's own InferenceRunner
     bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the practical limit
     protocol             a hand-written client on asyncio.Protocol and uvloop: what is left without aiohttp
@@ -212,6 +212,8 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     name, _, loop = run.system.partition("-")
+    if loop == "asyncio":
+        sys.modules["uvloop"] = None  # type: ignore[assignment] (what cannot be imported is not installed)
     if loop == "uvloop" or name == "protocol":
         import uvloop
 

@@ -50,6 +50,7 @@ ROOMS = [
     "rollouts",
     "torch",
     "collector",
+    "loop",
     "runner",
     "yaml_config",
     "overrides",

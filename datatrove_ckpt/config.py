@@ -79,8 +79,8 @@ class InferenceConfig:
         server_stop_timeout_sec: seconds a server gets to end by itself before it is killed.
         replicas: servers to launch on this node, each on its own tp * dp * pp GPUs. ``max_concurrent_generations``
             counts the requests of all of them together.
-        server_max_restarts: how often one server may be restarted within ``server_restart_window_sec`` seconds. The
-            run ends when every server has used that up.
+        server_max_restarts: how often one server may be restarted within ``server_restart_window_sec`` seconds, not
+            counting deaths that proved a request poisonous. The run ends when every server has used that up.
         server_restart_window_sec: see there.
         hang_timeout: seconds after which a server that has requests, and neither answered any nor counted a new token
             in its metrics, is killed and started again.

@@ -40,7 +40,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.answers import Completion, TryAgain, parse_chat, parse_completion
 from datatrove_ckpt.inference.keys import Key
-from datatrove_ckpt.inference.routing import Check, Request, Router, ServerLost, Target
+from datatrove_ckpt.inference.routing import Check, Death, Request, Router, ServerLost, Target
 from datatrove_ckpt.inference.transport import needs_proxy, post, shown_url, transport_to, under
 
 _DEFAULT_TIMEOUT = 3600.0
@@ -148,8 +148,8 @@ class CompletionClient:
         target.up = True
         self.router.admit()
 
-    def died(self, target: Target, cause: str) -> int:
-        """A server is gone, or will be killed now: what it has in flight is sent again. How many that are."""
+    def died(self, target: Target, cause: str) -> Death:
+        """A server is gone, or will be killed now: what it has in flight is sent again."""
         return self.router.died(target, cause)
 
     async def disconnect(self, target: Target) -> None:
@@ -175,11 +175,12 @@ class CompletionClient:
         failures = 0
         while True:
             target = await self.router.acquire(request)
-            alone = request.is_suspect
+            deaths, was_suspect = len(request.deaths), request.is_suspect
             try:
                 return await self._attempt(target, request, body)
             except ServerLost:
-                if alone and request.is_suspect and not self.router.closed:
+                alone = len(request.deaths) > deaths and request.deaths[-1].lost == 1
+                if was_suspect and alone and not self.router.closed:
                     raise self._poisoned(request) from None
                 self.stats.resent += 1
                 continue

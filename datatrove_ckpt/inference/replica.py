@@ -10,7 +10,7 @@ there are any, and what waits waits. A server counts as dead when
 - it hangs: it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
 It may be started again ``server_max_restarts`` times within ``server_restart_window_sec``, so that a week is not ended
-by a crash a day.
+by a crash a day. The death that proves a request poisonous does not count: that request will not come again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.interface import wait_until_cancelled
 from datatrove_ckpt.inference.link import Leader
 from datatrove_ckpt.inference.metrics import Metrics, read_metrics
+from datatrove_ckpt.inference.routing import Death
 from datatrove_ckpt.inference.server import InferenceServer
 from datatrove_ckpt.inference.slots import Slot
 
@@ -70,7 +71,7 @@ class Replica:
             leader.on_death = self._declare_dead
         self.target = client.add(self.check)
         self.restarts = 0
-        self._lost = 0
+        self._death = Death("")
         self._since = _NEVER
         self._name = f"Server {index} of rank {rank}" if config.replicas > 1 else f"The server of rank {rank}"
         self._recent: deque[float] = deque()
@@ -102,7 +103,7 @@ class Replica:
                 # Clusters signal the server, too: it may well end before us.
                 logger.info(f"{self._name} has ended. It is not started again, because the run ends, too.")
                 await wait_until_cancelled()
-            logger.warning(f"{self._name} is given up: {cause}\n{self._lost} requests are sent again.")
+            logger.warning(f"{self._name} is given up: {cause}\n{self._death.lost} requests are sent again.")
             await self.server.kill()
             await self._start_again(cause)
 
@@ -128,7 +129,7 @@ class Replica:
 
     def _declare_dead(self, cause: str) -> None:
         if not self._end.done():
-            self._lost = self.client.died(self.target, cause.partition("\n")[0])
+            self._death = self.client.died(self.target, cause.partition("\n")[0])
             self._end.set_result(cause)
 
     async def _start_again(self, cause: str) -> None:
@@ -156,6 +157,9 @@ class Replica:
         window, allowed = self.config.server_restart_window_sec, self.config.server_max_restarts
         while self._recent and self._recent[0] < now - window:
             self._recent.popleft()
+        if self._death.explained:  # by one request, which is a dead letter now: no sign that the next start will fail
+            self._death = Death("")
+            return _FIRST_BACKOFF
         if len(self._recent) >= allowed:
             raise ServerDied(
                 f"{self._name} was started again {len(self._recent)} times within {window:g} s, and died again "

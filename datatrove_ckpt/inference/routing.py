@@ -4,12 +4,15 @@ Requests wait here, not at a server, so a server that is away for a minute costs
 are used up, and what it had in flight (``died``) comes back and goes to whoever is up.
 
     waiting     in order of arrival, until a server is up and a slot of ``max_concurrent_generations`` is free
-    suspects    were in flight at two deaths of servers: each is tried alone, on a server that is first let run empty.
+    suspects    were in flight at two deaths of servers: they are tried apart, on a server that is first let run empty.
                 The youngest at its first death goes first: what kills a server mostly does so soon. If a server dies
                 of one, that explains its earlier deaths, and the others that had a part in them are suspects no more.
 
-Trying suspects alone is slow: while it lasts, one server works on one request at a time. Sending them in halves would
-find a poisonous one sooner, but with more deaths than ``server_max_restarts`` usually allows.
+Strictly one by one, a server that died twice for other reasons under thousands of requests would be nearly idle for
+hours. So suspects go in groups: of one first, and each answer makes room for one more, up to the square root of their
+number. If the server dies of a group, its members are tried alone. So a request that kills costs one death more than
+if all were tried alone, and the others wait twice the square root of their number, in requests, at most. Halving would
+be quicker, but with more deaths than ``server_max_restarts`` usually allows.
 """
 
 from __future__ import annotations
@@ -38,10 +41,16 @@ class ServerLost(Exception):
 
 
 class Death:
-    """The end of one server. ``explained`` once a request is known to have caused it."""
+    """The end of one server.
 
-    def __init__(self, cause: str) -> None:
+    Attributes:
+        lost: how many requests it had.
+        explained: a request is known to have caused it.
+    """
+
+    def __init__(self, cause: str, lost: int = 0) -> None:
         self.cause = cause
+        self.lost = lost
         self.explained = False
 
 
@@ -56,7 +65,16 @@ class Request:
 
     @property
     def is_suspect(self) -> bool:
-        return sum(not death.explained for death in self.deaths) >= _DEATHS_OF_A_SUSPECT
+        return self._unexplained >= _DEATHS_OF_A_SUSPECT
+
+    @property
+    def goes_alone(self) -> bool:
+        """A group of suspects died with it."""
+        return self._unexplained > _DEATHS_OF_A_SUSPECT
+
+    @property
+    def _unexplained(self) -> int:
+        return sum(not death.explained for death in self.deaths)
 
     def was_there(self, death: Death, age: float) -> None:
         """It had been in flight for ``age`` seconds when a server died."""
@@ -133,6 +151,11 @@ class Router:
         self._waiting: deque[tuple[Request, asyncio.Future[Target]]] = deque()
         self._suspects: list[tuple[float, int, Request, asyncio.Future[Target]]] = []
         self._order = 0
+        # Of the suspects that are being tried: how many, at most how many now, ever together, and one that goes alone.
+        self._tried = 0
+        self._room = 1
+        self._crowd = 0
+        self._alone = False
         self._failure: str | None = None
         self._on_release: Callable[[], None] | None = None
 
@@ -173,6 +196,9 @@ class Router:
     def release(self, target: Target) -> None:
         target.in_flight -= 1
         self._in_flight -= 1
+        if target.reserved and self._tried:
+            self._tried -= 1
+            self._room += 1
         self.admit()
         if self._on_release is not None:
             self._on_release()
@@ -181,7 +207,7 @@ class Router:
         """Give targets to those that wait, as far as there are any."""
         if self.closed:
             return
-        self._admit_suspect()
+        self._admit_suspects()
         while self._waiting:
             _, future = self._waiting[0]
             target = self._free() if not future.done() else None
@@ -191,16 +217,16 @@ class Router:
             if target is not None:
                 future.set_result(self._take(target))
 
-    def died(self, target: Target, cause: str) -> int:
-        """The server of a target is gone; how many requests it had."""
+    def died(self, target: Target, cause: str) -> Death:
+        """The server of a target is gone: what it has in flight is lost."""
         target.up = target.reserved = False
-        death = Death(cause)
+        death = Death(cause, len(target.attempts))
         now = time.monotonic()
         for attempt in target.attempts:
             attempt.request.was_there(death, now - attempt.began)
             attempt.lose()
         self.admit()
-        return len(target.attempts)
+        return death
 
     def explain(self, request: Request) -> None:
         """The deaths this request had a part in were its doing: nobody else is suspected because of them."""
@@ -240,18 +266,30 @@ class Router:
         free = [target for target in free if target.in_flight < target.limit]
         return _least_busy(free)
 
-    def _admit_suspect(self) -> None:
+    def _admit_suspects(self) -> None:
         while self._suspects and self._suspects[0][3].done():
             heapq.heappop(self._suspects)
         reserved = next((target for target in self.targets if target.reserved), None)
         if reserved is None and self._suspects:
             reserved = _least_busy([target for target in self.targets if target.up])
+            self._tried, self._room, self._crowd = 0, 1, 0
         if reserved is None:
             return
         reserved.reserved = bool(self._suspects) or reserved.in_flight > 0
-        if self._suspects and reserved.in_flight == 0 and self._in_flight < self._limit:
-            future = heapq.heappop(self._suspects)[3]
-            future.set_result(self._take(reserved))
+        self._crowd = max(self._crowd, self._tried + len(self._suspects))
+        # It has run empty when all that it has in flight are suspects.
+        while self._suspects and reserved.in_flight == self._tried < self._group() and self._in_flight < self._limit:
+            _, _, request, future = heapq.heappop(self._suspects)
+            if not future.done():
+                self._tried += 1
+                self._alone = request.goes_alone
+                future.set_result(self._take(reserved))
+
+    def _group(self) -> int:
+        """How many suspects may be tried together now."""
+        if (self._tried and self._alone) or self._suspects[0][2].goes_alone:
+            return 1
+        return min(self._room, math.isqrt(self._crowd))
 
 
 def _least_busy(targets: list[Target]) -> Target | None:

@@ -63,6 +63,10 @@ async def complete(payload):
         asked.write(f"{os.getpid()} {question}\\n")
     if question == "die" or (question == "die once" and first_time("died")):
         os._exit(41)
+    while question == "die at the fuse":
+        if (here / "fuse").exists():
+            os._exit(41)
+        await asyncio.sleep(0.01)
     if question == "sick once" and first_time("was sick"):
         sick = 500
     if question == "deaf once" and first_time("was deaf"):
@@ -150,6 +154,11 @@ def lines(name: str) -> list[str]:
 def open_gate() -> None:
     """Let the engines answer what begins with "wait"."""
     Path("gate").touch()
+
+
+def burn_fuse() -> None:
+    """From now on "die at the fuse" kills."""
+    Path("fuse").touch()
 
 
 def break_engine() -> None:
@@ -288,6 +297,25 @@ def test_a_poisonous_request_is_found_and_the_others_are_answered() -> None:
         assert run.servers.restarts == 3
 
     play(script)
+
+
+def test_a_poisonous_request_that_is_tried_last_ends_no_run() -> None:
+    async def script(run: Run) -> None:
+        poison = run.ask("die at the fuse")
+        await until(lambda: bool(asked()))
+        others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they are tried before it, in groups
+        await until(lambda: sum(asked().values()) == 41)
+        burn_fuse()
+        await until(lambda: len(engines()) == 3)
+        open_gate()
+        with pytest.raises(RequestPoisoned):
+            await poison
+        assert sorted(await run.texts(others)) == sorted(f"wait {n}" for n in range(40))
+        assert await run.texts([run.ask("still here")]) == ["still here"]
+        # The fourth only if others were in flight with it at the third; that is one more than may be started again.
+        assert 3 <= asked()["die at the fuse"] == run.servers.restarts <= 4
+
+    play(script, server_max_restarts=3)
 
 
 def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:

@@ -471,7 +471,7 @@ def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
 
             async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
                 writer.write(http(200, chat("wrong")))
-                assert client.died(target, "told to stop") == 1
+                assert client.died(target, "told to stop").lost == 1
 
             old.replies = [too_late]
             asking = asyncio.create_task(client.complete(BODY))

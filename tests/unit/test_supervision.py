@@ -111,7 +111,7 @@ def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None
 
         asking = asyncio.create_task(ask())
         await settle()
-        assert made.died(made.targets[0], "bang") == 1
+        assert made.died(made.targets[0], "bang").lost == 1
         with pytest.raises(TimeoutError):
             await asking
         assert attempt.lost
@@ -136,6 +136,58 @@ def test_a_suspect_is_alone_and_the_youngest_goes_first() -> None:
         assert (old.done(), normal.done()) == (True, False)
         made.release(target)
         await normal
+
+    asyncio.run(play())
+
+
+async def try_suspects(made: Router, requests: list[Request]) -> list[list[Request]]:
+    """All suspects answered, those in flight together at a time; who was in flight together, in turn."""
+    waiting = {request: acquire(made, request) for request in requests}
+    rounds: list[list[Request]] = []
+    while waiting:
+        await settle()
+        rounds.append([request for request, task in waiting.items() if task.done()])
+        for request in rounds[-1]:
+            made.release(waiting.pop(request).result())
+    return rounds
+
+
+def test_many_suspects_are_tried_in_growing_groups() -> None:
+    async def play() -> None:
+        rounds = await try_suspects(router(), [suspect(n) for n in range(256)])
+        sizes = [len(together) for together in rounds]
+        assert sizes[:4] == [1, 2, 4, 8]
+        assert max(sizes) == 16  # the square root: what one more death may cost
+        assert len(sizes) <= 20
+
+    asyncio.run(play())
+
+
+def test_who_was_in_a_group_that_died_is_tried_alone() -> None:
+    async def play() -> None:
+        made = router()
+        requests = [suspect(n) for n in range(100)]
+        waiting = {request: acquire(made, request) for request in requests}
+        for expected in (1, 2, 4):
+            await settle()
+            group = [request for request, task in waiting.items() if task.done()]
+            assert len(group) == expected
+            if expected < 4:
+                for request in group:
+                    made.release(waiting.pop(request).result())
+        death = made.died(made.targets[0], "bang")
+        for request in group:
+            request.was_there(death, 0)
+            made.release(waiting.pop(request).result())
+        assert made.targets[0].in_flight == 0
+        again = [acquire(made, request) for request in group]
+        made.targets[0].up = True
+        for task in again:
+            await settle()
+            assert made.targets[0].in_flight == 1
+            made.release(await task)
+        await settle()
+        assert made.targets[0].in_flight > 1  # the others go on in groups
 
     asyncio.run(play())
 

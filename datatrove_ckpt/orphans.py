@@ -29,9 +29,9 @@ def die_with_parent() -> None:
     parent = multiprocess.parent_process()
     if not is_pool_worker() or parent is None:
         return
-    # Two ways, because the kernel looks at who forked us, which may be a fork server that lives on, and the pipe that
-    # multiprocess looks at may be held open by the other workers of a pool that was forked.
-    if sys.platform == "linux":
+    # Two ways: the pipe that multiprocess looks at may be held open by the other workers of a pool that was forked, and
+    # the kernel looks at who forked us, which may be a fork server that lives on, or ends of a signal that we drain on.
+    if sys.platform == "linux" and os.getppid() == parent.pid:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not any(thread.name == _NAME for thread in threading.enumerate()):
         threading.Thread(target=_follow, args=(parent,), name=_NAME, daemon=True).start()

@@ -10,7 +10,8 @@
 # only when all its documents are in the output, and the output ends as that of a run that nothing disturbed.
 #
 #   event                             signal                         then
-#   time limit                        USR1, by sbatch_args.signal    saves, requeues itself, goes on in the next life
+#   time limit                        USR1, by sbatch_args.signal,   saves, requeues itself, goes on in the next life
+#                                     or none: it knows its limit
 #   scontrol requeue                  TERM, KILL after KillWait      saves, goes on in the next life
 #   preemption                        TERM, KILL after KillWait      saves, goes on in the next life
 #   preemption with a grace time      TERM                           saves, requeues itself, goes on in the next life
@@ -19,7 +20,8 @@
 #   node lost                         none                           goes on on another node; see "two at once"
 #
 # "Saves" takes up to drain_seconds (20) for answers that are on their way; Slurm's KillWait is 30 s unless your cluster
-# says otherwise (scontrol show config | grep KillWait): keep drain_seconds 10 s below it.
+# says otherwise (scontrol show config | grep KillWait): keep drain_seconds 10 s below it. In the first seconds of a life,
+# before python is up, any of these signals ends the task as failed: run this script again.
 #
 # Not everything is requeued: PreemptMode of your partition must be REQUEUE (scontrol show partition), and the job needs
 # requeue: true. Slurm never requeues a job that failed: run this script again when the array has ended.

@@ -50,6 +50,15 @@ def test_the_yaml_example_builds(
     assert main(["run", "--dry-run", "job.yaml"]) == 0, capsys.readouterr().err
 
 
+def test_the_slurm_example_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(blocks("yaml")[1])
+    assert main(["run", "--dry-run", "job.yaml"]) == 0, capsys.readouterr().err
+    assert "#SBATCH --signal=USR1@180\n" in capsys.readouterr().out
+
+
 def test_every_command_is_one_of_the_two_lines_or_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.cli import main
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.rollouts import ChunkedRollout, PromptRollout, chat
@@ -88,6 +89,17 @@ def test_every_config_builds_and_begins_with_the_command_that_runs_it(path: Path
     executor = build(load(path))
     assert isinstance(executor.pipeline[-1], InferenceRunner)
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_has_a_dry_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["run", str(path), "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("executor ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_quickstart_builds_what_it_says() -> None:

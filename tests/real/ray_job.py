@@ -7,10 +7,12 @@ ten seconds. A line of JSON per case goes to FOLDER/results.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
-import subprocess
+import socket
+import struct
 import sys
 import threading
 import time
@@ -26,7 +28,8 @@ from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server, 
 from tests.real.slurm_cluster import Watched, processes, until
 
 TASKS = 2
-Event = Callable[["Job"], Watched]
+LATE = 30  # seconds a task may take, where Ray does not notice its end
+Event = Callable[[], Watched]
 
 
 class Job:
@@ -37,9 +40,10 @@ class Job:
         self.server = server
         make_input(folder / "input", TASKS)
 
-    def run(self) -> None:
+    def run(self, **settings: Any) -> None:
         steps = pipeline(self.folder, self.server.url)
-        RayPipelineExecutor(steps, tasks=TASKS, logging_dir=str(self.folder / "logs"), mem_per_cpu_gb=1).run()
+        logs = str(self.folder / "logs")
+        RayPipelineExecutor(steps, tasks=TASKS, logging_dir=logs, mem_per_cpu_gb=1, **settings).run()
 
     def asked(self) -> int:
         return sum(self.server.asked.values())
@@ -58,28 +62,31 @@ def rank_workers() -> list[tuple[int, int]]:
     return [(parent, pid) for pid, parent in parents.items() if parent in parents]
 
 
-def kill_actor(job: Job) -> Watched:
+def kill_actor() -> Watched:
+    return _send(signal.SIGKILL, to_actor=True)
+
+
+def terminate_actor() -> Watched:
+    return _send(signal.SIGTERM, to_actor=True)
+
+
+def terminate_worker() -> Watched:
+    return _send(signal.SIGTERM, to_actor=False)
+
+
+def kill_worker() -> Watched:
+    return _send(signal.SIGKILL, to_actor=False)
+
+
+def _send(number: signal.Signals, to_actor: bool) -> Watched:
+    """Gives the process in which the rank runs, which is to end in every case."""
     actor, worker = rank_workers()[0]
     watched = Watched(worker)
-    os.kill(actor, signal.SIGKILL)
+    os.kill(actor if to_actor else worker, number)
     return watched
 
 
-def terminate_actor(job: Job) -> Watched:
-    actor, worker = rank_workers()[0]
-    watched = Watched(worker)
-    os.kill(actor, signal.SIGTERM)
-    return watched
-
-
-def terminate_worker(job: Job) -> Watched:
-    _, worker = rank_workers()[0]
-    watched = Watched(worker)
-    os.kill(worker, signal.SIGTERM)
-    return watched
-
-
-def play(folder: Path, event: Event | None) -> dict[str, Any]:
+def play(folder: Path, event: Event | None, **settings: Any) -> dict[str, Any]:
     """Runs the job, with an event in the middle, and once more if not everything is complete then."""
     result: dict[str, Any] = {}
     with counting_server() as server:
@@ -89,14 +96,14 @@ def play(folder: Path, event: Event | None) -> dict[str, Any]:
             job.until_held()
             if event is not None:
                 began = time.monotonic()
-                event(job).wait(30)
+                event().wait(30)
                 result["seconds"] = time.monotonic() - began
                 result["complete"] = job.complete()
             server.release()
 
         disturber = threading.Thread(target=disturb)
         disturber.start()
-        job.run()
+        job.run(**settings)
         disturber.join()
         result["runs"] = 1
         if len(job.complete()) < TASKS:
@@ -111,20 +118,39 @@ def play(folder: Path, event: Event | None) -> dict[str, Any]:
         }
 
 
-CASES: dict[str, Event | None] = {
-    "plain run of 2": None,
-    "kill -9 of the actor": kill_actor,
-    "SIGTERM to the actor": terminate_actor,
-    "SIGTERM to the rank's process": terminate_worker,
+CASES: dict[str, tuple[Event | None, dict[str, Any]]] = {
+    "plain run of 2": (None, {}),
+    "kill -9 of the actor": (kill_actor, {}),
+    "SIGTERM to the actor": (terminate_actor, {}),
+    "SIGTERM to the rank's process": (terminate_worker, {}),
+    "kill -9 of the rank's process": (kill_worker, {"time": LATE}),
 }
 
 
+def start_ray(folder: str) -> None:
+    """Ray gives itself 30 s to start, which a busy machine may need more of."""
+    for attempt in range(3):
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, _temp_dir=folder)
+            return
+        except Exception:
+            ray.shutdown()
+            if attempt == 2:
+                raise
+
+
+def raise_loopback() -> None:
+    set_flags, up = 0x8914, 1
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, set_flags, struct.pack("16sh14x", b"lo", up))
+
+
 def main(folder: Path) -> None:
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
+    raise_loopback()
+    start_ray(str(folder / "ray"))
     with (folder / "results").open("w") as results:
-        for number, (name, event) in enumerate(CASES.items()):
-            results.write(json.dumps({"case": name} | play(folder / str(number), event)) + "\n")
+        for number, (name, (event, settings)) in enumerate(CASES.items()):
+            results.write(json.dumps({"case": name} | play(folder / str(number), event, **settings)) + "\n")
             results.flush()
     ray.shutdown()
 

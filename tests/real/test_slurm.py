@@ -30,7 +30,7 @@ from datatrove_ckpt.inference.server import free_port
 from datatrove_ckpt.testing import FakeServer
 from tests.real import two_part_vllm
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server
-from tests.real.slurm_cluster import Cluster, until
+from tests.real.slurm_cluster import Cluster, processes, until
 from tests.real.slurm_job import Job, Stopwatch
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,30 @@ def job(cluster: Cluster, tmp_path: Path, server: FakeServer) -> Job:
 def preempt(cluster: Cluster) -> None:
     """A job above all others takes both nodes, and ends at once."""
     cluster.command("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+
+
+HOLD_A_CLUSTER = """
+import sys, time
+from pathlib import Path
+from tests.real.slurm_cluster import Cluster
+with Cluster(Path(sys.argv[1])) as cluster:
+    cluster.command("sbatch", "--output=/dev/null", "--wrap=sleep 600")
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_cluster_ends_with_its_tests_even_if_they_are_killed(tmp_path: Path) -> None:
+    def left() -> list[int]:
+        return processes(lambda argv, environ: str(tmp_path) in " ".join(argv) + environ.get("SLURM_CONF", ""))
+
+    command = [sys.executable, "-c", HOLD_A_CLUSTER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"up\n"
+        assert len(left()) > 4
+        holder.kill()
+    until(lambda: not left(), 10, lambda: str(left()))
 
 
 def test_a_plain_array(cluster: Cluster, tmp_path: Path, server: FakeServer) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # New objects until the youngest are looked through (what is freed meanwhile does not count), and how often until older
-# ones are, too. 20,000 objects take some 10 ms, which the event loop can bear; a thousand documents in work are 30,000.
-_THRESHOLDS = (20_000, 20, 10)
+# ones are, too. 10,000 objects take 4 ms, on a busy machine 10; a thousand documents in work are 30,000.
+_THRESHOLDS = (10_000, 50, 10)
 
 _lock = threading.Lock()
 _runs = 0

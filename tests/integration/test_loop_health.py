@@ -1,0 +1,153 @@
+"""Nothing keeps the event loop from its work for longer than 20 ms: no disk, no computation, no thread of ours.
+
+On a busy machine any callback takes as long as it likes, so wall time says nothing. Three things are measured that a
+busy machine does not change, or hardly:
+
+- no effect on a disk, no writer and no reader runs in the event loop's thread;
+- the CPU time of each callback (garbage collection included);
+- how long each callback waited for the interpreter's lock, as well as Linux can tell: see tests/bench/loop_watch.py.
+
+What this does not see: a callback that waits for a lock of ours which nobody who computes holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.files import Disk
+from datatrove_ckpt.testing import FakeServer
+from tests.bench.loop_watch import watched
+from tests.bench.measure import Result, mock_server, run_once
+from tests.bench.systems import Run
+from tests.bench.workload import make_input
+from tests.jobs import documents, runner
+
+LIMIT_MS = 20
+EFFECTS = (
+    "make_dir", "create", "write", "sync", "sync_dir", "rename", "truncate", "remove", "remove_dir", "remove_tree",
+    "commit", "append",
+)  # fmt: skip
+
+
+class WatchedDisk(Disk):
+    """Notes which effects run in a thread whose event loop is waiting for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.effects: set[str] = set()
+        self.in_a_loop: set[str] = set()
+        for name in EFFECTS:
+            setattr(self, name, self._watched(name, getattr(self, name)))
+
+    def _watched(self, name: str, effect: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any) -> Any:
+            self.effects.add(name)
+            if asyncio._get_running_loop() is not None:
+                self.in_a_loop.add(name)
+            return effect(*arguments)
+
+        return watched
+
+
+class WatchedWriter(JsonlWriter):  # type: ignore[misc]
+    def write(self, *arguments: Any, **settings: Any) -> None:
+        assert asyncio._get_running_loop() is None
+        super().write(*arguments, **settings)
+
+    def close(self) -> None:
+        assert asyncio._get_running_loop() is None
+        super().close()
+
+
+def watched_documents(number: int) -> Iterator[Document]:
+    for document in documents(number):
+        assert asyncio._get_running_loop() is None
+        yield document
+
+
+def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = WatchedDisk()
+    monkeypatch.setattr(files, "disk", disk)
+    writer = WatchedWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.jsonl.gz")
+    with FakeServer() as server:
+        runner(tmp_path, server, output_writer=writer, records_per_chunk=10, sync_seconds=0).run(watched_documents(95))
+    assert not disk.in_a_loop
+    assert disk.effects >= {"create", "write", "sync", "rename", "remove", "commit", "append"}  # it did watch
+    assert len(list((tmp_path / "output").glob("*.gz"))) == 10
+
+
+def test_the_watch_tells_computing_from_waiting_for_the_lock_and_from_sleeping() -> None:
+    seen: dict[str, Any] = {}
+
+    def hold_the_lock() -> None:
+        sum(range(10_000_000))  # one call, so nobody can take the lock away
+
+    async def loop(spin: bool, thread: Callable[[], None] | None) -> None:
+        if spin:
+            sum(range(10_000_000))
+        if thread is not None:
+            waiting = asyncio.get_running_loop().run_in_executor(None, thread)
+            while not waiting.done():
+                time.sleep(0)  # noqa: ASYNC251 (lets the thread take the lock)
+                await asyncio.sleep(0)
+
+    results = []
+    for spin, thread in ((True, None), (False, hold_the_lock), (False, lambda: time.sleep(0.1))):
+        watched(partial(asyncio.run, loop(spin, thread)), seen)()
+        results.append((seen["loop"]["cpu_ms"] > LIMIT_MS, seen["loop"]["gil_ms"] > LIMIT_MS))
+    assert results == [(True, False), (False, True), (False, False)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Result]]:
+    """Runs documents in a process of their own, against a server in another one, and gives what the watch saw."""
+    folder = tmp_path_factory.mktemp("loop")
+    with mock_server() as server:
+
+        def run(count: int, size: int = 2000, latency: float = 0.0, kind: str = "jsonl", **settings: Any) -> Result:
+            source = make_input(folder, kind, count, size)
+            settings = {"folder": str(folder / "work"), "checkpoints": str(folder / "work/checkpoints"), **settings}
+            watched = Run("ours-asyncio", server.url, str(source), kind=kind, watch_loop=True, **settings)
+            result = run_once(server, watched, latency, count)
+            assert result["counted_right"]
+            return dict(result["loop"])
+
+        yield run
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "saturated": {"count": 4000},
+    "200 ms": {"count": 3000, "latency": 0.2},
+    "a thousand at once": {"count": 4000, "latency": 0.2, "concurrency": 1024},
+    "publishing gzip": {"count": 5000, "chunk": 4000, "output": "jsonl.gz"},
+    "publishing zstd, reading gzip": {"count": 5000, "chunk": 4000, "output": "jsonl.zst", "kind": "jsonl.gz"},
+    "documents of 200 kB": {"count": 400, "size": 200_000, "chunk": 100},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_keeps_the_event_loop_from_its_work(name: str, run: Callable[..., Result]) -> None:
+    loop = run(**CASES[name])
+    assert loop["cpu_ms"] <= LIMIT_MS, loop["callbacks"]
+    assert loop["gil_ms"] <= LIMIT_MS, loop["callbacks"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("output", ["jsonl", "jsonl.gz", "parquet"])
+def test_publishing_100_000_documents_does_not_either(output: str, run: Callable[..., Result]) -> None:
+    loop = run(120_000, chunk=100_000, output=output)
+    assert loop["cpu_ms"] <= LIMIT_MS, loop["callbacks"]
+    assert loop["gil_ms"] <= LIMIT_MS, loop["callbacks"]

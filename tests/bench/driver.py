@@ -29,7 +29,6 @@ from tests.bench.systems import Run
 from tests.bench.workload import make_input
 
 _MOST_FOR_DATATROVE = 100_000
-_IDEAL_SECONDS = 10  # a run with latency is at most as long as an ideal client would take this many seconds
 
 
 class Bench:
@@ -197,6 +196,12 @@ class Bench:
         table(["case", "longest gap ms", "gaps > 20 ms", "longest callback, CPU ms", "waiting for the GIL ms",
                "worst callbacks (CPU/GIL ms)"], rows)  # fmt: skip
 
+    def report(self) -> None:
+        """The README's table, and results.svg."""
+        from tests.bench.report import write_report
+
+        write_report(self)
+
     def profile(self) -> None:
         """Where ours spends its time: by thread, and the dearest functions of each."""
         from tests.bench.profile_table import print_profile
@@ -212,7 +217,9 @@ def _extrapolated(measured: dict[int, float], count: int) -> float:
 
 
 def _documents(most: int, latency: float, concurrency: int) -> int:
-    return min(most, math.ceil(concurrency / latency * 1000) * _IDEAL_SECONDS) if latency else most
+    """With a latency, as many as an ideal client takes five to ten seconds for: less would be ramp-up and drain."""
+    per_second = math.ceil(concurrency / latency * 1000) if latency else 0
+    return min(max(most, 5 * per_second), 10 * per_second) if latency else most
 
 
 def _print_throughput(results: dict[str, list[Result]], latency: float, concurrency: int) -> None:
@@ -233,7 +240,7 @@ def main() -> None:
     commands = {
         "throughput": Bench.throughput, "checkpoint-cost": Bench.checkpoint_cost, "resume": Bench.resume,
         "growth": Bench.growth, "long": Bench.long, "rollouts": Bench.rollouts, "loop-health": Bench.loop_health,
-        "profile": Bench.profile,
+        "profile": Bench.profile, "report": Bench.report,
     }  # fmt: skip
     parser.add_argument("command", choices=commands)
     parser.add_argument("--folder", default="/tmp/datatrove-ckpt-bench", help="inputs and runs; on the disk to measure")

@@ -1,0 +1,126 @@
+"""The README's table and picture: everything that they show, measured in one go, in some eight minutes.
+
+``results.svg`` lies beside this file; the table stands in the README between two comments.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.measure import ROOT, Result, interleaved, median, ratio, wrong
+from tests.bench.picture import Panel, draw
+
+if TYPE_CHECKING:
+    from tests.bench.driver import Bench
+
+_START, _END = "<!-- measured: start -->\n", "<!-- measured: end -->"
+_NAMES = {"ours": "ours", "bare": "bare loop", "datatrove": "datatrove"}
+Results = dict[str, list[Result]]
+
+
+def write_report(bench: Bench) -> None:
+    repetitions, count = bench.options.repetitions, bench.options.documents  # fewer than 20,000 are for a try
+    flat = _compare(bench, 0.0, 256, count, ["ours", "datatrove", "bare"], repetitions)
+    waiting = {
+        256: _compare(bench, 0.2, 256, count * 64 // 100, ["ours", "bare", "datatrove"], 1),
+        1024: _compare(bench, 0.2, 1024, count * 256 // 100, ["ours", "bare"], 1),
+        5000: _compare(bench, 0.2, 5000, count * 625 // 100, ["ours", "bare"], 1),
+    }
+    cost = {0.0: _cost(bench, 0.0, count, repetitions), 0.2: _cost(bench, 0.2, count * 64 // 100, 1)}
+    grown = bench.run("ours", 5 * count, chunk=5 * count, concurrency=5000)
+    watched = bench.run("ours-asyncio", count, watch_loop=True)["loop"]
+    rows = [*_speed_rows(flat, waiting), *_own_rows(cost, grown, watched)]
+    lost = {name: wrong(runs) for results in (flat, *waiting.values()) for name, runs in results.items()}
+    _write_table(rows, f"{os.cpu_count()} cores; requests lost or repeated: {_losses(lost)}")
+    _write_picture(flat, waiting)
+
+
+def _compare(bench: Bench, latency: float, concurrency: int, count: int, systems: list[str], times: int) -> Results:
+    settings: dict[str, Any] = {"concurrency": concurrency}
+    return interleaved(systems, times, lambda system: bench.run(system, count, latency, **settings))
+
+
+def _cost(bench: Bench, latency: float, count: int, times: int) -> Results:
+    def one(place: str) -> Result:
+        return bench.run("ours", count, latency, **({"checkpoints": None} if place == "off" else {}))
+
+    return interleaved(("off", "on"), times, one)
+
+
+def _share(results: Results, name: str, concurrency: int) -> float | None:
+    """Percent of concurrency / latency."""
+    return 100 * median(results[name], "serving_rate") / (concurrency / 0.2) if name in results else None
+
+
+def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
+    def row(what: str, values: list[float | None], digits: int) -> list[str]:
+        return [what, *("" if value is None else f"{value:,.{digits}f}" for value in values)]
+
+    names = ["ours", "datatrove", "bare"]
+    rows = [
+        row("documents/s, server answers at once", [median(flat[name], "rate") for name in names], 0),
+        row("CPU s per 1000 documents", [median(flat[name], "cpu_per_1000") for name in names], 3),
+        row("memory, MB", [median(flat[name], "memory") for name in names], 0),
+        row("s from last request to end of run", [median(flat[name], "tail") for name in names], 2),
+    ]
+    for concurrency, results in waiting.items():
+        shares = [_share(results, name, concurrency) for name in names]
+        rows.append(row(f"% of ideal, server takes 200 ms, {concurrency:,} at once", shares, 0))
+    rows.append(
+        ["ours against it: documents/s, CPU", ""]
+        + [f"{ratio(flat['ours'], flat[name], 'rate'):.1f} x, {ratio(flat['ours'], flat[name], 'us'):.2f} x"
+           for name in names[1:]]
+    )  # fmt: skip
+    return rows
+
+
+def _own_rows(cost: dict[float, Results], grown: Result, watched: dict[str, Any]) -> list[list[str]]:
+    cpu, wall = ratio(cost[0.0]["on"], cost[0.0]["off"], "us"), ratio(cost[0.2]["on"], cost[0.2]["off"], "wall")
+    return [
+        ["checkpoints on against off: CPU; time at 200 ms", f"{cpu:.2f} x; {wall:.3f} x", "", ""],
+        ["memory, MB: 100,000 documents, one chunk, 5,000 at once", f"{grown['memory']:.0f}", "", ""],
+        ["longest callback, ms: CPU; waiting for the GIL", f"{watched['cpu_ms']:.0f}; {watched['gil_ms']:.0f}", "", ""],
+    ]
+
+
+def _losses(lost: dict[str, str]) -> str:
+    bad = {name: text for name, text in lost.items() if text != "0"}
+    return ", ".join(f"{_NAMES[name]} {text}" for name, text in bad.items()) or "none"
+
+
+def _write_table(rows: list[list[str]], note: str) -> None:
+    lines = [
+        "| | ours | datatrove | bare loop |",
+        "|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    text = "\n".join(lines) + f"\n\nOn {note}.\n"
+    print(text)
+    path = ROOT / "README.md"
+    readme = path.read_text()
+    before, start, rest = readme.partition(_START)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise SystemExit(f"{path} has no lines {_START.strip()} and {_END}; the table above is not written there.")
+    path.write_text(before + start + text + end + after)
+
+
+def _write_picture(flat: Results, waiting: dict[int, Results]) -> None:
+    names = ["ours", "bare", "datatrove"]
+
+    def group(results: Results, key: str) -> dict[str, float | None]:
+        return {_NAMES[name]: median(results[name], key) if name in results else None for name in names}
+
+    shares = [
+        (f"{concurrency:,} at once", {_NAMES[name]: _share(results, name, concurrency) for name in names})
+        for concurrency, results in waiting.items()
+    ]
+    panels = [
+        Panel("Documents per second, the server answers at once", "/s", [("256 at once", group(flat, "rate"))]),
+        Panel("CPU seconds per 1000 documents", "s", [("256 at once", group(flat, "cpu_per_1000"))]),
+        Panel("Share of the ideal rate, the server takes 200 ms", "%", shares, full=100),
+    ]
+    picture = draw("20,000 documents of 2 kB, checkpoints on disk (the bare loop has none)", panels)
+    (Path(__file__).parent / "results.svg").write_text(picture)

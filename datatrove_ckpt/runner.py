@@ -33,12 +33,15 @@ from datatrove_ckpt.identity import code_identity, run_identity
 from datatrove_ckpt.inference.link import follow
 from datatrove_ckpt.inference.nodes import Nodes
 from datatrove_ckpt.inference.pool import connect
+from datatrove_ckpt.mirror import RemoteMirror
 from datatrove_ckpt.orphans import die_with_parent
 from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
 from datatrove_ckpt.pool_workers import hand_in_before_sigterm, sigterm_as_usual
 from datatrove_ckpt.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 from datatrove_ckpt.progress import Progress, wants_bar
+from datatrove_ckpt.restore import restore_rank
 from datatrove_ckpt.source import DocumentSource
+from datatrove_ckpt.store import check_url
 from datatrove_ckpt.uncheckpointed import Uncheckpointed
 
 SharedContext = dict[str, Any] | Callable[[], Any] | AbstractContextManager[dict[str, Any]] | None
@@ -77,6 +80,9 @@ class InferenceRunner(PipelineStep):
         drain_signals: names of the signals that do that. Each is handed on to the handler that was there, afterwards.
         retry_errors: ask again where an earlier run got a permanent error.
         accept_changes: go on with a checkpoint that was made with other settings, and record that in its run.json.
+        checkpoints_remote_dir: any fsspec URL (``s3://...``) or folder, to which the checkpoint is copied while the run
+            is on. A node without the local folder goes on from there. Credentials come from the environment.
+        mirror_seconds: how often that is, at most, and so how many seconds of answers a lost node costs.
 
     Raises:
         ConfigError: an argument that cannot work.
@@ -104,6 +110,8 @@ class InferenceRunner(PipelineStep):
         drain_signals: Sequence[str] = SIGNALS,
         retry_errors: bool = False,
         accept_changes: bool = False,
+        checkpoints_remote_dir: str | None = None,
+        mirror_seconds: float = 60.0,
     ) -> None:
         super().__init__()
         if not callable(rollout_fn):
@@ -117,6 +125,12 @@ class InferenceRunner(PipelineStep):
             raise ConfigError(f"on_document_error: {on_document_error!r} is not one of stop, dead_letter.")
         if checkpoints_local_dir is None and (on_document_error != "stop" or retry_dead_letters):
             raise ConfigError("on_document_error: dead letters are kept with checkpoints; set checkpoints_local_dir.")
+        if checkpoints_remote_dir is not None:
+            if checkpoints_local_dir is None:
+                raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
+            check_url("checkpoints_remote_dir", checkpoints_remote_dir)
+        if not mirror_seconds >= 0:
+            raise ConfigError(f"mirror_seconds: must be >= 0; it is {mirror_seconds}.")
         check_writer(output_writer, checkpoints=checkpoints_local_dir is not None)
         self.rollout_fn = rollout_fn
         self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
@@ -135,6 +149,8 @@ class InferenceRunner(PipelineStep):
         self.drain_signals = check_signals(drain_signals)
         self.retry_errors = retry_errors
         self.accept_changes = accept_changes
+        self.checkpoints_remote_dir = checkpoints_remote_dir.rstrip("/") if checkpoints_remote_dir else None
+        self.mirror_seconds = mirror_seconds
         self._code_when_made = code_identity(rollout_fn, shared_context)
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
@@ -164,6 +180,7 @@ class InferenceRunner(PipelineStep):
                 absence = Uncheckpointed(self.output_writer, rank, self.records_per_chunk)
                 self._process(data or [], rank, preemption, absence, None)
             elif not self.retry_dead_letters:
+                self._restore(rank)
                 root = Path(self.checkpoints_local_dir).absolute()
                 self._process(data or [], rank, preemption, *self._checkpoint(root, rank, world_size))
             else:
@@ -182,6 +199,7 @@ class InferenceRunner(PipelineStep):
         await asyncio.gather(serving, return_exceptions=preemption.cause != "")
 
     def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
+        self._restore(rank)
         root = Path(self.checkpoints_local_dir or "").absolute()
         retry = Retry.next(root, rank)
         if retry is None:
@@ -231,7 +249,8 @@ class InferenceRunner(PipelineStep):
     def _checkpoint(
         self, root: Path, rank: int, world_size: int, prefix: str = ""
     ) -> tuple[CheckpointManager, ChunkOutput]:
-        output = ChunkOutput(self.output_writer, rank, root / f"{rank:05d}", prefix)
+        folder = root / f"{rank:05d}"
+        output = ChunkOutput(self.output_writer, rank, folder, prefix)
         identity = run_identity(
             code_identity(self.rollout_fn, self.shared_context),
             self._code_when_made,
@@ -250,8 +269,21 @@ class InferenceRunner(PipelineStep):
             sync_seconds=self.sync_seconds,
             retry_errors=self.retry_errors,
             accept_changes=self.accept_changes,
+            mirror=self._mirror(folder),
         )
         return manager, output
+
+    def _restore(self, rank: int) -> None:
+        """Brings back from the mirror what this node lacks."""
+        if self.checkpoints_remote_dir is not None:
+            root = Path(self.checkpoints_local_dir or "").absolute()
+            restore_rank(self.checkpoints_remote_dir, root, rank, retries=self.retry_dead_letters)
+
+    def _mirror(self, folder: Path) -> RemoteMirror | None:
+        if self.checkpoints_remote_dir is None:
+            return None
+        below = folder.relative_to(Path(self.checkpoints_local_dir or "").absolute())
+        return RemoteMirror(f"{self.checkpoints_remote_dir}/{below}", folder, self.mirror_seconds)
 
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Any, progress: Progress, preemption: Preemption

@@ -9,4 +9,6 @@
 - After a crash (``recovery``, with the table of what is found after which step): torn tails are cut off, what a
   commit left undone is finished, and reading goes on after the longest unbroken run of committed chunks. Documents
   in a journal, or in chunks committed beyond that, are passed; answers in the cache are not asked for again.
+- A mirror, which is not part of this room, learns at any instant which bytes and rows make the checkpoint then
+  (``snapshot``), and copies them elsewhere.
 """

@@ -120,6 +120,11 @@ class CommitLog:
         self._file.sync()
         self.commits[commit.chunk_index] = commit
 
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._file.size
+
     def unbroken(self) -> list[Commit]:
         """The commits of chunks 0, 1, 2, ... up to the first that is missing."""
         run: list[Commit] = []

@@ -7,6 +7,9 @@ owner's in the file stops before it writes anything more. Locks (``files.Lock``)
 at all; the fence is for where they do not: file systems without locks, and clusters that give a lost node's job to
 another one while the old process still runs. Between a look at the fence and the write that follows there are
 microseconds in which both may write; each would write whole, valid lines and files.
+
+An owner also names, by their nonces, the owners before it whose work this folder holds: all of it (null), or up to the
+generation of a mirror that the folder was restored from (a number; see ``restore.py``).
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class Fence:
     def __init__(self, path: Path, owner: dict[str, Any]) -> None:
         self._path = path
         self._owner = owner
+        self.lost = False
+        """Another process was seen to be the owner."""
         self._seen = self._stamp()
 
     def check(self, thorough: bool = False) -> None:
@@ -51,6 +56,7 @@ class Fence:
         with files.explained("read", self._path):
             owner = orjson.loads(self._path.read_bytes()).get("owner", {})
         if owner != self._owner:
+            self.lost = True
             raise Fenced(
                 f"Another process has taken over {self._path.parent}: {owner.get('host')} pid {owner.get('pid')}, "
                 f"start number {owner.get('fence')}; this one, number {self._owner['fence']}, writes nothing more. "
@@ -90,12 +96,17 @@ class Claim:
         # Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0.
         self._identity = orjson.loads(orjson.dumps({"format": FORMAT, **identity}))
         self._fence = 0
+        self._earlier: dict[str, int | None] = {}
         self._accepted: list[dict[str, Any]] = []
         self.is_first = not self._path.exists()
         """No process has ever owned the rank."""
         if not self.is_first:
-            old = _read(self._path)
-            self._fence = old.pop("owner", {}).get("fence", 0)
+            old = read_run(self._path)
+            owner = old.pop("owner", {})
+            self._fence = owner.get("fence", 0)
+            self._earlier = owner.get("earlier", {})
+            if "nonce" in owner:
+                self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
             self._accepted += _changes(folder, old, self._identity, accept_changes)
         else:
@@ -108,6 +119,7 @@ class Claim:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "nonce": secrets.token_hex(8),
+            "earlier": self._earlier,
         }
         kept = {**self._identity, "owner": owner}
         if self._accepted:
@@ -116,7 +128,12 @@ class Claim:
         return Fence(self._path, owner)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> dict[str, Any]:
+    """What ``run.json`` holds.
+
+    Raises:
+        CheckpointCorrupt: it cannot be read.
+    """
     try:
         content: dict[str, Any] = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:

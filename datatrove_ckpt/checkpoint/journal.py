@@ -118,6 +118,11 @@ class ChunkJournal:
     def sync(self) -> None:
         self._file.sync()
 
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._file.size
+
     def read_in_order(self) -> Generator[Finished, None, None]:
         """Every document of the chunk, by ordinal.
 

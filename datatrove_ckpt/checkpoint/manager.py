@@ -25,8 +25,9 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.publishing import Chunk, Publisher, WriteChunk
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, journal_path, recover, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.snapshot import Mirror, NoMirror, Snapshot
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, Storage
-from datatrove_ckpt.errors import CheckpointMismatch, Fenced
+from datatrove_ckpt.errors import CheckpointMismatch
 
 # Chunks that wait to be published, beyond which admission waits: journals would pile up on the disk.
 MAX_PUBLISHING = 4
@@ -50,6 +51,7 @@ class CheckpointManager:
         write_chunk: steps 2 and 3, called in the publisher thread.
         retry_errors: forget cached permanent errors.
         accept_changes: go on with another identity, and record that.
+        mirror: keeps a copy elsewhere.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class CheckpointManager:
         sync_seconds: Seconds = 1.0,
         retry_errors: bool = False,
         accept_changes: bool = False,
+        mirror: Mirror | None = None,
     ) -> None:
         self.root = root
         self.folder = root / f"{rank:05d}"
@@ -78,6 +81,8 @@ class CheckpointManager:
         """Called, in other threads, after progress and failure; must return at once."""
         self._retry_errors = retry_errors
         self._accept_changes = accept_changes
+        self._mirror = mirror or NoMirror()
+        self._journals: dict[int, ChunkJournal] = {}
         self._chunks: dict[int, Chunk] = {}
         self._current: Chunk | None = None
         self._next_chunk = 0
@@ -128,6 +133,7 @@ class CheckpointManager:
         self.tally.add(point.tally)
         self._next_chunk = self._unbroken = point.next_chunk
         self._next_ordinal = point.next_ordinal
+        self._journals.update(point.journals)
         self._storage = Storage(
             self._cache,
             self._journal,
@@ -135,10 +141,12 @@ class CheckpointManager:
             lambda: self.on_change(),
             self._fence.check,
             self._fence.explain,
+            point.cached,
         )
         self._publisher = Publisher(self._write_chunk, self._fence, self._published, self.fail)
         self._storage.start()
         self._publisher.start()
+        self._mirror.start(self)
         return point
 
     def _detach(self) -> None:
@@ -160,11 +168,12 @@ class CheckpointManager:
         self._publisher.stop()
         self._storage.stop()
         self.error = self.error or self._storage.error
+        self._mirror.stop(completed and self.error is None)
         completed = completed and self.error is None
         try:
             if completed:
                 self._cache.remove()
-            elif isinstance(self.error, Fenced):
+            elif self._fence.lost:
                 self._cache.abandon()
             else:
                 self._cache.close()
@@ -175,11 +184,12 @@ class CheckpointManager:
             files.disk.sync_dir(self.folder)  # that the rank is finished survives power loss, too
 
     def hasten(self) -> None:
-        """``close`` waits a second at most for what is being published; called again, not at all.
+        """``close`` takes seconds at most for what is published and mirrored; called again, no time for either.
 
         May be called in a signal handler, so it takes no lock.
         """
         self._publisher.hasten()
+        self._mirror.hasten()
 
     # the caller's side -----------------------------------------------------------------------------------------
 
@@ -281,6 +291,14 @@ class CheckpointManager:
         self.error = error
         self.on_change()
 
+    def snapshot(self, since: int) -> Snapshot:
+        """The checkpoint as it is now, with the answers put after number ``since``. Waits for the storage thread.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        return self._storage.ask(partial(self._snapshot, since))
+
     def _published(self, chunk: Chunk, output: list[OutputFile]) -> None:
         self._storage.call(partial(self._commit, chunk, output))
 
@@ -330,7 +348,24 @@ class CheckpointManager:
         chunk = self._chunks[chunk_index]
         if chunk.journal is None:
             chunk.journal = ChunkJournal(journal_path(self.folder, chunk_index), chunk.first_ordinal)
+            self._journals[chunk_index] = chunk.journal
         return chunk.journal
+
+    def _snapshot(self, since: int) -> Snapshot:
+        self._fence.check(thorough=True)
+        sizes = {journal.path.name: journal.size for journal in self._journals.values()}
+        sizes |= {"commits.jsonl": self._log.size, "dead_letters.jsonl": self._dead_letters.size}
+        retried = self.folder / "input.jsonl"
+        if retried.exists():
+            sizes["input.jsonl"] = retried.stat().st_size
+        unfinished = frozenset(self._storage.unfinished)
+        return Snapshot(
+            run=(self.folder / "run.json").read_bytes(),
+            sizes={name: size for name, size in sizes.items() if size},
+            unfinished=unfinished,
+            answers=self._cache.answers_since(since, unfinished),
+            last_answer=self._cache.last_answer,
+        )
 
     def _close_chunk(self, chunk: Chunk) -> None:
         journal = self._journal(chunk.index)
@@ -366,5 +401,6 @@ class CheckpointManager:
             write_last_chunk(self._last_chunk_file, self._unbroken - 1)
         journal = self._journal(chunk.index)
         journal.remove()
+        del self._journals[chunk.index]
         self._storage.removed(journal)
         self._cache.drop_chunk(chunk.index)

@@ -86,10 +86,7 @@ class Publisher:
                 self._ended.get(timeout=_PATIENCE)
 
     def hasten(self) -> None:
-        """``stop`` waits a second at most for what is being published; called again, not at all.
-
-        May be called in a signal handler, so it takes no lock.
-        """
+        """``stop`` waits a second at most; called again, not at all. Takes no lock: it may be a signal handler's."""
         self._ended.put(False)
 
     def _run(self) -> None:

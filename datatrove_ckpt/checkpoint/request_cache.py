@@ -51,6 +51,12 @@ class CachedRequest(NamedTuple):
     answer: Answer
 
 
+_INSERT = (
+    "INSERT OR REPLACE INTO request_cache (rowid, chunk_index, doc_id, rollout_idx, payload_hash, result, "
+    "error_message, ordinal, occurrence) VALUES (?,?,?,?,?,?,?,?,?)"
+)
+
+
 class RequestCache:
     """``replay.sqlite3`` of one rank.
 
@@ -77,6 +83,11 @@ class RequestCache:
             raise
         self.unsynced = False
         self._name_synced = False
+        with files.explained("read", path):
+            self.last_answer: int = self._connection.execute(
+                "SELECT ifnull(max(rowid), 0) FROM request_cache"
+            ).fetchone()[0]
+        """Number of the answer that was put last. Numbers only grow while the database is open."""
 
     def _open(self) -> sqlite3.Connection:
         # autocommit off: a transaction opens with the first write and ends in ``files.disk.commit``.
@@ -93,12 +104,14 @@ class RequestCache:
 
     def put(self, group: Iterable[CachedRequest]) -> None:
         """One transaction for the whole group."""
+        # Numbered by us: SQLite would give the numbers of dropped rows again.
         rows = [
-            (r.chunk_index, r.doc_id, r.key.rollout_idx, r.key.payload_hash, *r.answer, r.ordinal, r.key.occurrence)
-            for r in group
+            (n, r.chunk_index, r.doc_id, r.key.rollout_idx, r.key.payload_hash, *r.answer, r.ordinal, r.key.occurrence)
+            for n, r in enumerate(group, self.last_answer + 1)
         ]
+        self.last_answer += len(rows)
         with files.explained("write to", self.path):
-            self._connection.executemany("INSERT OR REPLACE INTO request_cache VALUES (?,?,?,?,?,?,?,?)", rows)
+            self._connection.executemany(_INSERT, rows)
         files.disk.commit(self._connection, self.path)
         self.unsynced = True
 
@@ -119,6 +132,19 @@ class RequestCache:
         )
         with files.explained("read", self.path):
             return {AnswerKey(*row[:3]): Answer(*row[3:]) for row in self._connection.execute(query, (ordinal,))}
+
+    def answers_since(self, number: int, ordinals: Iterable[int]) -> list[CachedRequest]:
+        """The answers of these documents that were put after the one with this number."""
+        query = (
+            "SELECT chunk_index, doc_id, rollout_idx, payload_hash, occurrence, result, error_message "
+            "FROM request_cache WHERE ordinal = ? AND rowid > ?"
+        )
+        found = []
+        with files.explained("read", self.path):
+            for ordinal in ordinals:
+                for row in self._connection.execute(query, (ordinal, number)):
+                    found.append(CachedRequest(row[0], ordinal, row[1], AnswerKey(*row[2:5]), Answer(*row[5:])))
+        return found
 
     def drop_chunk(self, chunk_index: int) -> None:
         """Forgets a committed chunk's answers."""

@@ -14,9 +14,11 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
@@ -28,12 +30,14 @@ MAX_BACKLOG_BYTES = 64 * 2**20
 MAX_GROUP = 2000
 
 Call = Callable[[], None]
+T = TypeVar("T")
 
 
 class Storage:
     """Runs what is submitted, in order, in a thread of its own.
 
-    ``journal(chunk_index)`` gives the journal a finished document goes to. ``on_change`` is called, in this thread,
+    ``journal(chunk_index)`` gives the journal a finished document goes to; ``unfinished`` are the documents that have
+    answers of earlier lives. ``on_change`` is called, in this thread,
     after each group and when the thread fails. ``may_write`` raises when this process must not write any more,
     and ``explain`` may know a better reason for a failure than the failure itself.
     """
@@ -46,8 +50,11 @@ class Storage:
         on_change: Callable[[], None],
         may_write: Callable[[], None] = lambda: None,
         explain: Callable[[BaseException], BaseException] = lambda error: error,
+        unfinished: Iterable[int] = (),
     ) -> None:
         self.error: BaseException | None = None
+        self.unfinished = set(unfinished)
+        """Documents that have answers and are not finished. Storage thread only."""
         self._cache = cache
         self._journal = journal
         self._interval = make_interval(sync_seconds, SYNC_TUNING)
@@ -91,6 +98,25 @@ class Storage:
         """Runs ``function`` in the storage thread, after everything submitted so far is written."""
         self._raise_failure()
         self._queue.put(function)
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """What ``function`` gives, when it is run like ``call``'s; waits for that, so it is not for the event loop.
+
+        Once this thread has ended, nobody else works with its files, and the function is run right here.
+        """
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # the asker's business, not this thread's
+                future.set_exception(error)
+
+        self._queue.put(answer)
+        while not wait([future], timeout=0.05).done:
+            if not self._thread.is_alive() and not future.done():
+                return function()
+        return future.result()
 
     def stop(self) -> None:
         """Writes and syncs what was submitted, and ends the thread. Does not raise: see ``error``."""
@@ -150,10 +176,12 @@ class Storage:
             self._next_sync = time.monotonic() + self._interval.seconds
         if answers:
             self._cache.put(answers)
+            self.unfinished.update(request.ordinal for request in answers)
         for chunk_index, group in documents.items():
             journal = self._journal(chunk_index)
             journal.append(group)
             self._dirty[journal.path] = journal
+            self.unfinished.difference_update(finished.ordinal for finished in group)
         self._written += sum(map(_size, answers)) + sum(len(f.document) for g in documents.values() for f in g)
 
     @property

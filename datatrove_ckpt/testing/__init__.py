@@ -11,6 +11,7 @@ from datatrove_ckpt.testing.crashes import (
 )
 from datatrove_ckpt.testing.disks import (
     EFFECTS,
+    REMOTE_EFFECTS,
     CrashingDisk,
     FailingDisk,
     PowerLossDisk,
@@ -22,6 +23,7 @@ from datatrove_ckpt.testing.server import FakeServer
 
 __all__ = [
     "EFFECTS",
+    "REMOTE_EFFECTS",
     "CrashReport",
     "CrashingDisk",
     "FailingDisk",

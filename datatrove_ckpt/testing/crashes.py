@@ -13,7 +13,15 @@ from pathlib import Path
 import xxhash
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.testing.disks import CrashingDisk, FailingDisk, PowerLossDisk, copy_tree, disk_in_place
+from datatrove_ckpt.testing.disks import (
+    EFFECTS,
+    REMOTE_EFFECTS,
+    CrashingDisk,
+    FailingDisk,
+    PowerLossDisk,
+    copy_tree,
+    disk_in_place,
+)
 
 Life = Callable[[Path], None]
 """One life of a job, which keeps everything below the folder it is given."""
@@ -62,6 +70,7 @@ def assert_same_output_after_crash(
     torn: bool = False,
     power_loss: bool = False,
     after_crash: Life = lambda folder: None,
+    counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
 ) -> CrashReport:
     """Runs a job undisturbed, then crashes it at every effect, and each recovery at every effect, and runs it again.
 
@@ -73,6 +82,7 @@ def assert_same_output_after_crash(
         torn: a crash at a write leaves half of it.
         power_loss: what was not synced may be lost (see ``PowerLossDisk``); else the process is killed.
         after_crash: called with each different folder that a crash leaves behind, for further assertions.
+        counted: the effects to crash at.
 
     Raises:
         AssertionError: naming the crash points.
@@ -90,7 +100,7 @@ def assert_same_output_after_crash(
         number = 0
         while True:
             copy_tree(start, folder)
-            disk = disk_type(number, folder, torn)
+            disk = disk_type(number, folder, torn, counted)
             report.lives += 1
             with disk_in_place(disk):
                 run(folder)

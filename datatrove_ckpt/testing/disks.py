@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datatrove_ckpt import store
 from datatrove_ckpt.checkpoint import files
 
 EFFECTS = (
@@ -26,6 +27,8 @@ EFFECTS = (
     "commit",
 )
 """The names of the effects: methods of ``files.Disk``."""
+REMOTE_EFFECTS = ("put", "copy", "delete")
+"""Those on a remote: methods of ``store.Effects``."""
 
 
 class SimulatedCrash(BaseException):
@@ -55,6 +58,30 @@ class WatchedDisk(files.Disk):
             self.after(name, args)
             return result
 
+    def remote_effect(self, name: str, fs: Any, *args: Any) -> None:
+        """An effect on a remote, in one order with the disk's."""
+        with self._lock:
+            label = f"{name} {args[0].rpartition('/')[2]}"
+            self.before(name, (fs, *args), label)
+            getattr(store.Effects, name)(store.effects, fs, *args)
+            self.happened.append(label)
+
+
+class WatchedRemote(store.Effects):
+    """Its effects happen in one order with those of a disk, and crash with it."""
+
+    def __init__(self, disk: WatchedDisk) -> None:
+        self._disk = disk
+
+    def put(self, fs: Any, path: str, data: bytes) -> None:
+        self._disk.remote_effect("put", fs, path, data)
+
+    def copy(self, fs: Any, source: str, target: str) -> None:
+        self._disk.remote_effect("copy", fs, source, target)
+
+    def delete(self, fs: Any, path: str) -> None:
+        self._disk.remote_effect("delete", fs, path)
+
 
 def _path(args: tuple[Any, ...]) -> Path:
     """What an effect is about: its last path, which for a rename is the target."""
@@ -81,11 +108,20 @@ class CrashingDisk(WatchedDisk):
     Args:
         crash_at: number of effects that happen.
         folder: what is kept as it was at the crash.
-        torn: the crash comes in the middle of the effect, if that is a write.
+        torn: the crash comes in the middle of the effect, if that is a write, or a put to a remote.
+        counted: the effects that are counted, and crashed at.
     """
 
-    def __init__(self, crash_at: int, folder: Path, torn: bool = False) -> None:
+    def __init__(
+        self,
+        crash_at: int,
+        folder: Path,
+        torn: bool = False,
+        counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
+    ) -> None:
         super().__init__()
+        self._counted = counted
+        self._count = 0
         self.crashed_at: str | None = None
         self.snapshot = folder.with_name(folder.name + ".at-crash")
         self._crash_at = crash_at
@@ -95,10 +131,13 @@ class CrashingDisk(WatchedDisk):
     def before(self, name: str, args: tuple[Any, ...], label: str) -> None:
         if self.crashed_at is not None:
             raise SimulatedCrash(self.crashed_at)
-        if len(self.happened) < self._crash_at:
+        self._count += name in self._counted
+        if self._count <= self._crash_at or name not in self._counted:
             return
         if name == "write" and self._torn:
             files.Disk.write(self, args[0], memoryview(args[1])[: len(args[1]) // 2], args[2])
+        if name == "put" and self._torn:
+            store.Effects().put(args[0], args[1], args[2][: len(args[2]) // 2])
         self.crashed_at = label
         copy_tree(self._folder, self.snapshot)
         raise SimulatedCrash(label)
@@ -138,8 +177,8 @@ class PowerLossDisk(CrashingDisk):
 
     BLOCK = 64  # bytes; smaller than a real one, as everything in tests is
 
-    def __init__(self, crash_at: int, folder: Path, torn: bool = False) -> None:
-        super().__init__(crash_at, folder, torn)
+    def __init__(self, crash_at: int, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS) -> None:
+        super().__init__(crash_at, folder, torn, counted)
         self._now: Names = {}
         self._durable: Names = {}
         for path in folder.rglob("*"):
@@ -251,12 +290,15 @@ class FailingDisk(WatchedDisk):
 def disk_in_place(disk: files.Disk) -> Iterator[None]:
     """Everybody writes to ``disk`` meanwhile. A simulated crash ends the block, and is swallowed."""
     before, files.disk = files.disk, disk
+    effects = store.effects
+    if isinstance(disk, CrashingDisk):
+        store.effects = WatchedRemote(disk)
     try:
         yield
     except SimulatedCrash:
         pass
     finally:
-        files.disk = before
+        files.disk, store.effects = before, effects
         disk.close()
 
 

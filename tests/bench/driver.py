@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import secrets
 import shutil
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,38 @@ class Bench:
 
     def _at_place(self, places: dict[str, str | None], output: str, latency: float, count: int, place: str) -> Result:
         return self.run("ours", count, latency, checkpoints=places[place], output=output)
+
+    def mirror(self) -> None:
+        """What a mirror costs, by how often it is made; to a folder, or to --remote."""
+        base = self.options.remote or str(self.folder / "work/remote")
+        for latency in self.options.latency:
+            count = _documents(self.options.documents, latency / 1000, 256)
+            often: dict[str, dict[str, Any]] = {"off": {}}
+            for seconds in self.options.mirror_seconds:
+                often[f"{seconds:g}"] = {"remote": base, "mirror_seconds": seconds}
+            one = partial(self._mirror_once, often, latency / 1000, count)
+            results = interleaved(often, self.options.repetitions, one)
+            rows = []
+            for name, some in results.items():
+                off = results["off"]
+                sent = [None] * 4
+                if name != "off":
+                    sent = [median(some, key) for key in ("mirror_share", "bytes_per_document", "puts", "generations")]
+                rows.append([f"{latency:g}", name, median(some, "rate"), median(some, "us"), ratio(some, off, "us"),
+                             ratio(some, off, "wall"), *sent, median(some, "tail"), wrong(some)])  # fmt: skip
+            header = ["latency ms", "mirrored every s", "documents/s", "CPU us/document", "CPU on/off", "wall on/off"]
+            header += ["% of CPU in mirror", "bytes mirrored/document", "puts", "generations", "s after last request"]
+            table([*header, "lost"], rows)
+
+    def _mirror_once(self, often: dict[str, dict[str, Any]], latency: float, count: int, name: str) -> Result:
+        settings = dict(often[name])
+        if "://" in settings.get("remote", ""):
+            settings["remote"] += f"/{secrets.token_hex(4)}"  # an empty one
+        result = self.run("ours", count, latency, **settings)
+        if name != "off":
+            result["mirror_share"] = 100 * result["mirror_cpu"] / result["cpu"]
+            result["bytes_per_document"] = result["mirrored"] / count
+        return result
 
     def resume(self) -> None:
         """Seconds from the moment that the server is ready to the first request, all but 1000 documents done."""
@@ -240,7 +273,7 @@ def main() -> None:
     commands = {
         "throughput": Bench.throughput, "checkpoint-cost": Bench.checkpoint_cost, "resume": Bench.resume,
         "growth": Bench.growth, "long": Bench.long, "rollouts": Bench.rollouts, "loop-health": Bench.loop_health,
-        "profile": Bench.profile, "report": Bench.report,
+        "profile": Bench.profile, "report": Bench.report, "mirror": Bench.mirror,
     }  # fmt: skip
     parser.add_argument("command", choices=commands)
     parser.add_argument("--folder", default="/tmp/datatrove-ckpt-bench", help="inputs and runs; on the disk to measure")
@@ -249,6 +282,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--latency", type=float, nargs="+", default=[0, 200], help="ms")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024, 5000])
+    parser.add_argument("--mirror-seconds", type=float, nargs="+", default=[1, 5], help="mirror: how often")
+    parser.add_argument("--remote", help="mirror: an fsspec URL instead of a folder")
     parser.add_argument("--systems", nargs="+", default=["ours", "datatrove", "bare"], help="see systems.py")
     parser.add_argument("--kinds", nargs="+", default=["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
     parser.add_argument("--million", action="store_true", help="resume and growth: also 1,000,000 documents")

@@ -83,8 +83,8 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, keep:
 
 
 def clear(run: Run) -> None:
-    for folder in (f"{run.folder}/output", run.checkpoints):
-        if folder is not None:
+    for folder in (f"{run.folder}/output", run.checkpoints, run.remote):
+        if folder is not None and "://" not in folder:
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -44,6 +44,9 @@ class Run:
     stop_after: int | None = None
     watch_loop: bool = False
     profile: str | None = None
+    remote: str | None = None
+    """``checkpoints_remote_dir``: what is put there is counted."""
+    mirror_seconds: float = 60
     switch_interval: float | None = None
     """``sys.setswitchinterval``, in seconds."""
     drop: bool = False
@@ -73,7 +76,8 @@ def run_ours(run: Run) -> Callable[[], None]:
 
     module.connect = connect_late
     config = InferenceConfig(**_config(run), hang_timeout=120)
-    return _step(run, InferenceRunner, config, readers)
+    mirror = {"checkpoints_remote_dir": run.remote, "mirror_seconds": run.mirror_seconds} if run.remote else {}
+    return _step(run, InferenceRunner, config, readers, **mirror)
 
 
 def run_datatrove(run: Run) -> Callable[[], None]:
@@ -96,9 +100,9 @@ def _config(run: Run) -> dict[str, Any]:
     }
 
 
-def _step(run: Run, runner: Any, config: Any, readers: Any) -> Callable[[], None]:
+def _step(run: Run, runner: Any, config: Any, readers: Any, **more: Any) -> Callable[[], None]:
     reader = (readers.ParquetReader if run.kind == "parquet" else readers.JsonlReader)(run.source)
-    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk)
+    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk, **more)
     return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
 
 
@@ -200,6 +204,35 @@ def run_protocol(run: Run) -> Callable[[], None]:
 SYSTEMS = {"ours": run_ours, "datatrove": run_datatrove, "bare": run_bare, "protocol": run_protocol}
 
 
+def watch_mirror(counts: dict[str, Any]) -> None:
+    """Counts what a mirror puts on its remote, and the CPU seconds of its thread and of its snapshots."""
+    from datatrove_ckpt import store
+    from datatrove_ckpt.checkpoint.manager import CheckpointManager
+    from datatrove_ckpt.mirror import RemoteMirror
+
+    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def with_time(*args: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return work(*args)
+            finally:
+                counts["mirror_cpu"] += time.thread_time() - started
+
+        return with_time
+
+    class Counting(store.Effects):
+        def put(self, fs: Any, path: str, data: bytes) -> None:
+            counts["mirrored"] += len(data)
+            counts["puts"] += 1
+            counts["generations"] += "/generation-" in path
+            super().put(fs, path, data)
+
+    counts |= {"mirrored": 0, "puts": 0, "generations": 0, "mirror_cpu": 0.0}
+    store.effects = Counting()
+    for cls, name in ((RemoteMirror, "_run"), (CheckpointManager, "_snapshot")):
+        setattr(cls, name, timed(getattr(cls, name)))
+
+
 def highest_memory() -> float:
     """MB. Of this program; ``ru_maxrss`` may be that of the process it was forked from."""
     with open("/proc/self/status") as file:  # noqa: PTH123
@@ -233,6 +266,8 @@ def main() -> None:
         from tests.bench.profiling import profiled
 
         work = profiled(work, run.profile)
+    if run.remote:
+        watch_mirror(health)
     imports = highest_memory()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     work()

@@ -59,6 +59,17 @@ def test_the_slurm_example_builds(
     assert "#SBATCH --signal=USR1@180\n" in capsys.readouterr().out
 
 
+def test_the_yaml_of_a_mirror_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "documents").mkdir()
+    job, mirror = blocks("yaml")[0], blocks("yaml")[2].replace("s3://", "memory://")
+    (tmp_path / "job.yaml").write_text(job.replace("          checkpoints_local_dir: checkpoints\n", mirror))
+    assert "checkpoints_remote_dir" in (tmp_path / "job.yaml").read_text()
+    assert main(["run", "--dry-run", "job.yaml"]) == 0, capsys.readouterr().err
+
+
 def test_every_command_is_one_of_the_two_lines_or_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

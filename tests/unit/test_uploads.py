@@ -1,0 +1,137 @@
+"""Snapshots of a checkpoint, and what is made of them below a URL."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt import uploads
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.snapshot import Snapshot
+from datatrove_ckpt.checkpoint.storage import Storage
+from datatrove_ckpt.generations import Damaged, Generations, covers, decode_answers, encode_answers
+from datatrove_ckpt.uploads import Uploads
+
+
+def request(ordinal: int, number: int = 0, chunk: int = 0) -> CachedRequest:
+    answer = Answer(f'{{"text":"ä {ordinal}"}}'.encode(), None) if number % 3 else Answer(None, "400 too long\n")
+    return CachedRequest(chunk, ordinal, f"id\n{ordinal}", AnswerKey(0, f"{number:032x}", 0), answer)
+
+
+def test_answers_are_numbered_upwards_also_after_the_last_ones_were_dropped(tmp_path: Path) -> None:
+    """SQLite would give the numbers of dropped rows again, and a mirror would never see the new ones."""
+    cache = RequestCache(tmp_path / "replay.sqlite3")
+    cache.put([request(0, chunk=0), request(1, chunk=1)])
+    seen = cache.last_answer
+    cache.drop_chunk(1)
+    cache.put([request(2, chunk=2)])
+    assert [row.ordinal for row in cache.answers_since(seen, [0, 1, 2])] == [2]
+    assert [row.ordinal for row in cache.answers_since(0, [0, 1, 2])] == [0, 2]
+    cache.close()
+    again = RequestCache(tmp_path / "replay.sqlite3")
+    assert again.last_answer == cache.last_answer
+    again.close()
+
+
+def test_answers_come_back_as_they_were() -> None:
+    rows = [request(ordinal, number) for ordinal in range(5) for number in range(4)]
+    ((data, ordinals),) = encode_answers(rows)
+    assert list(decode_answers(data)) == rows
+    assert ordinals == set(range(5))
+
+
+def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(tmp_path: Path) -> None:
+    cache = RequestCache(tmp_path / "replay.sqlite3")
+    storage = Storage(cache, lambda index: None, 1.0, lambda: None)  # type: ignore[arg-type,return-value]
+    storage.start()
+    storage.put_answer(request(7))
+    assert storage.ask(lambda: sorted(storage.unfinished)) == [7]
+    with pytest.raises(ZeroDivisionError):
+        storage.ask(lambda: 1 // 0)
+    storage.put_answer(request(8))
+    storage.stop()
+    assert storage.error is None
+    assert storage.ask(lambda: sorted(storage.unfinished)) == [7, 8]
+    cache.close()
+
+
+class Mirrored:
+    """Uploads of an imagined checkpoint of one growing file and some answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.generations = Generations(str(folder / "00000"))
+        self.uploads = Uploads(self.generations)
+        self.content = b""
+        self.rows: list[CachedRequest] = []
+
+    def once(self, data: bytes, rows: list[CachedRequest], unfinished: set[int]) -> None:
+        """What ``RemoteMirror`` does."""
+        self.content += data
+        self.rows = [row for row in [*self.rows, *rows] if row.ordinal in unfinished]
+        self.uploads.make_room()
+        new = self.rows if not self.uploads.last_answer else rows
+        count = self.uploads.last_answer + len(rows)
+        snapshot = Snapshot(b"", {"chunk_00000.jsonl": len(self.content)}, frozenset(unfinished), new, max(count, 1))
+        owner = {"nonce": "0" * 16, "host": "here", "pid": 1, "earlier": {}}
+        self.uploads.begin({"owner": owner}, snapshot)
+        if start := self.content[self.uploads.size("chunk_00000.jsonl") :]:
+            self.uploads.add("chunk_00000.jsonl", start)
+        self.uploads.add_answers(snapshot)
+        self.uploads.publish(finished=False)
+
+    def newest(self) -> tuple[bytes, set[CachedRequest]]:
+        manifest = self.generations.read(self.generations.names()[-1])
+        assert manifest is not None
+        content = b"".join(map(self.generations.fetch, manifest.files.get("chunk_00000.jsonl", [])))
+        rows = {row for part in manifest.answers for row in decode_answers(self.generations.fetch(part))}
+        return content, rows
+
+    def parts(self) -> int:
+        manifest = self.generations.read(self.generations.names()[-1])
+        assert manifest is not None
+        return sum(1 for _ in manifest.parts())
+
+
+def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_MAX_PARTS", 8)
+    monkeypatch.setattr(uploads, "_SMALL_PART", 1000)
+    chance = random.Random(0)
+    mirrored = Mirrored(tmp_path)
+    unfinished: set[int] = set()
+    for number in range(200):
+        unfinished.add(number)
+        if len(unfinished) > 4:
+            unfinished.remove(chance.choice(sorted(unfinished)))
+        mirrored.once(chance.randbytes(chance.randrange(30)), [request(number)], unfinished)
+        content, rows = mirrored.newest()
+        assert content == mirrored.content
+        assert set(mirrored.rows) <= rows
+        assert mirrored.parts() <= 8 + 8 + len(content) // 100
+    left = list((tmp_path / "00000" / "objects").iterdir())
+    assert len(left) < 3 * 24
+
+
+def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
+    generations = Generations(str(tmp_path / "00000"))
+    part = generations.put("0" * 16 + "-000000", b"content")
+    (tmp_path / "00000" / "objects" / part.name).unlink()
+    assert generations.fetch(part) == b"content"
+    (tmp_path / "00000" / "copies" / part.name).write_bytes(b"Content")
+    with pytest.raises(Damaged, match=f"object {part.name} is missing or damaged, and so is its copy"):
+        generations.fetch(part)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "covered"),
+    [({}, False), ({"b": None}, True), ({"b": 4}, False), ({"b": 5}, True), ({"b": 6}, True), ({"c": None}, False)],
+)
+def test_an_owner_covers_what_its_folder_holds(earlier: dict[str, Any], covered: bool) -> None:
+    from datatrove_ckpt.generations import Generation
+
+    assert covers({"nonce": "a", "earlier": earlier}, Generation(5, "b")) is covered
+    assert covers({"nonce": "a", "earlier": earlier}, Generation(5, "a"))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import io
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import IO
 import orjson
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.generations import MAX_OBJECT, Generations
@@ -52,13 +54,14 @@ class RemoteMirror:
     Args:
         url: of the rank's folder on the remote.
         folder: the rank's local folder.
-        seconds: from the end of one mirroring to the start of the next, at least.
+        seconds: from the end of one mirroring to the start of the next, at least. "auto": so many that mirroring takes
+            up to 5 % of the time, between 5 and 600.
     """
 
-    def __init__(self, url: str, folder: Path, seconds: float) -> None:
+    def __init__(self, url: str, folder: Path, seconds: Seconds) -> None:
         self._url = url
         self._folder = folder
-        self._seconds = max(seconds, _LEAST_SECONDS)
+        self._interval = make_interval(seconds, MIRROR_TUNING)
         self._stopping = False
         self._hastened = 0
         # Queues that a signal handler may put into, which it must not do with what takes a lock.
@@ -101,9 +104,9 @@ class RemoteMirror:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                seconds = self._seconds * self._attempt()
+                wait = max(self._attempt() * self._interval.seconds, _LEAST_SECONDS)
                 with suppress(queue.Empty):
-                    self._wake.get(timeout=seconds)
+                    self._wake.get(timeout=wait)
             self._attempt()
         except BaseException as error:  # that another process took over, above all, must reach the event loop
             self._source.fail(error)
@@ -135,7 +138,7 @@ class RemoteMirror:
     def _mirror(self) -> None:
         if self._uploads is None:
             self._uploads = Uploads(Generations(self._url))
-        uploads, last = self._uploads, self._stopping
+        uploads, last, start = self._uploads, self._stopping, time.monotonic()
         with ExitStack() as stack:
             snapshot, grown = self._snapshot(uploads, stack)
             uploads.begin(orjson.loads(snapshot.run), snapshot)
@@ -146,7 +149,8 @@ class RemoteMirror:
         self._go_on(last)
         uploads.add_answers(snapshot)
         self._go_on(last)
-        uploads.publish(last and self._completed)
+        if uploads.publish(last and self._completed):
+            self._interval.took(time.monotonic() - start)
 
     def _go_on(self, last: bool) -> None:
         """A mirroring that is under way when the rank ends makes way for the last one."""

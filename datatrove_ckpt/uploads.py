@@ -87,8 +87,10 @@ class Uploads:
 
     # generations -----------------------------------------------------------------------------------------------
 
-    def publish(self, finished: bool) -> None:
+    def publish(self, finished: bool) -> bool:
         """Makes a generation of what was copied, if it is another than the last one, and tidies up.
+
+        Returns whether it was another.
 
         Raises:
             Fenced: another process has claimed the mirror since.
@@ -97,7 +99,7 @@ class Uploads:
         manifest = Manifest(self._run, files, [part for part, _ in self._answers], finished)
         claims = self._check_claim()  # also by a process that has nothing new to say
         if manifest == self._published:
-            return
+            return False
         names = self._generations.names()
         if self._published is None:
             self._take_stock(names)
@@ -112,6 +114,7 @@ class Uploads:
                 f"Could not remove old generations at {self._generations.url}: {type(error).__name__}: {error}. They "
                 "take room and do no harm; the next mirroring tries again."
             )
+        return True
 
     def _check_claim(self) -> list[Claim]:
         claims = self._generations.claims()

@@ -451,7 +451,7 @@ def test_a_mirror_changes_nothing_about_the_identity_of_a_run(job: Job) -> None:
     [
         ({"checkpoints_remote_dir": "sftp://me:secret@host/path"}, "holds a user or a password"),
         ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),
-        ({"mirror_seconds": -1}, "mirror_seconds: must be >= 0"),
+        ({"mirror_seconds": -1}, 'mirror_seconds: must be "auto" or a number'),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:

@@ -1,0 +1,73 @@
+"""What is asked of Slurm, and when. A real one is asked in tests/real/test_slurm.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.requeue import job_id, meaning_this_task, requeue_if_preempted
+
+PREEMPTED = "JobId=17 ArrayJobId=17 ArrayTaskId=3 JobState=RUNNING Reason=None PreemptTime=2026-11-20T07:26:38"
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What scontrol was asked, in a task of an array. It answers with the file "record"."""
+    script = tmp_path / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
+    script.chmod(0o755)
+    (tmp_path / "record").write_text(PREEMPTED)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "3"), ("PROCID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    return tmp_path / "asked"
+
+
+def test_a_task_that_is_preempted_with_a_grace_time_is_requeued_and_it_alone(asked: Path) -> None:
+    requeue_if_preempted()
+    assert asked.read_text().splitlines() == ["--oneliner show job 17_3", "requeue 17_3"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PREEMPTED.replace("2026-11-20T07:26:38", "None"),  # a signal from somebody else
+        PREEMPTED.replace("RUNNING", "COMPLETING"),  # no grace time: Slurm requeues it
+        "JobId=17 JobState=COMPLETING Reason=None PreemptTime=None",  # scancel
+        "JobId=17 JobState=COMPLETING Reason=TimeLimit PreemptTime=None",
+        "",
+    ],
+)
+def test_no_other_task_is_requeued_least_of_all_a_cancelled_one(asked: Path, record: str) -> None:
+    (asked.parent / "record").write_text(record)
+    requeue_if_preempted()
+    assert asked.read_text().splitlines() == ["--oneliner show job 17_3"]
+
+
+def test_one_task_of_a_step_asks_for_all(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    requeue_if_preempted()
+    assert not asked.exists()
+
+
+def test_a_slurm_that_does_not_answer_is_a_warning(asked: Path, log: list[str]) -> None:
+    (asked.parent / "record").unlink()
+    requeue_if_preempted()
+    assert "Slurm could not be asked to requeue job 17_3; submit again what is not complete." in log[-1]
+
+
+def test_a_job_is_named_as_slurms_commands_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID"):
+        monkeypatch.delenv(f"SLURM_{name}", raising=False)
+    assert job_id() is None
+    with meaning_this_task():
+        assert "SLURM_JOB_ID" not in os.environ
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert job_id() == "17"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    with meaning_this_task():
+        assert os.environ["SLURM_JOB_ID"] == "17_3"
+    assert os.environ["SLURM_JOB_ID"] == "17"

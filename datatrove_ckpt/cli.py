@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
@@ -234,12 +235,15 @@ class QuietErrors:
 
     datatrove ends a failed task with ``logger.exception`` and exchanges loguru's sinks for every task; only a patcher
     outlives that. Other errors keep their traceback everywhere, but as plain text: loguru's own shows the values of
-    local variables, API keys included.
+    local variables, API keys included. On a cluster, where nobody catches what ends a task, Python is kept from
+    printing the traceback once more.
     """
 
     def __init__(self, said_later: bool = False) -> None:
         self.said_later = said_later  # the command itself ends with the message: the log need not say it as well
         logger.configure(patcher=self._patch)
+        if not said_later:
+            sys.excepthook = _say_nothing_twice
 
     def __reduce__(self) -> tuple[type[QuietErrors], tuple[()]]:
         return QuietErrors, ()
@@ -262,6 +266,11 @@ class QuietErrors:
                 f"stopped by {type(own).__name__}" if self.said_later or isinstance(own, Preempted) else str(own)
             )
             logger.debug(text)  # the terminal shows INFO and up while a task runs, its log file everything
+
+
+def _say_nothing_twice(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _own_error(error) is None:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _own_error(error: BaseException) -> CkptError | None:

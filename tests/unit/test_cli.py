@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -177,6 +178,24 @@ def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) 
     assert ended.returncode == 1
     assert ended.stderr.endswith("error: The prompt is another one.\n")
     assert "Traceback" not in ended.stderr
+
+
+def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
+    assert run("--pipeline.1.end=own") == 1
+    task = """
+import pickle
+from datatrove.executor import LocalPipelineExecutor
+from datatrove_ckpt.cli import QuietErrors
+from my_steps import Step
+executor = LocalPipelineExecutor([Step("own")], logging_dir="elsewhere", workers=1)
+executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))
+executor._run_for_rank(0)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *filter(None, sys.path)])}
+    ended = subprocess.run([sys.executable, "-c", task], capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("The prompt is another one.") == 1
 
 
 def test_tasks_that_failed_without_a_word_are_1(

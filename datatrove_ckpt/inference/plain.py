@@ -128,6 +128,7 @@ class PlainTransport:
         self._connecting = asyncio.Semaphore(_CONNECTING_AT_ONCE)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._looked_up_at = 0.0
+        self._reached: Any = None
 
     async def post(self, body: bytes) -> Response:
         """The answer, whatever its status.
@@ -178,17 +179,21 @@ class PlainTransport:
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout), self._connecting:
-                *others, last = await self._resolve()
+                # One that has answered before goes first, and one that is silent leaves time for the others.
+                *others, last = sorted(await self._resolve(), key=lambda address: address != self._reached)
                 for address in others:
-                    with contextlib.suppress(OSError):
-                        return await self._connect_to(address)
+                    with contextlib.suppress(OSError):  # which a TimeoutError is
+                        async with asyncio.timeout(self._connect_timeout / (1 + len(others))):
+                            return await self._connect_to(address)
                 return await self._connect_to(last)
         except TimeoutError:
             raise ConnectTimeout from None
 
     async def _connect_to(self, address: Any) -> _Connection:
         family, *_, (host, port, *_) = address
-        return (await self._loop.create_connection(_Connection, host, port, family=family))[1]
+        _, connection = await self._loop.create_connection(_Connection, host, port, family=family)
+        self._reached = address
+        return connection
 
     async def _resolve(self) -> list[Any]:
         """The host's addresses. Whoever asks while a lookup is under way waits for that one."""

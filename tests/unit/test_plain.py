@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -233,24 +233,55 @@ def test_closing_ends_what_is_under_way() -> None:
     play(test, never)
 
 
-def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
-    async def run() -> None:
-        with socket.socket() as full:
-            full.bind(("127.0.0.1", 0))
-            full.listen(0)
-            address = full.getsockname()
-            fillers = [socket.socket() for _ in range(4)]
-            for filler in fillers:
-                filler.setblocking(False)
-                filler.connect_ex(address)
-            transport = PlainTransport(URL(f"http://127.0.0.1:{address[1]}"), None, 30.0, 0.2, 4.0)
-            with pytest.raises(ConnectTimeout):
-                await transport.post(b"one")
-            await transport.close()
-            for filler in fillers:
-                filler.close()
+@contextmanager
+def silent_address() -> Iterator[tuple[str, int]]:
+    """Where connections are neither accepted nor refused."""
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        yield full.getsockname()
 
-    asyncio.run(run())
+
+def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
+    async def run(port: int) -> None:
+        transport = PlainTransport(URL(f"http://127.0.0.1:{port}"), None, 30.0, 0.2, 4.0)
+        with pytest.raises(ConnectTimeout):
+            await transport.post(b"one")
+        await transport.close()
+
+    with silent_address() as (_, port):
+        asyncio.run(run(port))
+
+
+def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None:
+    with silent_address() as silent, socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+
+        async def test(server: RawServer, transport: PlainTransport) -> None:
+            async def getaddrinfo(host: str, port: int, **settings: Any) -> Any:
+                addresses = (silent, refusing.getsockname(), ("127.0.0.1", port))
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+            async def connect_to(address: Any) -> Any:
+                tried.append(address[-1])
+                return await plain(address)
+
+            asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[assignment, method-assign]
+            plain, transport._connect_to = transport._connect_to, connect_to  # type: ignore[method-assign]
+            tried: list[Any] = []
+            good = ("127.0.0.1", transport._port)
+            await transport.post(b"one")
+            assert tried == [silent, refusing.getsockname(), good]
+            tried.clear()
+            await asyncio.gather(*(transport.post(b"two") for _ in range(20)))
+            assert set(tried) == {good}
+
+        play(test, GOOD, host="several", connect_timeout=1.5)
 
 
 def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure() -> None:

@@ -50,7 +50,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=5,bf_interval=3
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 DependencyParameters=kill_invalid_depend
 SwitchType=switch/none

@@ -15,7 +15,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt import remote
-from datatrove_ckpt.checkpoint.manager import Stopping
+from datatrove_ckpt.checkpoint.publishing import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output import check_writer
 from datatrove_ckpt.readers import JsonlReader

@@ -1,7 +1,8 @@
 """What is still worth waiting for, once a rank is told to end: documents whose last requests are in flight.
 
 No further request is sent. So a document that asks for one more cannot finish in this life; what it was answered so far
-is kept. The drain is over when every document in work waits for such a request, and none is in flight any more.
+is kept. The drain is over when every document in work waits for such a request, and none is in flight any more. A
+rollout that does something else meanwhile (computes, sleeps, asks others) has ``_PATIENCE`` seconds from then on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 
 from datatrove_ckpt.inference.client import CompletionClient
+
+_PATIENCE = 2.0
 
 
 class Drain:
@@ -24,6 +27,7 @@ class Drain:
         self._asking = 0
         self._client: CompletionClient | None = None
         self._over = asyncio.Event()
+        self._ending = False
 
     def begins(self) -> None:
         """A document is in work."""
@@ -58,5 +62,10 @@ class Drain:
 
     def _look(self) -> None:
         in_flight = self._client.router.in_flight if self._client is not None else 0
-        if self._asking == self._documents and not in_flight:
+        if in_flight:
+            return
+        if self._asking == self._documents:
             self._over.set()
+        elif not self._ending:
+            self._ending = True
+            asyncio.get_running_loop().call_later(_PATIENCE, self._over.set)

@@ -297,6 +297,22 @@ def test_what_a_server_says_that_is_told_to_end_as_well_is_held_against_no_docum
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 6)
 
 
+def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
+    tmp_path: Path, handed_on: list[int], server: FakeServer
+) -> None:
+    async def sleeps(document: Document, generate: Any) -> Any:
+        result = await plain(document, generate)
+        if document.id == "id 0":
+            tell()
+            await asyncio.Event().wait()
+        return result
+
+    began = time.monotonic()
+    with pytest.raises(Preempted):
+        runner(tmp_path, server, sleeps, drain_seconds=600).run(documents(1))
+    assert time.monotonic() - began < 30
+
+
 # --------------------------------------------------------------------------- at any moment
 
 

@@ -15,8 +15,24 @@ _Result = TypeVar("_Result")
 
 def run(main: Coroutine[Any, Any, _Result], starts_processes: bool) -> _Result:
     """``asyncio.run`` on the best loop."""
+    interruptions: list[KeyboardInterrupt] = []
+
+    async def quietly() -> _Result:
+        # A task that ends with it throws it out of the loop, too, before anybody has looked at the task. asyncio would
+        # complain about that with a traceback, whenever the task happens to be collected.
+        try:
+            return await main
+        except KeyboardInterrupt as interruption:
+            interruptions.append(interruption)
+            raise asyncio.CancelledError from None
+
     with asyncio.Runner(loop_factory=None if starts_processes else _fastest()) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(quietly())
+        except asyncio.CancelledError:
+            if interruptions:
+                raise interruptions[0] from None
+            raise
 
 
 def _fastest() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -490,15 +490,14 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-import datatrove_ckpt.inference.client as client
+import datatrove_ckpt.inference.plain as plain
 import datatrove_ckpt.inference.server as server
 job = json.loads(pathlib.Path("job.json").read_text())
 class Hidden:  # no plain value: those that a rollout names are part of a run's identity
     canary = base64.b64decode(job["canary"]).decode()
 server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: Hidden.canary)
 if job["case"] == "break":  # a mistake of ours, in a line that names the key
-    broken = types.SimpleNamespace(**{**vars(client.aiohttp), "TCPConnector": lambda **_: 1 / 0})
-    client.aiohttp = broken
+    plain.HiddenBytes = lambda *_: 1 / 0
 def read(data, rank=0, world_size=1):
     yield Document(text=f"document of rank {rank}", id=str(rank))
 async def rollout(document, generate):
@@ -571,7 +570,7 @@ def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case: st
     code = WholeJob(case, DUMMY).run()
     output = Path("stdout").read_text()
     assert (code == 0) == (case == "answer"), output
-    assert Path("logging/executor.json").exists()
+    assert Path("logging/executor.json").exists(), output
     if case == "raise":
         assert "an error of the user's" in Path("logging/logs/task_00000.log").read_text()
     assert leaks() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,13 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_collection_for_all_lives() -> None:
+    """Each life would begin with a full collection (see ``collector.py``), and these take longer than the lives."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

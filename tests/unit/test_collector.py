@@ -15,6 +15,7 @@ from datatrove_ckpt.collector import calm_collector
 def settings() -> Iterator[None]:
     """Whatever a test does, the next one has Python's."""
     before = gc.get_threshold()
+    gc.unfreeze()
     yield
     gc.enable()
     gc.unfreeze()

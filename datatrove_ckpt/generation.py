@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Protocol
 
 from datatrove.data import Document
@@ -33,6 +33,9 @@ from datatrove_ckpt.inference.interface import wait_until_cancelled
 from datatrove_ckpt.preemption import Preemption
 from datatrove_ckpt.requests import Answers, Requests, call_soon
 from datatrove_ckpt.source import DocumentSource, Read
+
+# Seconds that the end of a drain waits for complete chunks to become files.
+_PUBLISHING_PATIENCE = 5.0
 
 Rollout = Callable[..., Awaitable[Any]]
 Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Callable[[], Awaitable[None]]]]]
@@ -198,8 +201,10 @@ class Generation:
 
     async def _drained(self, client: CompletionClient | None) -> None:
         await self.drain.until_over(client)
-        while self.checkpoint.publishing:
-            await self._next_change()
+        with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
+            async with asyncio.timeout(_PUBLISHING_PATIENCE):
+                while self.checkpoint.publishing:
+                    await self._next_change()
 
     def _changed(self) -> None:
         loop = asyncio.get_running_loop()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,16 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_collection_for_all_lives() -> None:
-    """Each life would begin with a full collection (see ``collector.py``), and these take longer than the lives."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture
+def real_collector() -> None:
+    """For tests of what a run does to Python's garbage collector."""
+
+
+@pytest.fixture(autouse=True)
+def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run begins with a full collection (see ``collector.py``): longer than most of the thousands of lives here."""
+    if "real_collector" not in request.fixturenames:
+        monkeypatch.setattr("datatrove_ckpt.runner.calm_collector", nullcontext)
 
 
 @pytest.fixture

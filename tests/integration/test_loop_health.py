@@ -32,6 +32,8 @@ from tests.bench.systems import Run
 from tests.bench.workload import make_input
 from tests.jobs import documents, runner
 
+pytestmark = pytest.mark.usefixtures("real_collector")
+
 LIMIT_MS = 20
 EFFECTS = (
     "make_dir", "create", "write", "sync", "sync_dir", "rename", "truncate", "remove", "remove_dir", "remove_tree",

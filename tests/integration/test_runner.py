@@ -461,6 +461,7 @@ def test_stats_have_datatroves_names(tmp_path: Path, server: FakeServer) -> None
     assert stats["inference_time"].total > 0
 
 
+@pytest.mark.usefixtures("real_collector")
 def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path: Path, server: FakeServer) -> None:
     class Marked(str):
         """A str that can be asked whether it is still there."""

@@ -296,7 +296,7 @@ class Preemption:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Around code that may take long and is not ours: any signal raises KeyboardInterrupt in it."""
+        """Around code that may take long, and may end anywhere: any signal raises KeyboardInterrupt in it."""
         self._raising = True
         try:
             if self.cause:

@@ -180,7 +180,7 @@ class InferenceRunner(PipelineStep):
                 absence = Uncheckpointed(self.output_writer, rank, self.records_per_chunk)
                 self._process(data or [], rank, preemption, absence, None)
             elif not self.retry_dead_letters:
-                self._restore(rank)
+                self._restore(rank, preemption)
                 root = Path(self.checkpoints_local_dir).absolute()
                 self._process(data or [], rank, preemption, *self._checkpoint(root, rank, world_size))
             else:
@@ -199,7 +199,7 @@ class InferenceRunner(PipelineStep):
         await asyncio.gather(serving, return_exceptions=preemption.cause != "")
 
     def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
-        self._restore(rank)
+        self._restore(rank, preemption)
         root = Path(self.checkpoints_local_dir or "").absolute()
         retry = Retry.next(root, rank)
         if retry is None:
@@ -227,7 +227,8 @@ class InferenceRunner(PipelineStep):
         progress = Progress(self.stats, checkpoint.tally, self.config.metric_interval, wants_bar())
         try:
             if output is not None:
-                output.prepare()
+                with preemption.raising():
+                    output.prepare()
             preemption.raise_if_told()
             main = self._generate(data, rank, checkpoint, progress, preemption)
             loop.run(main, starts_processes=self.config.server_type != "endpoint")
@@ -273,11 +274,12 @@ class InferenceRunner(PipelineStep):
         )
         return manager, output
 
-    def _restore(self, rank: int) -> None:
+    def _restore(self, rank: int, preemption: Preemption) -> None:
         """Brings back from the mirror what this node lacks."""
         if self.checkpoints_remote_dir is not None:
             root = Path(self.checkpoints_local_dir or "").absolute()
-            restore_rank(self.checkpoints_remote_dir, root, rank, retries=self.retry_dead_letters)
+            with preemption.raising():
+                restore_rank(self.checkpoints_remote_dir, root, rank, retries=self.retry_dead_letters)
 
     def _mirror(self, folder: Path) -> RemoteMirror | None:
         if self.checkpoints_remote_dir is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
 from datatrove_ckpt.inference import guardian
 from datatrove_ckpt.output import ChunkOutput
 from datatrove_ckpt.preemption import Preemption
+from datatrove_ckpt.store import Store
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
 
@@ -425,6 +427,31 @@ def test_while_the_users_context_is_entered_a_signal_raises_at_once(
     assert not after
     assert handed_on == [signal.SIGTERM]
     assert not server.asked
+
+
+@pytest.mark.parametrize("where", ["restore", "prepare"])
+def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
+    tmp_path: Path, handed_on: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A checkpoint may take minutes to come back, and an output folder that is away is asked for five."""
+    mirrored = {"checkpoints_remote_dir": str(tmp_path / "remote")}
+    runner(tmp_path, server, plain, **mirrored).run(documents(3))
+    shutil.rmtree(tmp_path / "checkpoints")
+    still_here: list[str] = []
+
+    def slow(*_: Any) -> Any:
+        tell()
+        still_here.append(where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Store, "read") if where == "restore" else (ChunkOutput, "prepare")), slow)
+        with pytest.raises(Preempted):
+            runner(tmp_path, server, plain, **mirrored).run(documents(3))
+    assert not still_here
+    assert handed_on == [signal.SIGTERM]
+    runner(tmp_path, server, plain, **mirrored).run(documents(3))
+    assert set(server.asked.values()) == {1}
+    assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
 
 def test_an_event_loop_that_a_rollout_blocks_is_interrupted_by_the_second_signal(

@@ -29,10 +29,10 @@ from datatrove_ckpt import slurm
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
+from datatrove_ckpt.interruption import Interruption, start_deaf_workers
 from datatrove_ckpt.output import check_rank_in_template
 from datatrove_ckpt.overrides import OVERRIDES_HELP, describe, read_config, split_overrides
 from datatrove_ckpt.pool_workers import hand_in_before_sigterm
-from datatrove_ckpt.preemption import Interruption, start_deaf_workers
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, show
 

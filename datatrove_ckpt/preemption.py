@@ -10,48 +10,43 @@ SIGTERM ends the process. Where nothing of that ends us, ``Preempted`` does: an 
 rank.
 
 One event often sends several signals: srun passes on what Slurm sends its tasks anyway. So what follows within
-``_SAME_EVENT`` seconds is no second signal. Nor is the first SIGTERM after another signal in a pool's worker: Ctrl-C
+``SAME_EVENT`` seconds is no second signal. Nor is the first SIGTERM after another signal in a pool's worker: Ctrl-C
 reaches the parent, too, which then terminates its workers.
 
 Handlers here are plain ones, which wake the event loop. ``loop.add_signal_handler`` would need a loop first, and could
 not put back what it replaced. Signals are the main thread's: a rank that runs in another thread does without.
+
+What the command does that started the rank, alone or in a pool, is in interruption.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import select
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
-import multiprocess
-import multiprocess.forkserver
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.orphans import is_pool_worker
-from datatrove_ckpt.requeue import job_id, meaning_this_task, requeue_if_preempted
+from datatrove_ckpt.slurm_job import meaning_this_task, requeue_if_preempted, slurm_deadline
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Slurm kills 30 s (KillWait) after SIGTERM: that leaves 10 s to stop the server and to have the job requeued.
 DRAIN_SECONDS = 20.0
-_SAME_EVENT = 1.0
+SAME_EVENT = 1.0
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN = 30.0
-_SQUEUE_TIMEOUT = 15.0
 # Seconds a pool's worker lives on after an early end: its parent must be told of it, or would wait for ever.
 _DELIVERY = 0.5
 _NOT_HANDLED = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
-_FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _TIME_LIMIT = "the end of the job's time limit"
 
 
@@ -69,90 +64,6 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
         if name in ("SIGKILL", "SIGSTOP"):
             raise ConfigError(f"drain_signals: no process can catch {name}.")
     return tuple(names)
-
-
-class Signalled(KeyboardInterrupt):
-    """A signal as an exception: whatever ends in good order on Ctrl-C does so on this one, too."""
-
-
-class Interruption:
-    """``with Interruption(signals) as interruption:`` around what a command does, in one process or in a pool.
-
-    Signals that would end this process on the spot raise ``Signalled`` instead. The pool then terminates its workers,
-    which drain, and waits for them.
-
-    Attributes:
-        number: the signal that came.
-    """
-
-    def __init__(self, signals: Sequence[str]) -> None:
-        self.number: int | None = None
-        self._borrowed: dict[int, Any] = {}
-        self._names = signals
-        self._came = 0.0
-        self._workers: list[int] = []
-        self._pid = os.getpid()
-
-    def __enter__(self) -> Self:
-        for name in dict.fromkeys([*self._names, "SIGINT"]):
-            number = signal.Signals[name]
-            if signal.getsignal(number) in _FATAL:
-                self._borrowed[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, previous in self._borrowed.items():
-            signal.signal(number, previous)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a worker that was forked
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        if self.number is None:
-            self.number = number
-            self._came = time.monotonic()
-            self._workers = list(_pool_workers())
-        elif time.monotonic() - self._came > _SAME_EVENT:
-            self._tell_workers()
-        else:
-            return  # the first one is being acted on
-        raise Signalled(signal.Signals(number).name)
-
-    def _tell_workers(self) -> None:
-        for worker in self._workers:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(worker, signal.SIGTERM)
-
-    def wait_for_workers(self) -> None:
-        """Until they are gone. The pool does not wait if the same signal ended its fork server, which knew them."""
-        for worker in self._workers:
-            select.select([worker], [], [])
-
-
-def _pool_workers() -> Iterator[int]:
-    """A pidfd of each; they are children of the fork server. Where there are none (macOS) nobody waits for them."""
-    for child in multiprocess.active_children():
-        if "PoolWorker" in child.name and hasattr(os, "pidfd_open"):
-            with suppress(ProcessLookupError):
-                yield os.pidfd_open(child.pid)
-
-
-def start_deaf_workers(names: Sequence[str]) -> None:
-    """Starts multiprocess's fork server so that it, and pool workers without a task, ignore these signals.
-
-    A signal to the whole process group, as Ctrl-C is one, would end some of them with tracebacks, and the parent ends
-    all of them anyway: with SIGTERM, the only one that they heed. In a task, a worker has handlers of its own.
-    """
-    numbers = {signal.Signals[name] for name in [*names, "SIGINT"]} - {signal.SIGTERM}
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        multiprocess.forkserver.ensure_running()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class Preemption:
@@ -267,7 +178,7 @@ class Preemption:
             self._tell(signal.Signals(number).name)
         elif self._expects_sigterm and number == signal.SIGTERM:
             self._expects_sigterm = False
-        elif self.seconds > _SAME_EVENT:
+        elif self.seconds > SAME_EVENT:
             if self._wake is not None and not self._noticed:
                 raise KeyboardInterrupt  # something blocks the event loop
             self._in_haste = True
@@ -366,37 +277,6 @@ class Preemption:
             if callable(handler):
                 return [number]
         return []
-
-
-async def slurm_deadline() -> float | None:
-    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if nobody knows."""
-    with suppress(ValueError):
-        return float(os.environ.get("SLURM_JOB_END_TIME", ""))
-    job = job_id()
-    if job is None or shutil.which("squeue") is None:  # Slurm before 23.02 does not tell its jobs
-        return None
-    try:
-        answer = await _output("squeue", "--noheader", "--jobs", job, "--format=%e")
-        return datetime.fromisoformat(answer.strip()).timestamp()
-    except (OSError, TimeoutError, ValueError):
-        return None
-
-
-async def _output(*command: str) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
-    )
-    try:
-        async with asyncio.timeout(_SQUEUE_TIMEOUT):
-            return (await process.communicate())[0].decode()
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ import pytest
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, preemption
+from datatrove_ckpt import InferenceConfig, InferenceRunner, preemption, slurm_job
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
 from datatrove_ckpt.inference import guardian
@@ -178,7 +178,7 @@ def test_the_wait_ends_after_drain_seconds_and_only_what_was_given_up_is_asked_a
 def test_a_second_signal_ends_the_wait_at_once(
     tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    monkeypatch.setattr(preemption, "_SAME_EVENT", 0.0)
+    monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
         timer = told_once_asked(server, 1)
@@ -193,7 +193,7 @@ def test_several_signals_of_one_event_are_one(
     tmp_path: Path, handed_on: list[int], log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """srun passes SIGTERM on to tasks that got it already."""
-    monkeypatch.setattr(preemption, "_SAME_EVENT", 600.0)
+    monkeypatch.setattr(preemption, "SAME_EVENT", 600.0)
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain)
 
@@ -457,7 +457,7 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
 def test_an_event_loop_that_a_rollout_blocks_is_interrupted_by_the_second_signal(
     tmp_path: Path, handed_on: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "_SAME_EVENT", 0.0)
+    monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
 
     async def blocks(document: Document, generate: Any) -> Any:
         tell()
@@ -588,7 +588,7 @@ def test_older_slurm_is_asked_for_the_end_of_the_job(tmp_path: Path, monkeypatch
     shown = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
     check = "import sys, os; assert sys.argv[-2:] == ['17', '--format=%e']; print(" + repr(shown) + ")"
     _squeue(tmp_path, check, monkeypatch)
-    assert asyncio.run(preemption.slurm_deadline()) == end
+    assert asyncio.run(slurm_job.slurm_deadline()) == end
 
 
 @pytest.mark.parametrize("script", ["print('N/A')", "import sys; sys.exit(1)", "import time; time.sleep(600)"])
@@ -596,11 +596,11 @@ def test_a_slurm_that_does_not_know_is_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     _squeue(tmp_path, script, monkeypatch)
-    monkeypatch.setattr(preemption, "_SQUEUE_TIMEOUT", 0.5)
-    assert asyncio.run(preemption.slurm_deadline()) is None
+    monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 0.5)
+    assert asyncio.run(slurm_job.slurm_deadline()) is None
 
 
 def test_outside_of_slurm_there_is_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert asyncio.run(preemption.slurm_deadline()) is None
+    assert asyncio.run(slurm_job.slurm_deadline()) is None

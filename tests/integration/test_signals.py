@@ -196,7 +196,7 @@ def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
         until_asked(server, 8)
         os.killpg(process.popen.pid, signal.SIGINT)
         process.until(DRAINS)
-        time.sleep(preemption._SAME_EVENT)  # earlier ones are taken for the same Ctrl-C
+        time.sleep(preemption.SAME_EVENT)  # earlier ones are taken for the same Ctrl-C
         began = time.monotonic()
         os.killpg(process.popen.pid, signal.SIGINT)
         assert process.end() == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -19,7 +20,7 @@ ROOMS = [
     "errors",
     "config",
     "orphans",
-    "requeue",
+    "slurm_job",
     "checkpoint.files",
     "checkpoint.interval",
     "checkpoint.lines",
@@ -48,6 +49,7 @@ ROOMS = [
     "dead_letters",
     "failures",
     "preemption",
+    "interruption",
     "drain",
     "requests",
     "generation",
@@ -148,3 +150,11 @@ def test_every_module_says_what_its_reader_needs() -> None:
 def test_servers_start_without_loading_datatrove(module: str) -> None:
     code = f"import datatrove_ckpt{module}, sys; sys.exit('datatrove' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_readme_names_every_room() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    _, _, architecture = readme.partition("\n## Architecture\n")
+    drawing = architecture.partition("\n    errors")[2].partition("\n\n")[0]
+    named = set(re.findall(r"\w+", "errors" + drawing))
+    assert {room.partition(".")[0] for room in ROOMS} <= named

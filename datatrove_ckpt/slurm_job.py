@@ -1,4 +1,4 @@
-"""What a task asks of Slurm when it is told to end, so that its job goes on later.
+"""What a task asks of Slurm: when its job ends, and, once it is told to end, that the job goes on later.
 
 Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is over. A step that
 ends before, as it should, makes its job FAILED, and Slurm requeues no failed job: it has to be asked. Not for every
@@ -8,14 +8,18 @@ only a job that is being preempted has a PreemptTime and is still running.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 
 from loguru import logger
 
 _TIMEOUT = 10.0  # seconds that Slurm's controller gets to answer
+_SQUEUE_TIMEOUT = 15.0
 
 
 def job_id() -> str | None:
@@ -61,3 +65,34 @@ def _scontrol(*arguments: str) -> str:
     if done.returncode:
         raise subprocess.SubprocessError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
+
+
+async def slurm_deadline() -> float | None:
+    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if nobody knows."""
+    with suppress(ValueError):
+        return float(os.environ.get("SLURM_JOB_END_TIME", ""))
+    job = job_id()
+    if job is None or shutil.which("squeue") is None:  # Slurm before 23.02 does not tell its jobs
+        return None
+    try:
+        answer = await _output("squeue", "--noheader", "--jobs", job, "--format=%e")
+        return datetime.fromisoformat(answer.strip()).timestamp()
+    except (OSError, TimeoutError, ValueError):
+        return None
+
+
+async def _output(*command: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+    )
+    try:
+        async with asyncio.timeout(_SQUEUE_TIMEOUT):
+            return (await process.communicate())[0].decode()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -156,7 +156,21 @@ async def _claim(visible: list[str], needed: int) -> list[tuple[str, int]]:
 
 
 def _try_claim(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    """All or nothing: who kept a part while waiting for the rest could wait for ever."""
+    """All or nothing: who kept a part while waiting for the rest could wait for ever.
+
+    One rank at a time: two that claim at once would take every other GPU each, and leave a third rank none where two
+    would have been left. GPUs that stand side by side are often the ones that are linked.
+    """
+    gate = _try_lock(folder / "claim.lock")
+    if gate is None:
+        return None
+    try:
+        return _try_claim_alone(folder, visible, needed)
+    finally:
+        os.close(gate)
+
+
+def _try_claim_alone(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
     claimed: list[tuple[str, int]] = []
     for name in visible:
         lock = _try_lock(folder / f"gpu_{re.sub(r'[^0-9A-Za-z-]', '_', name)}.lock")

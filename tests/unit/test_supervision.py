@@ -306,6 +306,30 @@ def test_ranks_on_one_node_claim_different_gpus_until_there_are_none() -> None:
     asyncio.run(play())
 
 
+def test_ranks_that_claim_at_the_same_moment_do_not_take_every_other_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a second rank finds while a first one has locked one of its two GPUs."""
+    between: list[list[str] | None] = []
+    visible = ["a", "b", "c", "d"]
+    try_lock = slots_module._try_lock
+
+    def claim() -> list[str] | None:
+        claimed = slots_module._try_claim(tmp_path, visible, 2)
+        return claimed and [name for name, _ in claimed]
+
+    def another_rank_comes(path: Path) -> int | None:
+        if path.name == "gpu_b.lock":
+            monkeypatch.setattr(slots_module, "_try_lock", try_lock)
+            between.append(claim())
+        return try_lock(path)
+
+    monkeypatch.setattr(slots_module, "_try_lock", another_rank_comes)
+    assert claim() == ["a", "b"]
+    assert between == [None]
+    assert claim() == ["c", "d"]
+
+
 def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     script = "import sys; print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE

@@ -123,7 +123,7 @@ def _ranks_at_once(executor: Any) -> int:
 def _check_runner(place: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool = False) -> list[Check]:
     checks = [check_server(f"{place}server", step.config)]
     output = step.output_writer.output_folder
-    remote = getattr(step, "checkpoints_remote_dir", None)
+    remote = step.checkpoints_remote_dir
     needs = estimate(
         sample,
         answer_bytes(step),

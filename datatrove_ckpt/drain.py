@@ -19,11 +19,12 @@ class Drain:
 
     Attributes:
         on: nothing new is begun.
+        documents: in work.
     """
 
     def __init__(self) -> None:
         self.on = False
-        self._documents = 0
+        self.documents = 0
         self._asking = 0
         self._client: CompletionClient | None = None
         self._over = asyncio.Event()
@@ -31,11 +32,11 @@ class Drain:
 
     def begins(self) -> None:
         """A document is in work."""
-        self._documents += 1
+        self.documents += 1
 
     def ends(self) -> None:
         """It is in work no more."""
-        self._documents -= 1
+        self.documents -= 1
         self._changed()
 
     def asks(self) -> None:
@@ -64,7 +65,7 @@ class Drain:
         in_flight = self._client.router.in_flight if self._client is not None else 0
         if in_flight:
             return
-        if self._asking == self._documents:
+        if self._asking == self.documents:
             self._over.set()
         elif not self._ending:
             self._ending = True

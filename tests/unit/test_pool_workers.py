@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import multiprocess
 import pytest
+from loguru import logger
 
-from datatrove_ckpt import pool_workers
+from datatrove_ckpt import InferenceConfig, InferenceRunner, pool_workers
+from datatrove_ckpt.cli import QuietErrors
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.pool_workers import hand_in_before_sigterm, sigterm_as_usual
+from tests.jobs import ask, writer
 
 FORKSERVER = multiprocess.get_context("forkserver")
 MORE_THAN_A_PIPE_HOLDS = b"x" * (1 << 20)
@@ -99,3 +104,36 @@ def others() -> None:
 def test_outside_a_pool_signals_stay_as_they_are() -> None:
     hand_in_before_sigterm()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+class Failing(InferenceRunner):  # type: ignore[misc]
+    def _run(self, *_: Any) -> None:
+        assert not waits_for_sigterm()
+        raise ConfigError("no GPU")
+
+
+def waits_for_sigterm() -> bool:
+    return pool_workers._sentry is not None
+
+
+def fail_twice(folder: Path) -> None:
+    step = Failing(ask, InferenceConfig(server_type="dummy", model_name_or_path="m"), writer(folder))
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            step.run(None)
+        assert waits_for_sigterm()
+
+
+def another_step_fails(_: Path) -> None:
+    QuietErrors()
+    assert not waits_for_sigterm()
+    logger.opt(exception=ValueError("a filter's")).error("Got exception in task 3")
+    assert waits_for_sigterm()
+
+
+@pytest.mark.parametrize("work", [fail_twice, another_step_fails])
+def test_a_worker_whose_task_failed_hands_its_error_in(work: Any, tmp_path: Path) -> None:
+    worker = FORKSERVER.Process(target=work, args=(tmp_path,))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0

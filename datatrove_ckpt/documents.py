@@ -47,16 +47,16 @@ def encode(document: Document) -> bytes:
             data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
         except orjson.JSONEncodeError:
             # Integers beyond 64 bits, keys that are no strings: rare enough to be found by trying.
-            return orjson.dumps(_wrap_deep(fields))
+            return trim(orjson.dumps(_wrap_deep(fields)))
         # orjson writes NaN as null, and a "$py" key of the user's as such, without asking. Both leave a trace.
         if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
-            return orjson.dumps(_wrap_deep(fields))
+            return trim(orjson.dumps(_wrap_deep(fields)))
     except (TypeError, ValueError, RecursionError) as error:
         raise DocumentNotSerializable(
             f"Document {document.id!r} holds a value that cannot be kept: {error}. Let the rollout return, and the "
             "steps before it set, JSON values, dates, bytes or numpy values."
         ) from error
-    return data
+    return trim(data)
 
 
 def _has_nan(fields: dict[str, Any]) -> bool:
@@ -75,6 +75,11 @@ def _ignored(value: Any) -> Any:
     if isinstance(value, InferenceResult | Media):
         return _fields(value)
     return 0  # ``_Encoder`` has kept it
+
+
+def trim(data: bytes) -> bytes:
+    """``orjson.dumps(...)`` without the room that orjson leaves behind it: seven times its length (3.13, measured)."""
+    return b"%b" % data
 
 
 def decode(data: bytes) -> Document:

@@ -17,6 +17,7 @@ from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from datatrove_ckpt.checkpoint.manager import Place
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.documents import trim
 from datatrove_ckpt.drain import Drain
 from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError
 from datatrove_ckpt.inference.answers import Completion
@@ -117,7 +118,7 @@ class Requests:
         config = self._rank.config
         payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
         try:
-            body = orjson.dumps(payload, option=_PAYLOAD)
+            body = trim(orjson.dumps(payload, option=_PAYLOAD))
         except TypeError as error:
             raise InferenceError(None, error, payload=payload) from error
         self.last_hash = digest = payload_hash(body)
@@ -171,14 +172,13 @@ def _from_cache(answer: Answer, payload: dict[str, Any]) -> InferenceResult:
 
 
 def _to_json(completion: Completion) -> bytes:
-    return orjson.dumps(
-        {
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "usage": completion.usage,
-            "reasoning": completion.reasoning,
-        }
-    )
+    fields = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": completion.usage,
+        "reasoning": completion.reasoning,
+    }
+    return trim(orjson.dumps(fields))
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:

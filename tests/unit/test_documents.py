@@ -6,6 +6,7 @@ import datetime
 import decimal
 import enum
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,14 @@ def test_any_plain_document_comes_back_equal(text: str, metadata: dict[str, Any]
     assert decode(encode(document)) == document
     assert b"\n" not in encode(document)
     assert fingerprint(encode(document)) == fingerprint(encode(decode(encode(document))))
+
+
+@pytest.mark.parametrize("metadata", [{}, {1: "a key that is no string"}, {"nan": math.nan}])
+def test_an_encoded_document_takes_the_room_of_its_bytes(metadata: dict[Any, Any]) -> None:
+    document = Document("x" * 100_000, "id", metadata=metadata)
+    tracemalloc.start()
+    try:
+        data = encode(document)
+        assert tracemalloc.get_traced_memory()[0] < 1.1 * len(data)
+    finally:
+        tracemalloc.stop()

@@ -12,8 +12,9 @@ import ctypes
 import sqlite3
 from collections.abc import Iterable
 from importlib import resources
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -53,8 +54,10 @@ class CachedRequest(NamedTuple):
 
 _INSERT = (
     "INSERT OR REPLACE INTO request_cache (rowid, chunk_index, doc_id, rollout_idx, payload_hash, result, "
-    "error_message, ordinal, occurrence) VALUES (?,?,?,?,?,?,?,?,?)"
+    "error_message, ordinal, occurrence) VALUES "
 )
+_ROW = "(?,?,?,?,?,?,?,?,?)"
+_ROWS_AT_ONCE = 64
 
 
 class RequestCache:
@@ -111,9 +114,19 @@ class RequestCache:
         ]
         self.last_answer += len(rows)
         with files.explained("write to", self.path):
-            self._connection.executemany(_INSERT, rows)
+            self._insert(rows)
         files.disk.commit(self._connection, self.path)
         self.unsynced = True
+
+    def _insert(self, rows: list[tuple[Any, ...]]) -> None:
+        # For each execution of a statement the module gives Python's lock away and has to wait until it has it again;
+        # ``executemany`` executes for each row. Numbers of rows are powers of two: few statements to prepare.
+        start = 0
+        while missing := len(rows) - start:
+            size = min(_ROWS_AT_ONCE, 1 << (missing.bit_length() - 1))
+            values = list(chain.from_iterable(rows[start : start + size]))
+            self._connection.execute(_INSERT + ",".join([_ROW] * size), values)
+            start += size
 
     def ordinals(self) -> set[int]:
         """The documents that have answers."""

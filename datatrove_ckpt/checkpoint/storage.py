@@ -26,6 +26,8 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 
 # Beyond this much handed over and not yet written, admission waits: a slow disk slows the run, it never fills memory.
 MAX_BACKLOG_BYTES = 64 * 2**20
+# What an item takes beside its JSON: a few objects (measured).
+_OBJECTS = 500
 # One group's transaction stays short enough that a lookup queued behind it is answered in milliseconds.
 MAX_GROUP = 2000
 
@@ -91,7 +93,7 @@ class Storage:
 
     def put_finished(self, chunk_index: int, finished: Finished) -> None:
         self._raise_failure()
-        self._submitted += len(finished.document)
+        self._submitted += _size(finished)
         self._queue.put((chunk_index, finished))
 
     def call(self, function: Call) -> None:
@@ -182,7 +184,7 @@ class Storage:
             journal.append(group)
             self._dirty[journal.path] = journal
             self.unfinished.difference_update(finished.ordinal for finished in group)
-        self._written += sum(map(_size, answers)) + sum(len(f.document) for g in documents.values() for f in g)
+        self._written += sum(_size(r) for r in answers) + sum(_size(f) for g in documents.values() for f in g)
 
     @property
     def _has_unsynced(self) -> bool:
@@ -203,6 +205,8 @@ class Storage:
         self._dirty.pop(journal.path, None)
 
 
-def _size(request: CachedRequest) -> int:
-    answer = request.answer
-    return len(answer.result or b"") + len(answer.error_message or "")
+def _size(item: CachedRequest | Finished) -> int:
+    """Bytes of memory, roughly."""
+    if isinstance(item, Finished):
+        return _OBJECTS + len(item.document)
+    return _OBJECTS + len(item.answer.result or b"") + len(item.answer.error_message or "")

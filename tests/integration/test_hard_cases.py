@@ -125,7 +125,7 @@ def test_a_slow_disk_slows_the_run_and_fills_no_memory(
     monkeypatch.setattr(manager, "MAX_BACKLOG_BYTES", 1)
     runner(tmp_path, server, config={"max_concurrent_generations": 4}, records_per_chunk=50).run(documents(40))
     assert ids(tmp_path) == [f"id {index}" for index in range(40)]
-    one = 600  # bytes, at most, of a document and its answer
+    one = 1600  # bytes, at most, of a document and its answer
     assert max(backlogs) <= 2 * 4 * one
 
 

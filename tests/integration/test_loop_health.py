@@ -135,6 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a thousand at once": {"count": 4000, "latency": 0.2, "concurrency": 1024},
     "publishing gzip": {"count": 5000, "chunk": 4000, "output": "jsonl.gz"},
     "publishing zstd, reading gzip": {"count": 5000, "chunk": 4000, "output": "jsonl.zst", "kind": "jsonl.gz"},
+    "publishing Parquet": {"count": 5000, "chunk": 4000, "output": "parquet"},
     "documents of 200 kB": {"count": 400, "size": 200_000, "chunk": 100},
 }
 

@@ -8,6 +8,10 @@ import copy
 import datetime
 import gc
 import json
+import os
+import subprocess
+import sys
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +28,8 @@ from datatrove.pipeline.inference.types import InferenceError, ServerError
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig, InferenceRunner, requests
+from datatrove_ckpt import documents as encoding
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
@@ -62,6 +67,56 @@ async def until_journaled(folder: Path, number: int) -> None:
     journal = folder / "checkpoints" / "00000" / "chunk_00000.jsonl"
     while not journal.exists() or journal.read_bytes().count(b"\n") < number:
         await asyncio.sleep(0.001)
+
+
+# memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> None:
+    """Thousands are in flight, and a server may take minutes for each."""
+    number, size = 20, 100_000
+    taken: list[int] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == f"id {number}":
+            while server.asked.total() < number:
+                await asyncio.sleep(0.001)
+            ours = [tracemalloc.Filter(True, module.__file__) for module in (requests, encoding)]
+            taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
+            server.release()
+            return None
+        return await generate({"prompt": document.id + "x" * size})
+
+    tracemalloc.start()
+    try:
+        with FakeServer(hold_after=0) as server:
+            runner(tmp_path, server, rollout, config={"use_chat": False}).run(documents(number + 1))
+    finally:
+        tracemalloc.stop()
+    assert number * size < taken[0] < 1.5 * number * size
+
+
+def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(tmp_path: Path) -> None:
+    code = (
+        "import pyarrow\n"
+        "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
+        "from datatrove_ckpt.arrow import prepare_arrow\n"
+        "print(pyarrow.default_memory_pool().backend_name)\n"
+        "prepare_arrow(JsonlWriter('a'))\n"
+        "print(pyarrow.default_memory_pool().backend_name)\n"
+        "prepare_arrow(ParquetWriter('a'))\n"
+        "print(pyarrow.default_memory_pool().backend_name)\n"
+    )
+
+    def pools(**chosen: str) -> list[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
+        return subprocess.check_output(
+            [sys.executable, "-c", code], env=environment | chosen, text=True, cwd=tmp_path
+        ).split()
+
+    default = pools()
+    assert default == [default[0], default[0], "system"]
+    assert pools(ARROW_DEFAULT_MEMORY_POOL=default[0]) == [default[0]] * 3
 
 
 # chunks ------------------------------------------------------------------------------------------------------------

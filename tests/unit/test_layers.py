@@ -43,6 +43,7 @@ ROOMS = [
     "remote",
     "readers",
     "adapter",
+    "arrow",
     "output",
     "identity",
     "source",

@@ -59,7 +59,7 @@ class Bench:
         options = self.options
         for latency in options.latency:
             for concurrency in options.concurrency:
-                count = _documents(options.documents, latency, concurrency)
+                count = _documents(options.documents, latency, concurrency, options.seconds)
                 one = partial(self._throughput_once, latency / 1000, concurrency, count)
                 results = interleaved(options.systems, options.repetitions, one)
                 print(f"latency {latency:g} ms, concurrency {concurrency}, {count} documents of {options.size} bytes\n")
@@ -81,7 +81,13 @@ class Bench:
         rows = []
         for latency in self.options.latency:
             for output in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet"):
-                one = partial(self._at_place, places, output, latency / 1000, _documents(count, latency, 256))
+                one = partial(
+                    self._at_place,
+                    places,
+                    output,
+                    latency / 1000,
+                    _documents(count, latency, 256, self.options.seconds),
+                )
                 results = interleaved(places, self.options.repetitions, one)
                 for place, some in results.items():
                     off = results["off"]
@@ -103,7 +109,7 @@ class Bench:
         """What a mirror costs, by how often it is made; to a folder, or to --remote."""
         base = self.options.remote or str(self.folder / "work/remote")
         for latency in self.options.latency:
-            count = _documents(self.options.documents, latency / 1000, 256)
+            count = _documents(self.options.documents, latency / 1000, 256, self.options.seconds)
             often: dict[str, dict[str, Any]] = {"off": {}}
             for seconds in self.options.mirror_seconds:
                 often[f"{seconds:g}"] = {"remote": base, "mirror_seconds": seconds}
@@ -249,10 +255,10 @@ def _extrapolated(measured: dict[int, float], count: int) -> float:
     return more + (more - some) / (many - few) * (count - many)
 
 
-def _documents(most: int, latency: float, concurrency: int) -> int:
-    """With a latency, as many as an ideal client takes five to ten seconds for: less would be ramp-up and drain."""
-    per_second = math.ceil(concurrency / latency * 1000) if latency else 0
-    return min(max(most, 5 * per_second), 10 * per_second) if latency else most
+def _documents(most: int, latency: float, concurrency: int, seconds: float) -> int:
+    """With a latency, what an ideal client does in ``seconds``, or half of that: less would be ramp-up and drain."""
+    ideal = math.ceil(seconds * concurrency / latency * 1000) if latency else 0
+    return min(max(most, ideal // 2), ideal) if latency else most
 
 
 def _print_throughput(results: dict[str, list[Result]], latency: float, concurrency: int) -> None:
@@ -281,6 +287,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2000, help="characters per document")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--latency", type=float, nargs="+", default=[0, 200], help="ms")
+    parser.add_argument("--seconds", type=float, default=10, help="that a run with a latency takes at most, ideally")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024, 5000])
     parser.add_argument("--mirror-seconds", type=float, nargs="+", default=[1, 5], help="mirror: how often")
     parser.add_argument("--remote", help="mirror: an fsspec URL instead of a folder")

@@ -246,7 +246,10 @@ class Bench:
         from tests.bench.profile_table import print_profile
 
         folder, count = self.folder / "profile", self.options.documents
-        print_profile(folder, count, lambda: self.run("ours", count, profile=str(folder)))
+        for latency, concurrency in ((0.0, 256), (0.2, 5000)):
+            print(f"latency {1000 * latency:g} ms, concurrency {concurrency}\n")
+            one = partial(self.run, "ours", count, latency, concurrency=concurrency, profile=str(folder))
+            print_profile(folder, count, one)
 
 
 def _extrapolated(measured: dict[int, float], count: int) -> float:

@@ -7,12 +7,27 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer
+
+
+_COUNTING = ("tests/crash/", "tests/integration/test_kills.py")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How much was tried: what the tests say that count it. With ``-s`` they say it as they go."""
+    passed = [report for report in terminalreporter.stats.get("passed", ()) if report.nodeid.startswith(_COUNTING)]
+    lines = [
+        f"{report.nodeid.rpartition('::')[2]}: {line}" for report in passed for line in report.capstdout.splitlines()
+    ]
+    if lines:
+        terminalreporter.section("tried, and nothing lost or written twice")
+        terminalreporter.write("\n".join(lines) + "\n")
 
 
 @pytest.fixture

@@ -152,13 +152,14 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _changes(folder: Path, old: dict[str, Any], new: dict[str, Any], accept: bool) -> list[dict[str, Any]]:
     changed = [name for name in dict.fromkeys([*old, *new]) if old.get(name, ...) != new.get(name, ...)]
-    if changed and (not accept or not _LAYOUT.isdisjoint(changed)):
+    fixed = not _LAYOUT.isdisjoint(changed)
+    if changed and (not accept or fixed):
         lines = [f"  {name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed]
         raise CheckpointMismatch(
             f"The checkpoint {folder} was made by another run:\n"
             + "\n".join(lines)
-            + "\nGo on with the old settings, choose another checkpoints_local_dir (and output) for the new ones, or "
-            "set accept_changes=True to mix the two."
+            + "\nGo on with the old settings, or choose another checkpoints_local_dir (and output) for the new ones"
+            + ("." if fixed else ", or set accept_changes=True to mix the two.")
         )
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [{"when": when, "field": name, "old": old.get(name), "new": new.get(name)} for name in changed]

@@ -58,7 +58,8 @@ class InferenceRunner(PipelineStep):
             put into ``document.metadata[metadata_key]``, a list with one entry per rollout. None is left out; a
             document all of whose rollouts return None is dropped from the output, and counted as done.
         config: the server and how to ask it.
-        output_writer: any DiskWriter. With checkpoints its ``output_filename`` needs ``${chunk_index}``.
+        output_writer: any DiskWriter. With checkpoints its ``output_filename`` needs ``${chunk_index}``. With several
+            tasks it needs ``${rank}``, which a task finds out when it starts, and a YAML file before anything does.
         shared_context: keyword arguments for the rollout: a dict, a callable that returns one, a context manager
             that gives one, or a callable that returns such a context manager.
         checkpoints_local_dir: local folder for checkpoints. None: no checkpoints, and a run that dies starts over.

@@ -15,7 +15,6 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer
 
-
 _COUNTING = ("tests/crash/", "tests/integration/test_kills.py")
 
 

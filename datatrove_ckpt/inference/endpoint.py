@@ -14,7 +14,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.keys import Key
-from datatrove_ckpt.inference.transport import needs_proxy, shown_url, under
+from datatrove_ckpt.inference.transport import needs_proxy, shown_error, shown_url, under
 
 # Nobody starts these servers for us, so a long wait helps nobody: seconds, at most.
 _WINDOW = 30.0
@@ -41,9 +41,11 @@ class ExternalServers(Server):
         Any answer but 401, 403 and 5xx will do: some gateways have no /v1/models (404), and the first request tells.
 
         Raises:
+            ConfigError: one of them is no URL.
             ServerRefused: 401 or 403.
             ServerStartFailed: none answered within the ready window or 30 s.
         """
+        targets = [under(url, "v1/models") for url in self.urls]
         window = min(_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
         deadline = time.monotonic() + window
         delay = _FIRST_DELAY
@@ -52,7 +54,7 @@ class ExternalServers(Server):
         proxy = needs_proxy(self.urls)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=proxy) as session:
             while True:
-                causes = await asyncio.gather(*(_probe(session, url) for url in self.urls))
+                causes = await asyncio.gather(*(_probe(session, target) for target in targets))
                 if None in causes:
                     return self._warn_of_silent(causes)
                 if time.monotonic() + delay > deadline:
@@ -80,18 +82,17 @@ class ExternalServers(Server):
         """Nothing to end: the servers are somebody else's."""
 
 
-async def _probe(session: aiohttp.ClientSession, url: str) -> str | None:
+async def _probe(session: aiohttp.ClientSession, target: URL) -> str | None:
     """None when the URL answers, else what went wrong.
 
     Raises:
         ServerRefused: 401 or 403.
     """
-    target: URL = under(url, "v1/models")
     try:
         async with session.get(target, allow_redirects=False) as response:
             if response.status in (401, 403):
                 hint = "Check api_key or api_key_env."
-                raise ServerRefused(f"{shown_url(url)} refuses this run's API key (HTTP {response.status}). {hint}")
+                raise ServerRefused(f"{shown_url(target)} refuses this run's API key (HTTP {response.status}). {hint}")
             return f"HTTP {response.status}" if response.status >= 500 else None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        return str(error) or type(error).__name__
+        return shown_error(error) or type(error).__name__

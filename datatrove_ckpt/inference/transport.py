@@ -102,7 +102,7 @@ async def post(transport: Transport, url: URL, body: bytes, model: str) -> bytes
         kind = "connect" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
         raise TryAgain(f"no {kind} in time from {shown_url(url)}", unreachable=True) from None
     except (aiohttp.ClientError, OSError) as error:
-        cause = f"{type(error).__name__} from {shown_url(url)}: {error}"
+        cause = f"{type(error).__name__} from {shown_url(url)}: {shown_error(error)}"
         raise TryAgain(cause, unreachable=True) from None
     if 200 <= response.status < 300:
         return response.body
@@ -141,12 +141,22 @@ def under(base: str, path: str) -> URL:
         url = URL(base)
         return url.joinpath(*path.split("/")).with_query(url.query)
     except ValueError as error:
-        raise ConfigError(f"endpoint_url: {base!r} is not a URL ({error}).") from None
+        shown = base.partition("?")[0]  # the query string may hold a secret
+        raise ConfigError(f"endpoint_url: {shown!r} is not a URL ({error}).") from None
 
 
 def shown_url(url: str | URL) -> str:
     """The URL for people: without credentials and query string, which may hold secrets."""
     return str(URL(url).with_user(None).with_query(None).with_fragment(None))
+
+
+def shown_error(error: Exception) -> str:
+    """An error of an exchange for people. Those of aiohttp that hold the URL would show its query string."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"{error.status}, {' '.join(error.message.split())}"
+    if isinstance(error, aiohttp.InvalidURL):
+        return error.description or ""
+    return "" if isinstance(error, aiohttp.NonHttpUrlClientError) else str(error)
 
 
 def needs_proxy(urls: list[str]) -> bool:

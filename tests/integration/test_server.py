@@ -21,7 +21,7 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference import guardian, installed, server
+from datatrove_ckpt.inference import endpoint, guardian, installed, server
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.dummy import TEXT
 from datatrove_ckpt.inference.engines import EngineCommand
@@ -430,6 +430,37 @@ def test_endpoints_that_are_not_there_are_named() -> None:
     config = InferenceConfig("endpoint", "m", endpoint_url=[url], **window)  # type: ignore[arg-type]
     with pytest.raises(ServerStartFailed, match=f"(?s){url}: .*Check that the server runs"):
         asyncio.run(make_server(config, 0).start())
+
+
+@pytest.mark.parametrize(("answer", "shown"), [(b"HTTP/1.1 OK nonsense\r\n\r\n", "OK nonsense"), (b"", "disconnected")])
+def test_an_endpoint_that_talks_nonsense_is_named_without_its_query(
+    answer: bytes, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_FIRST_DELAY", 60.0)  # longer than the window: asked once
+
+    async def play() -> None:
+        async def nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(nonsense, "127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}?code=hush")
+            with pytest.raises(ServerStartFailed, match=f"(?s){url}: .*{shown}") as caught:
+                await make_server(config, 0).start()
+            assert "hush" not in str(caught.value)
+
+    asyncio.run(play())
+
+
+def test_an_endpoint_that_is_no_url_is_named_without_its_query() -> None:
+    config = InferenceConfig("endpoint", "m", endpoint_url="http://host:port/?code=hush")
+    with pytest.raises(
+        ConfigError, match=r"endpoint_url: 'http://host:port/' is not a URL \(Invalid URL: port"
+    ) as caught:
+        asyncio.run(make_server(config, 0).start())
+    assert "hush" not in str(caught.value)
 
 
 def test_one_endpoint_of_two_is_enough() -> None:

@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 from email.utils import formatdate
 from typing import Any
 
+import aiohttp
 import pytest
+from yarl import URL
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
@@ -427,17 +429,45 @@ def test_a_body_of_several_megabytes_is_sent_whole() -> None:
     asyncio.run(play())
 
 
-def test_errors_show_no_credentials_and_no_query() -> None:
+@pytest.mark.parametrize(
+    ("reply", "error", "shown"),
+    [
+        (answer(http(403, b"no")), ServerRefused, "answered HTTP 403"),
+        (answer(b"HTTP/1.1 OK nonsense\r\n\r\n"), RequestFailed, "HTTP/1.1 OK nonsense"),
+        (then_close(), RequestFailed, "before the answer|disconnected"),
+        (then_close(http(200, chat())[:-10]), RequestFailed, "inside the answer|not completed"),
+    ],
+)
+@pytest.mark.parametrize("user", ["", "user:hush@"])
+def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type[CkptError], shown: str, user: str) -> None:
     async def play() -> None:
-        async with serving(answer(http(403, b"no"))) as (server, url):
-            secret_url = url.replace("http://", "http://user:hush@") + "?code=hush"
-            async with CompletionClient(config(), [secret_url], None) as client:
-                with pytest.raises(ServerRefused) as caught:
+        async with serving(reply) as (server, url):
+            secret_url = url.replace("http://", f"http://{user}") + "?code=hush"
+            async with CompletionClient(config(), [secret_url], None, sleep=Sleeps()) as client:
+                with pytest.raises(error, match=shown) as caught:
                     await client.complete(BODY)
             assert "hush" not in str(caught.value)
+            assert "/v1/chat/completions" in str(caught.value)
             assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
 
     asyncio.run(play())
+
+
+ELSEWHERE = URL("http://host/?code=hush")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (aiohttp.InvalidURL(ELSEWHERE, "no host"), "no host"),
+        (aiohttp.InvalidURL(ELSEWHERE), ""),
+        (aiohttp.NonHttpUrlClientError(ELSEWHERE), ""),
+        (aiohttp.ClientPayloadError("half of it"), "half of it"),
+        (OSError(5, "a broken cable"), "[Errno 5] a broken cable"),
+    ],
+)
+def test_of_an_error_all_but_the_url_is_shown(error: Exception, shown: str) -> None:
+    assert transport.shown_error(error) == shown
 
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:

@@ -26,6 +26,9 @@ from datatrove.executor import SlurmPipelineExecutor
 from datatrove_ckpt.errors import CkptError, ConfigError
 
 _JOBS = "slurm_jobs.json"
+# Seconds; generous, as a controller under load is slow.
+_SQUEUE_TIMEOUT = 120.0
+_FORGOTTEN = "Invalid job id"
 
 
 class JobIds:
@@ -62,14 +65,14 @@ def script(executor: Any) -> str:
 
 
 def check(executor: Any) -> None:
-    """Raises ConfigError where nothing can be submitted, or what was submitted before is not over."""
+    """Raises ConfigError where nothing can be submitted, or what was submitted before is not known to be over."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on a "
             "login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere."
         )
     jobs = _submitted_before(executor)
-    queued = [job for job in jobs if _is_queued(job)]
+    queued = [job for job in jobs if _is_queued(job, executor)]
     if queued:
         raise ConfigError(
             f"executor: job {', '.join(queued)} of this run is still in the queue. Wait for its end (squeue -j "
@@ -84,10 +87,33 @@ def _submitted_before(executor: Any) -> list[str]:
         return [str(job) for job in json.load(file)]
 
 
-def _is_queued(job: str) -> bool:
-    # squeue fails for a job it has forgotten.
-    asked = subprocess.run(["squeue", "--noheader", "--jobs", job], capture_output=True, text=True, check=False)
-    return asked.returncode == 0 and asked.stdout.strip() != ""
+def _is_queued(job: str, executor: Any) -> bool:
+    """Raises ConfigError where squeue does not say. Only a job that it has forgotten is known to be over."""
+    try:
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SQUEUE_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise _unknown(job, executor, f"no answer within {_SQUEUE_TIMEOUT:g} s") from None
+    except OSError as error:
+        raise _unknown(job, executor, str(error)) from None
+    if asked.returncode == 0:
+        return asked.stdout.strip() != ""
+    if _FORGOTTEN in asked.stderr:
+        return False
+    raise _unknown(job, executor, " ".join(asked.stderr.split()) or f"exit code {asked.returncode}")
+
+
+def _unknown(job: str, executor: Any, cause: str) -> ConfigError:
+    return ConfigError(
+        f"executor: squeue does not say whether job {job} of this run is still in the queue: {cause}. Nothing was "
+        f"submitted. Run the same command again when squeue -j {job} answers, or remove "
+        f"{executor.logging_dir.resolve_paths(_JOBS)} if you know that the job is over."
+    )
 
 
 def submit(executor: Any, checkpoints: list[str], command: str) -> str:

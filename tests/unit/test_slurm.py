@@ -13,6 +13,7 @@ import pytest
 from datatrove.io import DataFolder
 from loguru import logger
 
+from datatrove_ckpt import slurm
 from datatrove_ckpt.cli import main
 from datatrove_ckpt.yaml_config import build, load
 
@@ -150,6 +151,46 @@ def test_a_run_whose_job_is_in_the_queue_is_not_submitted_once_more(
     assert ranks.read_text() == "as the first one needs them"
     Path("queued/7").write_text("")  # ended a moment ago
     assert run() == 0
+
+
+NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "cause"),
+    [
+        (f"#!/bin/sh\necho '{NO_CONTROLLER}' >&2; exit 1", NO_CONTROLLER),
+        ("#!/bin/sh\nexit 1", "exit code 1"),
+        ("#!/bin/sh\nexec sleep 600", "no answer within 0.1 s"),
+        (None, "[Errno 2] No such file or directory: 'squeue'"),
+    ],
+)
+def test_nothing_is_submitted_while_squeue_cannot_say_that_the_last_job_is_over(
+    login_node: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    squeue: str | None,
+    cause: str,
+) -> None:
+    assert run() == 0
+    capsys.readouterr()
+    ranks = Path("slurm_run/logs/ranks_to_run.json")
+    ranks.write_text("as the first one needs them")
+    submitted = sorted(Path("submitted").iterdir())
+    if squeue is None:
+        Path("bin/squeue").unlink()
+        monkeypatch.setenv("PATH", f"{login_node}/bin")
+    else:
+        Path("bin/squeue").write_text(squeue)
+    monkeypatch.setattr(slurm, "_SQUEUE_TIMEOUT", 0.1 if "sleep" in str(squeue) else 120.0)
+    assert run() == 2
+    assert capsys.readouterr().err == (
+        f"error: executor: squeue does not say whether job 7 of this run is still in the queue: {cause}. Nothing was "
+        "submitted. Run the same command again when squeue -j 7 answers, or remove "
+        f"{login_node}/slurm_run/logs/slurm_jobs.json if you know that the job is over.\n"
+    )
+    assert ranks.read_text() == "as the first one needs them"
+    assert sorted(Path("submitted").iterdir()) == submitted
 
 
 @pytest.mark.parametrize(

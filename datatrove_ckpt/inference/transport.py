@@ -7,6 +7,7 @@ See ``client.py`` for the table. Errors raised here have no cause attached: the 
 from __future__ import annotations
 
 import io
+import os
 from typing import Protocol
 from urllib.request import getproxies, proxy_bypass
 
@@ -30,6 +31,7 @@ _SHOWN_BODY = 2000  # characters
 # Above this size aiohttp warns about plain bytes and wants a stream that it can send in pieces.
 _STREAMED_SIZE = 1 << 20
 _HEADERS = {"Content-Type": "application/json"}
+_WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
 class Transport(Protocol):
@@ -102,7 +104,8 @@ async def post(transport: Transport, url: URL, body: bytes, model: str) -> bytes
         kind = "connect" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
         raise TryAgain(f"no {kind} in time from {shown_url(url)}", unreachable=True) from None
     except (aiohttp.ClientError, OSError) as error:
-        cause = f"{type(error).__name__} from {shown_url(url)}: {shown_error(error)}"
+        details = shown_error(error)
+        cause = f"{type(error).__name__} from {shown_url(url)}" + (f": {details}" if details else "")
         raise TryAgain(cause, unreachable=True) from None
     if 200 <= response.status < 300:
         return response.body
@@ -151,12 +154,16 @@ def shown_url(url: str | URL) -> str:
 
 
 def shown_error(error: Exception) -> str:
-    """An error of an exchange for people. Those of aiohttp that hold the URL would show its query string."""
+    """What went wrong in an exchange, for people; may be empty.
+
+    Many a text of aiohttp's holds the whole URL, and so a query string that may be a secret: only those are shown that
+    are known to hold none.
+    """
     if isinstance(error, aiohttp.ClientResponseError):
         return f"{error.status}, {' '.join(error.message.split())}"
-    if isinstance(error, aiohttp.InvalidURL):
-        return error.description or ""
-    return "" if isinstance(error, aiohttp.NonHttpUrlClientError) else str(error)
+    if isinstance(error, aiohttp.ClientError) and not isinstance(error, _WITHOUT_URL):
+        return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
+    return str(error)
 
 
 def needs_proxy(urls: list[str]) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from yarl import URL
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
@@ -453,15 +452,16 @@ def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type[CkptE
     asyncio.run(play())
 
 
-ELSEWHERE = URL("http://host/?code=hush")
+URL_OF_ERROR = "http://host/?code=hush"
 
 
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
-        (aiohttp.InvalidURL(ELSEWHERE, "no host"), "no host"),
-        (aiohttp.InvalidURL(ELSEWHERE), ""),
-        (aiohttp.NonHttpUrlClientError(ELSEWHERE), ""),
+        (aiohttp.InvalidURL(URL_OF_ERROR, "no host"), ""),
+        (aiohttp.NonHttpUrlClientError(URL_OF_ERROR), ""),
+        (aiohttp.ConnectionTimeoutError(f"Connection timeout to host {URL_OF_ERROR}"), ""),
+        (aiohttp.ClientOSError(32, f"Can not write request body for {URL_OF_ERROR}"), "Broken pipe"),
         (aiohttp.ClientPayloadError("half of it"), "half of it"),
         (OSError(5, "a broken cable"), "[Errno 5] a broken cable"),
     ],

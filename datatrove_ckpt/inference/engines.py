@@ -32,6 +32,7 @@ from datatrove_ckpt.inference.installed import (
 )
 from datatrove_ckpt.inference.keys import HiddenDict, Key
 from datatrove_ckpt.inference.nodes import ALONE, Nodes
+from datatrove_ckpt.inference.slots import usable_cores
 
 HOST = "127.0.0.1"
 API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
@@ -72,7 +73,8 @@ def engine_command(config: InferenceConfig, port: int, api_key: Key, nodes: Node
         return sglang_command(config, port, api_key, nodes)
     if config.server_type == "llamacpp":
         require("xllamacpp", "llamacpp")
-        return llamacpp_command(config, port, api_key, resolve_model_path(config.model_name_or_path))
+        path = resolve_model_path(config.model_name_or_path)
+        return llamacpp_command(config, port, api_key, path, usable_cores())
     if config.server_type == "custom":
         require_script(_kwargs(config)["server_script"])
         return custom_command(config, port, api_key)
@@ -145,8 +147,12 @@ def sglang_command(config: InferenceConfig, port: int, api_key: Key, nodes: Node
     return EngineCommand((*start, *_arguments(flags, config)), env, takes_key)
 
 
-def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_path: Path) -> EngineCommand:
-    """The embedded llama.cpp: ``datatrove_ckpt.inference.llamacpp``, which binds to 127.0.0.1 only."""
+def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_path: Path, cores: int) -> EngineCommand:
+    """The embedded llama.cpp: ``datatrove_ckpt.inference.llamacpp``, which binds to 127.0.0.1 only.
+
+    Args:
+        cores: what this process may use; replicas divide them. With more threads than cores all of them are slower.
+    """
     start = (sys.executable, "-m", "datatrove_ckpt.inference.llamacpp")
     flags = {
         "model": str(model_path),
@@ -154,6 +160,7 @@ def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_pat
         "port": port,
         "context": config.model_max_context,
         "parallel": min(config.max_concurrent_generations, _MAX_LLAMACPP_SLOTS),
+        "threads": max(1, cores // config.replicas),
     }
     return EngineCommand((*start, *_arguments(flags, config)), _key_in_environment(api_key))
 

@@ -19,6 +19,7 @@ from typing import Any
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.engines import API_KEY_VARIABLE, HOST
 from datatrove_ckpt.inference.installed import resolve_model_path
+from datatrove_ckpt.inference.slots import usable_cores
 
 # llama.cpp's own levels: 2 is warnings and errors. At its default, 3, a log grows by a page per request.
 _WARNINGS = 2
@@ -55,14 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--context", type=int, default=2048, help="tokens per request")
     parser.add_argument("--parallel", type=int, default=1, help="requests in work at once")
-    parser.add_argument("--threads", type=int, default=_usable_cores(), help="threads; default: all usable cores")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="threads; default: all usable cores")
     return parser
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))  # a Slurm task is bound to its share of the node
-    return os.cpu_count() or 1
 
 
 def _params(params: Any, known: argparse.Namespace, rest: list[str]) -> Any:

@@ -5,7 +5,10 @@ give each task GPUs of its own, but LocalPipelineExecutor starts several ranks t
 server claims its GPUs by a file lock (flock) per GPU. Why a lock: neither the environment nor the rank says which
 ranks run at this moment (with 8 ranks and 2 workers, ranks 3 and 5 may), while a lock is free again exactly when its
 holder is gone, killed or not. The server's processes inherit it, so GPUs count as taken until the last of them has
-freed its memory. A process without visible GPUs (a CPU machine) claims and divides nothing.
+freed its memory. A process without visible GPUs (a CPU machine) claims and divides none.
+
+**Cores.** The ``replicas`` of llama.cpp have as many threads together as this process may use cores, and at least one
+each. Nothing is pinned.
 
 **vLLM's cache.** vLLM keeps what torch.compile made in ~/.cache/vllm, and servers that start together write the same
 files there. datatrove lets the first one compile and the others wait. Here every server that runs at this moment on
@@ -91,6 +94,13 @@ def visible_gpus() -> list[str]:
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
     return [str(index) for index in range(sum(1 for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)))]
+
+
+def usable_cores() -> int:
+    """The processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))  # a Slurm task is bound to its share of the node
+    return os.cpu_count() or 1
 
 
 def gpus_per_server(config: InferenceConfig) -> int:

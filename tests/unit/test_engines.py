@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.inference import installed, sglang_launch
+from datatrove_ckpt.inference import engines, installed, sglang_launch
 from datatrove_ckpt.inference.diagnosis import find_cause, shown_command
 from datatrove_ckpt.inference.engines import (
     EngineCommand,
@@ -43,7 +44,9 @@ def every_command(**settings: Any) -> dict[str, EngineCommand]:
     return {
         "vllm": vllm_command(config("vllm", model_kwargs=script, **settings), 4321, KEY, None),
         "sglang": sglang_command(config("sglang", model_kwargs=script, **settings), 4321, KEY),
-        "llamacpp": llamacpp_command(config("llamacpp", model_kwargs=script, **settings), 4321, KEY, Path("/m.gguf")),
+        "llamacpp": llamacpp_command(
+            config("llamacpp", model_kwargs=script, **settings), 4321, KEY, Path("/m.gguf"), cores=1
+        ),
         "dummy": dummy_command(config("dummy", model_kwargs=script, **settings), 4321, KEY),
         "custom": custom_command(config("custom", model_kwargs=script, **settings), 4321, KEY),
     }
@@ -91,17 +94,43 @@ def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key() -> None:
 
 
 def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() -> None:
-    command = llamacpp_command(config("llamacpp", max_concurrent_generations=3), 4321, KEY, Path("/m.gguf"))
+    command = llamacpp_command(config("llamacpp", max_concurrent_generations=3), 4321, KEY, Path("/m.gguf"), cores=6)
     assert command.argv == (
         *(sys.executable, "-m", "datatrove_ckpt.inference.llamacpp", "--model", "/m.gguf", "--alias", "org/model"),
-        *("--port", "4321", "--context", "8192", "--parallel", "3"),
+        *("--port", "4321", "--context", "8192", "--parallel", "3", "--threads", "6"),
     )
     assert command.env == {"DATATROVE_CKPT_API_KEY": SECRET}
 
 
 def test_llamacpp_has_at_most_eight_slots() -> None:
-    argv = llamacpp_command(config("llamacpp"), 1, KEY, Path("/m.gguf")).argv
+    argv = llamacpp_command(config("llamacpp"), 1, KEY, Path("/m.gguf"), cores=1).argv
     assert argv[argv.index("--parallel") + 1] == "8"
+
+
+@pytest.mark.parametrize(("replicas", "cores", "threads"), [(1, 7, "7"), (2, 7, "3"), (3, 7, "2"), (8, 7, "1")])
+def test_replicas_of_llamacpp_divide_the_cores(replicas: int, cores: int, threads: str) -> None:
+    argv = llamacpp_command(config("llamacpp", replicas=replicas), 1, KEY, Path("/m.gguf"), cores).argv
+    assert argv[argv.index("--threads") + 1] == threads
+
+
+def test_the_threads_of_model_kwargs_win_over_the_share_of_the_cores() -> None:
+    settings = config("llamacpp", replicas=2, model_kwargs={"threads": 5})
+    argv = llamacpp_command(settings, 1, KEY, Path("/m.gguf"), cores=8).argv
+    assert [part for part in argv if "threads" in part] == ["--threads=5"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away")
+def test_the_cores_are_those_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "require", lambda module, extra: None)
+    (tmp_path / "m.gguf").touch()
+    settings = config("llamacpp", model_name_or_path=str(tmp_path / "m.gguf"))
+    everything = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(everything)})
+        argv = engine_command(settings, 1, KEY).argv
+    finally:
+        os.sched_setaffinity(0, everything)
+    assert argv[argv.index("--threads") + 1] == "1"
 
 
 def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone() -> None:

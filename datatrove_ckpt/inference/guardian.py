@@ -29,6 +29,7 @@ from typing import NamedTuple, NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+_CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 AT_ONCE = b"k"
 # Seconds between two looks at who our parent is. Only matters when a fork of the runner keeps our stdin open.
 _PARENT_CHECK = 1.0
@@ -134,14 +135,17 @@ class Guardian:
     def _catch_signals(self) -> None:
         # Clusters signal every process of a job when they want it to end. The runner then drains, and needs its
         # server for that; so only the closed pipe ends us. Handlers and not SIG_IGN: a server would inherit that.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        for number in _CAUGHT:
             signal.signal(number, lambda *_: None)
 
     def _launch(self) -> None:
         guardian = os.getpid()
+        # Between fork and exec our handlers would swallow the SIGTERM that is meant for the server.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
         self.engine = os.fork()
         if self.engine == 0:
             self._become_engine(guardian)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
         _set_group(self.engine)  # both sides do it: whoever comes first, it is done before the first kill
 
     def _become_engine(self, guardian: int) -> NoReturn:
@@ -151,9 +155,11 @@ class Guardian:
             if os.getppid() != guardian:
                 os._exit(1)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and ignoring is inherited
+            for number in (signal.SIGPIPE, *_CAUGHT):  # Python ignores SIGPIPE, and ignoring is inherited
+                signal.signal(number, signal.SIG_DFL)
             for number in (signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)  # "the job ends soon" is for the runner; the default is death
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
             os.execvp(self.argv[0], self.argv)
         except OSError as error:
             print(f"cannot run {self.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)

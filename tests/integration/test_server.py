@@ -316,6 +316,12 @@ def test_a_script_that_never_becomes_ready_is_ended_after_the_window() -> None:
         assert not is_alive(pid)
 
 
+def test_a_server_that_is_told_to_stop_while_it_is_launched_ends_of_that() -> None:
+    argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
+    for _ in range(5):
+        assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 128 + signal.SIGTERM  # not SIGKILL
+
+
 @linux_only
 def test_a_cancelled_start_leaves_nothing() -> None:
     script = "import os, time; open('pids', 'w').write(f'{os.getppid()} {os.getpid()}')\n"

@@ -183,21 +183,32 @@ class Replica:
                 await self.check(_NEVER, False)
 
     async def _watch_progress(self) -> None:
-        timeout = self.config.hang_timeout
-        interval = min(timeout / _LOOKS_PER_HANG, _MAX_LOOK_INTERVAL)
+        interval = min(self.config.hang_timeout / _LOOKS_PER_HANG, _MAX_LOOK_INTERVAL)
         tokens: float | None = None
         while True:
             await asyncio.sleep(interval)
-            metrics = await self._metrics(min(interval, _METRICS_TIMEOUT)) if self.target.attempts else None
-            if metrics is not None and tokens is not None and metrics.tokens != tokens:
-                self.target.alive()
-            tokens = metrics.tokens if metrics is not None else None
-            in_flight = len(self.target.attempts)
-            if in_flight and time.monotonic() - self.target.alive_at >= timeout:
-                self._declare_dead(
-                    f"hangs: it has {in_flight} requests, and answered none, nor counted a token, for {timeout:g} s "
-                    "(hang_timeout)"
-                )
+            tokens = await self._look_for_progress(tokens, min(interval, _METRICS_TIMEOUT))
+
+    async def _look_for_progress(self, tokens: float | None, seconds: float) -> float | None:
+        """Declares the server dead when it hangs.
+
+        Args:
+            tokens: what the last look returned.
+            seconds: the engine's metrics may take.
+
+        Returns:
+            The tokens that the engine has counted; None where it does not say, or has no requests.
+        """
+        metrics = await self._metrics(seconds) if self.target.attempts else None
+        if metrics is not None and tokens is not None and metrics.tokens != tokens:
+            self.target.alive()
+        in_flight, timeout = len(self.target.attempts), self.config.hang_timeout
+        if in_flight and time.monotonic() - self.target.alive_at >= timeout:
+            self._declare_dead(
+                f"hangs: it has {in_flight} requests, and answered none, nor counted a token, for {timeout:g} s "
+                "(hang_timeout)"
+            )
+        return metrics.tokens if metrics is not None else None
 
     async def _adapt_admission(self, target_waiting: int) -> None:
         """Keep ``target_waiting`` requests in the engine's queue: never empty, or it may idle; never long, or a death

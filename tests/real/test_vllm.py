@@ -44,7 +44,7 @@ def job(folder: Path, documents: int = 60, too_long: int = 0, **changes: Any) ->
         "model_max_context": 1024,
         "model_kwargs": {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 32},
         "use_chat": False,
-        "hang_timeout": 8.0,
+        "hang_timeout": 60.0,
         **changes,
     }
     return Job(folder, settings, documents=documents, too_long=too_long, environment=ENVIRONMENT)
@@ -68,7 +68,8 @@ def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
 
 
 def test_everything_is_answered_at_full_length_whatever_happens_to_the_server(tmp_path: Path) -> None:
-    check_faults(job(tmp_path, documents=120), [kill_engine, stop_engine, terminate_server], every=25)
+    faulty = job(tmp_path, documents=120, hang_timeout=8.0)  # for stop_engine
+    check_faults(faulty, [kill_engine, stop_engine, terminate_server], every=25)
 
 
 def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:

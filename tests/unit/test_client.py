@@ -21,6 +21,7 @@ from datatrove_ckpt.inference import transport
 from datatrove_ckpt.inference.answers import Completion
 from datatrove_ckpt.inference.client import CompletionClient
 from datatrove_ckpt.inference.keys import Key
+from datatrove_ckpt.inference.plain import PlainTransport
 
 
 @pytest.fixture(params=["plain", "aiohttp"], autouse=True)
@@ -257,8 +258,17 @@ def test_a_status_counts_although_its_body_is_torn() -> None:
     assert isinstance(Outcome(then_close(http(400, b"bad")[:-1])).result, RequestRejected)
 
 
+class PatientlyConnecting(PlainTransport):
+    """``timeout`` also limits the connect; here it does not, however long the machine takes for one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._connect_timeout = 600.0
+
+
 @pytest.mark.parametrize("reply", [never, answer(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")])
-def test_an_answer_that_never_comes_is_given_up(reply: Reply) -> None:
+def test_an_answer_that_never_comes_is_given_up(reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "PlainTransport", PatientlyConnecting)
     outcome = Outcome(reply, request_timeout=0.1, request_max_attempts=2)
     assert isinstance(outcome.result, RequestFailed)
     assert "no answer in time" in str(outcome.result)

@@ -168,41 +168,69 @@ def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not
 
 
 @pytest.mark.parametrize(
-    ("reply", "error"),
+    ("reply", "error", "timeout"),
     [
-        (then_close(), BadAnswer),
-        (then_close(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"), BadAnswer),
-        (reset, BadAnswer),
-        (answer(b"SSH-2.0-OpenSSH\r\n\r\n"), BadAnswer),
-        (never, TimeoutError),
+        (then_close(), BadAnswer, 30.0),
+        (then_close(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"), BadAnswer, 30.0),
+        (reset, BadAnswer, 30.0),
+        (answer(b"SSH-2.0-OpenSSH\r\n\r\n"), BadAnswer, 30.0),
+        (never, TimeoutError, 0.2),
     ],
 )
-def test_a_request_without_an_answer_ends_with_its_connection(reply: Reply, error: type[Exception]) -> None:
+def test_a_request_without_an_answer_ends_with_its_connection(
+    reply: Reply, error: type[Exception], timeout: float
+) -> None:
     async def test(server: RawServer, transport: PlainTransport) -> None:
         with pytest.raises(error):
             await transport.post(b"one")
         assert not transport._idle
         assert not transport._asked
 
-    play(test, reply, timeout=0.2)
+    play(test, reply, timeout=timeout)
 
 
 def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None:
     async def test(server: RawServer, transport: PlainTransport) -> None:
-        ended: dict[int, float] = {}
-        loop = asyncio.get_running_loop()
-
-        async def ask(number: int) -> None:
-            await asyncio.sleep(number * 0.1)
-            started = loop.time()
+        clock = Clock(transport._loop)
+        transport._loop = clock  # type: ignore[assignment]
+        waiting = []
+        for number in range(5):
+            clock.now = number * 10.0
+            waiting.append(asyncio.create_task(transport.post(b"one")))
+            await server.arrived.acquire()
+        for number in range(5):
+            clock.go_to_the_only_timer()
+            assert clock.now == number * 10.0 + 60.0
             with pytest.raises(TimeoutError):
-                await transport.post(b"one")
-            ended[number] = loop.time() - started
+                await waiting[number]
+            assert not any(task.done() for task in waiting[number + 1 :])
+        assert not clock.timers
 
-        await asyncio.gather(*(ask(number) for number in range(5)))
-        assert all(0.29 <= seconds < 1.0 for seconds in ended.values())
+    play(test, never, timeout=60.0)
 
-    play(test, never, timeout=0.3)
+
+class Clock:
+    """A loop whose time passes when the test says so, as far as one can tell by ``time`` and ``call_at``."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        self.timers.append((when, callback))
+        return self._loop.call_later(600, lambda: None)  # somebody may cancel it
+
+    def go_to_the_only_timer(self) -> None:
+        ((self.now, callback),) = self.timers
+        self.timers.clear()
+        callback()
 
 
 def test_a_cancelled_request_closes_its_connection() -> None:

@@ -96,17 +96,17 @@ def test_a_missing_gguf_is_one_clear_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def job(folder: Path, too_long: int = 0, hang_timeout: float = 600.0) -> Job:
+def job(folder: Path, too_long: int = 0) -> Job:
     settings = {
         "server_type": "llamacpp",
         "model_name_or_path": GGUF,
         "model_max_context": 256,
         "use_chat": False,
-        "hang_timeout": hang_timeout,
+        "hang_timeout": 4.0,
         "model_kwargs": {"threads": 1},
         "server_stop_timeout_sec": 2.0,
     }
-    return Job(folder, settings, documents=24, too_long=too_long, tokens=8, concurrency=8)
+    return Job(folder, settings, documents=24, too_long=too_long, tokens=8, concurrency=8, standing_clock=True)
 
 
 def kill_server(process: Life) -> None:
@@ -126,9 +126,7 @@ def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__)
 def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Path) -> None:
-    # Not less than any batch of answers takes on a busy machine, except where the hang is what is to be seen.
-    hang_timeout = 4.0 if fault is stop_server else 600.0
-    check_fault(job(tmp_path, hang_timeout=hang_timeout), fault.__name__, fault, after=9)
+    check_fault(job(tmp_path), fault.__name__, fault, after=9)
 
 
 def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:

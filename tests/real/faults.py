@@ -32,6 +32,7 @@ class Job:
         tokens: of each answer.
         concurrency: requests in flight.
         environment: of the job's process.
+        standing_clock: a server hangs only while it is stopped; see ``job.py``.
         settings: of its InferenceConfig.
     """
 
@@ -45,6 +46,7 @@ class Job:
         tokens: int = 32,
         concurrency: int = 16,
         environment: dict[str, str] | None = None,
+        standing_clock: bool = False,
     ) -> None:
         self.folder = folder
         self.documents = documents
@@ -58,7 +60,13 @@ class Job:
             "server_log_folder": str(folder / "logs"),
             **settings,
         }
-        job = {"documents": documents, "too_long": too_long, "tokens": tokens, "config": config}
+        job = {
+            "documents": documents,
+            "too_long": too_long,
+            "tokens": tokens,
+            "config": config,
+            "standing_clock": standing_clock,
+        }
         (folder / "job.json").write_text(json.dumps(job))
 
     @contextmanager

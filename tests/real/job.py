@@ -18,7 +18,8 @@ from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference import client
+from datatrove_ckpt.inference import client, replica, routing
+from datatrove_ckpt.inference.guardian import descendants
 
 
 async def rollout(document: Document, generate: Any) -> Any:
@@ -42,9 +43,32 @@ async def post(session: Any, url: Any, body: bytes, model: str) -> bytes:
 _post, client.post = client.post, post
 
 
+class StandingClock:
+    """What supervision takes for the time: it passes, a second per look, only while a process of the server is stopped.
+
+    So a server that is stopped hangs, and one that is slow, on a machine that is busy or itself stopped, does not.
+    """
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+
+    def monotonic(self) -> float:
+        self._now += any(_is_stopped(process.pid) for process in descendants(os.getpid()))
+        return self._now
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return ") T " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False  # ended meanwhile
+
+
 def main(folder: Path) -> None:
     os.chdir(folder)
     job = json.loads(Path("job.json").read_text())
+    if job["standing_clock"]:
+        replica.time = routing.time = StandingClock()  # type: ignore[attr-defined, assignment]
     logger.remove()
     logger.add("runner.log", format="{time:HH:mm:ss} {level} {message}")
     documents = [Document(text=f"A short story about the number {n}.", id=f"doc-{n}") for n in range(job["documents"])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,9 +17,12 @@ from typing import Any, Self
 
 import multiprocess
 import multiprocess.forkserver
+from multiprocess.pool import Pool
 
 from datatrove_ckpt.preemption import SAME_EVENT
 
+_AGAIN = 0.01  # seconds
+_DEAD = 100  # times: a worker that lives would have read by then what is there to be read
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -30,7 +34,7 @@ class Interruption:
     """``with Interruption(signals) as interruption:`` around what a command does, in one process or in a pool.
 
     Signals that would end this process on the spot raise ``Signalled`` instead. The pool then terminates its workers,
-    which drain, and waits for them.
+    which drain, and waits for them; a lock that one of them died with does not keep it.
 
     Attributes:
         number: the signal that came.
@@ -42,6 +46,7 @@ class Interruption:
         self._names = signals
         self._came = 0.0
         self._workers: list[int] = []
+        self._helps = Pool.__dict__["_help_stuff_finish"]
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -49,6 +54,7 @@ class Interruption:
             number = signal.Signals[name]
             if signal.getsignal(number) in _FATAL:
                 self._borrowed[number] = signal.signal(number, self._receive)
+        Pool._help_stuff_finish = staticmethod(_help_task_handler)
         return self
 
     def __exit__(
@@ -56,6 +62,7 @@ class Interruption:
     ) -> None:
         for number, previous in self._borrowed.items():
             signal.signal(number, previous)
+        Pool._help_stuff_finish = self._helps
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a worker that was forked
@@ -81,6 +88,20 @@ class Interruption:
         """Until they are gone. The pool does not wait if the same signal ended its fork server, which knew them."""
         for worker in self._workers:
             select.select([worker], [], [])
+
+
+def _help_task_handler(tasks: Any, task_handler: threading.Thread, _: int) -> None:
+    """In place of the pool's own, which waits for ever for the lock of its tasks if a worker died with it.
+
+    A worker without a task has that lock while it waits for one, and ends of a SIGTERM to the whole process group. The
+    lock is needed only to make room for a task handler that has more to put than the pipe holds.
+    """
+    unread = 0
+    while not tasks._rlock.acquire(timeout=_AGAIN) and task_handler.is_alive() and unread < _DEAD:
+        unread = unread + 1 if tasks._reader.poll() else 0
+    while task_handler.is_alive():
+        if tasks._reader.poll(_AGAIN):
+            os.read(tasks._reader.fileno(), 1 << 20)  # not a task: who died may have read half of one
 
 
 def _pool_workers() -> Iterator[int]:

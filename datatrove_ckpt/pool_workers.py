@@ -1,12 +1,17 @@
-"""How a worker of LocalPipelineExecutor's pool leaves when its task has failed.
+"""How a worker of multiprocess's pool leaves: not before it has handed in its task's result, and with no lock.
 
-A pool ends with its first error, and sends SIGTERM to the workers that are left. One that dies of it while it hands in
-its own error dies with the lock of the results' queue, and the pool then waits for that lock for ever (CPython's
-multiprocessing has this gap, and so has its copy ``multiprocess``, which datatrove uses). Workers that fail at the same
-moment, as all ranks do when a setting is wrong, do that once in some dozen runs.
+A pool waits for ever for the result of a worker that died before it handed it in, and for the lock of a queue that a
+worker died with (CPython's multiprocessing has these gaps, and so has its copy ``multiprocess``, which datatrove uses):
 
-So once its task has failed, a worker dies of SIGTERM only when it hands nothing in. A thread sees to that: a signal
-handler written in Python may have to wait until the main thread comes back from a lock, and that can be never.
+    a task fails, the pool      of a worker that hands in its result meanwhile, error or not, it is ended with the lock
+    sends SIGTERM to all        of the results; when a setting is wrong, all ranks fail at once, and a dozen runs do it
+    a worker is told alone      its rank drains, and its task ends with an error: that one is handed in, and then the
+                                worker ends where it would take its next task
+    a worker has no task        it waits for one, and has the lock of the tasks while it does
+
+So once its rank is over, a worker ends of SIGTERM only after it has handed in its result, and one that waits for a task
+gives back the lock. A thread sees to that: a signal handler written in Python may have to wait until the main thread
+comes back from a lock, and that can be never. What the command does for workers without a rank is in interruption.py.
 """
 
 from __future__ import annotations
@@ -17,56 +22,138 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import CodeType, FrameType
+from typing import Any, NoReturn
 
 import multiprocess
+from multiprocess import pool
 from multiprocess.queues import SimpleQueue
 
 _PATIENCE = 5.0  # seconds: a queue that nobody empties must not keep the worker alive
+_END_OF_TASK = 60.0  # seconds: nor must a task that does not end, as with a log on a remote that hangs
 _AGAIN = 0.01  # seconds
 
 _sentry: tuple[socket.socket, socket.socket] | None = None
 
 
 def hand_in_before_sigterm() -> None:
-    """In a pool's worker whose task has failed: SIGTERM waits until the error is handed in. Elsewhere: nothing."""
+    """In a pool's worker whose rank is over: SIGTERM waits until the result is handed in. Elsewhere: nothing."""
     global _sentry
     if multiprocess.parent_process() is None or threading.current_thread() is not threading.main_thread():
         return
     if _sentry is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         hears, told = _sentry = socket.socketpair()
         told.setblocking(False)
-        threading.Thread(target=_wait_for_sigterm, args=(hears,), name="datatrove-ckpt SIGTERM", daemon=True).start()
+        threading.Thread(
+            target=_wait_for_sigterm, args=(hears, _tasks_done()), name="datatrove-ckpt SIGTERM", daemon=True
+        ).start()
         signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, _nothing_yet)
+        signal.signal(signal.SIGTERM, _tell)
 
 
 def sigterm_as_usual() -> None:
     """The worker begins another task."""
     global _sentry
     if _sentry is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is _tell:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         _sentry[1].close()  # the thread ends of it
         _sentry = None
 
 
-def _nothing_yet(*_: object) -> None:
-    """The thread has been told."""
+def _tell(number: int, frame: FrameType | None) -> None:
+    """The thread has been told already, unless a later step took the descriptor, as an event loop does."""
+    if _sentry is not None:
+        with suppress(OSError):
+            _sentry[1].send(bytes([number]))
 
 
-def _wait_for_sigterm(hears: socket.socket) -> None:
+def _wait_for_sigterm(hears: socket.socket, done: int | None) -> None:
     with hears:
-        while (told := hears.recv(1)) and told[0] != signal.SIGTERM:
+        while (told := hears.recv(1)) and not (told[0] == signal.SIGTERM and signal.getsignal(told[0]) is _tell):
             pass
-    deadline = time.monotonic() + _PATIENCE
-    while told and _is_handing_in() and time.monotonic() < deadline:
+    if not told:
+        return
+    if done is not None and _tasks_done() == done:
+        _take_no_task(_frame_of(pool.worker.__code__, _main_frame()), signal.SIGTERM)
+    _wait_while(lambda: _is_handing_in() or (done is not None and _tasks_done() == done), _PATIENCE)
+    _give_back_the_lock_of_the_tasks()
+    os._exit(128 + signal.SIGTERM)
+
+
+def end_after_this_task(number: int) -> None:
+    """The worker takes no other task: it ends, as of this signal, once it has handed in what this one ends with.
+
+    Outside of a pool's worker: nothing.
+    """
+    worker = _frame_of(pool.worker.__code__, sys._getframe())
+    if worker is not None:
+        _take_no_task(worker, number)
+        threading.Thread(target=_end_at_the_latest, args=(number,), daemon=True).start()
+
+
+def _take_no_task(worker: FrameType | None, number: int) -> None:
+    if worker is not None:
+        worker.f_locals["inqueue"]._rlock = _End(number)
+
+
+class _End:
+    """Stands where the lock was that a worker takes before it takes a task.
+
+    Not a timer: the worker must not end before its result is handed in, nor take a task with it. And not an exception:
+    it would have to get past threads that the task left behind.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(128 + self._number)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _end_at_the_latest(number: int) -> None:
+    """If the pool is being ended, it waits for this process, and may take no result any more."""
+    _wait_while(lambda: not _is_handing_in(), _END_OF_TASK)
+    _wait_while(_is_handing_in, _PATIENCE)
+    os._exit(128 + number)
+
+
+def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while condition() and time.monotonic() < deadline:
         time.sleep(_AGAIN)
-    if told:
-        os._exit(128 + signal.SIGTERM)
 
 
 def _is_handing_in() -> bool:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code is not SimpleQueue.put.__code__:
+    return _frame_of(SimpleQueue.put.__code__, _main_frame()) is not None
+
+
+def _give_back_the_lock_of_the_tasks() -> None:
+    waiting = _frame_of(SimpleQueue.get.__code__, _main_frame())
+    lock: Any = waiting.f_locals["self"]._rlock if waiting is not None else None
+    if lock is not None and lock._semlock._count():  # this process has it
+        lock.release()
+
+
+def _tasks_done() -> int | None:
+    """By this worker of a pool; None elsewhere."""
+    worker = _frame_of(pool.worker.__code__, _main_frame())
+    return None if worker is None else worker.f_locals["completed"]
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _frame_of(code: CodeType, frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None
+    return frame

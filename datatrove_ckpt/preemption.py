@@ -36,6 +36,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.orphans import is_pool_worker
+from datatrove_ckpt.pool_workers import end_after_this_task
 from datatrove_ckpt.slurm_job import meaning_this_task, requeue_if_preempted, slurm_deadline
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -44,8 +45,6 @@ DRAIN_SECONDS = 20.0
 SAME_EVENT = 1.0
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN = 30.0
-# Seconds a pool's worker lives on after an early end: its parent must be told of it, or would wait for ever.
-_DELIVERY = 0.5
 _NOT_HANDLED = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 _TIME_LIMIT = "the end of the job's time limit"
 
@@ -156,9 +155,7 @@ class Preemption:
         """The parent waits for this task's result, so it gets an error before this process ends. If it is ending its
         pool already, it waits for the end of this process."""
         signal.signal(number, signal.SIG_DFL)
-        death = threading.Timer(_DELIVERY, os.kill, (os.getpid(), number))
-        death.daemon = True
-        death.start()
+        end_after_this_task(number)
         self.end()
 
     def end(self) -> NoReturn:

@@ -164,9 +164,8 @@ class InferenceRunner(PipelineStep):
         sigterm_as_usual()
         try:
             self._run(data, rank, world_size)
-        except BaseException:
+        finally:
             hand_in_before_sigterm()
-            raise
 
     def _run(self, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
         check_rank_in_template(self.output_writer, world_size)

@@ -57,7 +57,7 @@ def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_th
 
 # As in Ray's actors, whose pools are forked, with Ray's handler in them.
 FORKED = """
-import multiprocess, os, signal, sys
+import multiprocess, os, signal, sys, time
 from pathlib import Path
 from datatrove.data import Document
 from datatrove_ckpt import InferenceConfig, InferenceRunner
@@ -67,6 +67,13 @@ async def rollout(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 def work(rank):
+    try:
+        infer(rank)
+    finally:
+        while not Path("may_end").exists():
+            time.sleep(0.001)
+
+def infer(rank):
     Path("worker").write_text(str(os.getpid()))
     config = InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1])
     writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl")
@@ -80,13 +87,26 @@ with multiprocess.get_context("fork").Pool(1) as pool:
 """
 
 
-def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", ["nothing", "the parent", "the end of the task"])
+def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(tmp_path: Path, slow: str) -> None:
+    may_end = tmp_path / "may_end"
     with FakeServer(hold_after=0) as server:
         process = subprocess.Popen(
             [sys.executable, "-c", FORKED, server.url], cwd=tmp_path, stderr=subprocess.PIPE, text=True
         )
         until_asked(server, 1)
-        os.kill(int((tmp_path / "worker").read_text()), signal.SIGTERM)
+        worker = os.pidfd_open(int((tmp_path / "worker").read_text()))
+        if slow == "the parent":
+            process.send_signal(signal.SIGSTOP)
+        if slow != "the end of the task":
+            may_end.touch()
+        signal.pidfd_send_signal(worker, signal.SIGTERM)
+        if slow == "the end of the task":
+            assert not select.select([worker], [], [], 1.5)[0], "it ended before it had handed in its error"
+            may_end.touch()
+        assert select.select([worker], [], [], 60)[0]
+        os.close(worker)
+        process.send_signal(signal.SIGCONT)
         _, error = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "Preempted: Told to end by SIGTERM" in error

@@ -38,7 +38,7 @@ executor:
   class_path: LocalPipelineExecutor
   init_args:
     tasks: {tasks}
-    workers: {tasks}
+    workers: {workers}
     logging_dir: logs
     pipeline:
       - class_path: JsonlReader
@@ -120,17 +120,30 @@ def ends(pid: int) -> bool:
 class Job:
     """``datatrove-ckpt run``, as often as it takes."""
 
-    def __init__(self, folder: Path, server: FakeServer, tasks: int) -> None:
+    def __init__(self, folder: Path, server: FakeServer, tasks: int, workers: int | None = None) -> None:
         self.folder = folder
+        self.tasks = tasks
         (folder / "input").mkdir(parents=True)
         for task in range(tasks):
             rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
             (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "my_rollouts.py").write_text(ROLLOUTS)
-        (folder / "job.yaml").write_text(JOB.format(tasks=tasks, url=server.url))
+        (folder / "job.yaml").write_text(JOB.format(tasks=tasks, workers=workers or tasks, url=server.url))
 
     def start(self) -> Process:
         return Process([sys.executable, "-m", "datatrove_ckpt.cli", "run", "job.yaml"], self.folder)
+
+    def until_drains(self, *tasks: int) -> None:
+        """Until these ranks say so, or all of them."""
+        deadline = time.monotonic() + 60
+        for task in tasks or range(self.tasks):
+            log = self.folder / "logs" / "logs" / f"task_{task:05d}.log"
+            while DRAINS not in log.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+    def worker(self, task: int) -> int:
+        return int((self.folder / "pids" / str(task)).read_text())
 
     @property
     def completed(self) -> int:
@@ -156,26 +169,32 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str,
 
 
 @pytest.mark.parametrize(
-    ("number", "tasks", "group"),
+    ("number", "tasks", "workers", "group"),
     [
-        (signal.SIGINT, 1, True),
-        (signal.SIGINT, 2, True),
-        (signal.SIGTERM, 1, True),
-        (signal.SIGTERM, 2, True),
-        (signal.SIGTERM, 2, False),
-        (signal.SIGHUP, 2, True),
+        (signal.SIGINT, 1, 1, True),
+        (signal.SIGINT, 2, 2, True),
+        (signal.SIGTERM, 1, 1, True),
+        (signal.SIGTERM, 2, 2, True),
+        (signal.SIGTERM, 2, 3, True),  # one has nothing to do
+        (signal.SIGTERM, 2, 2, False),
+        (signal.SIGHUP, 2, 2, True),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_asking_twice(
-    tmp_path: Path, undisturbed: dict[int, dict[str, bytes]], number: signal.Signals, tasks: int, group: bool
+    tmp_path: Path,
+    undisturbed: dict[int, dict[str, bytes]],
+    number: signal.Signals,
+    tasks: int,
+    workers: int,
+    group: bool,
 ) -> None:
     with FakeServer(answer, hold_after=8 * tasks) as server:
-        job = Job(tmp_path / "job", server, tasks)
+        job = Job(tmp_path / "job", server, tasks, workers)
         process = job.start()
         until_asked(server, 12 * tasks)
         (os.killpg if group else os.kill)(process.popen.pid, number)
-        process.until(DRAINS)
+        job.until_drains()
         server.release()
         assert process.end() == 128 + number
         assert process.log.count("To go on: datatrove-ckpt run job.yaml") == 1
@@ -192,10 +211,11 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
 
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
     with FakeServer(answer, hold_after=0) as server:
-        process = Job(tmp_path, server, 2).start()
+        job = Job(tmp_path, server, 2)
+        process = job.start()
         until_asked(server, 8)
         os.killpg(process.popen.pid, signal.SIGINT)
-        process.until(DRAINS)
+        job.until_drains()
         time.sleep(preemption.SAME_EVENT)  # earlier ones are taken for the same Ctrl-C
         began = time.monotonic()
         os.killpg(process.popen.pid, signal.SIGINT)
@@ -206,15 +226,39 @@ def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
         assert process.left == []
 
 
-def test_a_worker_that_is_told_alone_ends_the_command_instead_of_leaving_it_waiting(tmp_path: Path) -> None:
+SLOW_END = """
+import time
+from datatrove.executor import base
+
+def close_slowly(logfile):
+    while not Path("may_close").exists():
+        time.sleep(0.001)
+    close_at_once(logfile)
+
+close_at_once, base.close_task_logger = base.close_task_logger, close_slowly
+"""
+
+
+@pytest.mark.parametrize("slow", ["nothing", "the parent", "the end of the task"])
+def test_a_worker_that_is_told_alone_ends_the_command_instead_of_leaving_it_waiting(tmp_path: Path, slow: str) -> None:
     with FakeServer(answer, hold_after=0) as server:
         job = Job(tmp_path, server, 2)
+        if slow == "the end of the task":  # as its log's, on S3
+            (tmp_path / "my_rollouts.py").write_text(ROLLOUTS + SLOW_END)
         process = job.start()
         until_asked(server, 8)
-        os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGTERM)
-        while "SIGTERM" not in "".join(log.read_text() for log in (tmp_path / "logs" / "logs").glob("*.log")):
-            time.sleep(0.001)
+        if slow == "the parent":
+            process.popen.send_signal(signal.SIGSTOP)
+        worker = os.pidfd_open(job.worker(1))
+        signal.pidfd_send_signal(worker, signal.SIGTERM)
+        job.until_drains(1)
         server.release()
+        if slow == "the end of the task":
+            assert not select.select([worker], [], [], 1)[0], "it ended before it had handed in its error"
+            (tmp_path / "may_close").touch()
+        assert select.select([worker], [], [], 60)[0]
+        os.close(worker)
+        process.popen.send_signal(signal.SIGCONT)
         assert process.end() == 1
         assert "error: Told to end by SIGTERM." in process.log
         assert process.left == []

@@ -1,19 +1,23 @@
-"""A pool's worker that is ended while it hands in its error leaves no lock behind."""
+"""A pool's worker that is ended leaves no lock behind, and no parent that waits for its result."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import multiprocess
 import pytest
 from loguru import logger
+from multiprocess import pool
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, pool_workers
 from datatrove_ckpt.cli import QuietErrors
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.pool_workers import hand_in_before_sigterm, sigterm_as_usual
+from datatrove_ckpt.pool_workers import end_after_this_task, hand_in_before_sigterm, sigterm_as_usual
 from tests.jobs import ask, writer
 
 FORKSERVER = multiprocess.get_context("forkserver")
@@ -106,10 +110,131 @@ def test_outside_a_pool_signals_stay_as_they_are() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+class Worker:
+    """One of a pool, and its two queues. Its pool is this test."""
+
+    def __init__(self) -> None:
+        self.tasks, self.results = FORKSERVER.SimpleQueue(), FORKSERVER.SimpleQueue()
+        self.process = FORKSERVER.Process(target=pool.worker, args=(self.tasks, self.results))
+        self.process.start()
+
+    def does(self, task: Callable[..., Any], *arguments: Any) -> None:
+        self.tasks.put((0, 0, task, arguments, {}))
+
+    def end(self) -> int:
+        """Its exit code. It must not have taken a lock with it."""
+        self.process.join(60)
+        for lock in (self.tasks._rlock, self.results._wlock):
+            assert lock.acquire(timeout=0)
+            lock.release()
+        return int(self.process.exitcode)
+
+
+def told_in_a_task(end_of_task: float = 60.0, patience: float = 60.0, result: Any = "done", ends: bool = True) -> Any:
+    pool_workers._END_OF_TASK, pool_workers._PATIENCE = end_of_task, patience
+    end_after_this_task(signal.SIGUSR1)
+    if not ends:
+        wait_for_ever()
+    return result
+
+
+def test_a_worker_that_is_to_end_after_its_task_hands_it_in_and_takes_no_other() -> None:
+    worker = Worker()
+    worker.does(told_in_a_task)
+    worker.does(os.getpid)
+    assert worker.results.get() == (0, 0, (True, "done"))
+    assert worker.end() == 128 + signal.SIGUSR1
+    assert worker.tasks.get()[2] is os.getpid
+
+
+def test_it_does_not_wait_for_ever_for_the_end_of_its_task() -> None:
+    worker = Worker()
+    worker.does(told_in_a_task, 0.1, 0.1, "", False)
+    assert worker.end() == 128 + signal.SIGUSR1
+
+
+def test_it_does_not_wait_for_ever_for_somebody_who_takes_its_result() -> None:
+    worker = Worker()
+    worker.does(told_in_a_task, 60.0, 0.1, MORE_THAN_A_PIPE_HOLDS)
+    worker.process.join(60)
+    assert worker.process.exitcode == 128 + signal.SIGUSR1
+
+
+def rank_over() -> int:
+    hand_in_before_sigterm()
+    return os.getpid()
+
+
+def test_a_worker_that_waits_for_its_next_task_gives_back_the_lock_when_it_is_ended() -> None:
+    worker = Worker()
+    worker.does(rank_over)
+    assert worker.results.get()[2] == (True, worker.process.pid)
+    while worker.tasks._rlock.acquire(timeout=0):
+        worker.tasks._rlock.release()
+        time.sleep(0.001)
+    worker.process.terminate()
+    assert worker.end() == 128 + signal.SIGTERM
+
+
+def told_when_the_rank_is_over() -> str:
+    hand_in_before_sigterm()
+    signal.raise_signal(signal.SIGTERM)
+    frame = pool_workers._frame_of(pool.worker.__code__, pool_workers._main_frame())
+    while not isinstance(frame.f_locals["inqueue"]._rlock, pool_workers._End):
+        time.sleep(0.001)
+    return "done"
+
+
+def test_a_worker_that_is_ended_before_it_hands_in_does_so_first() -> None:
+    worker = Worker()
+    worker.does(told_when_the_rank_is_over)
+    worker.does(os.getpid)
+    assert worker.results.get() == (0, 0, (True, "done"))
+    assert worker.end() == 128 + signal.SIGTERM
+    assert worker.tasks.get()[2] is os.getpid
+
+
+def test_a_handler_that_a_later_step_installs_is_the_one_that_counts() -> None:
+    worker = Worker()
+    worker.does(handled_by_a_later_step)
+    assert worker.results.get() == (0, 0, (True, [signal.SIGTERM]))
+    worker.tasks.put(None)
+    assert worker.end() == 0
+
+
+def handled_by_a_later_step() -> list[int]:
+    got: list[int] = []
+    hand_in_before_sigterm()
+    signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    signal.raise_signal(signal.SIGTERM)
+    sigterm_as_usual()
+    assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, pool_workers._tell)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return got
+
+
+def test_a_later_step_that_takes_the_wakeup_descriptor_does_not_make_the_worker_deaf() -> None:
+    worker = Worker()
+    worker.does(descriptor_taken)
+    assert worker.results.get() == (0, 0, (True, None))
+    worker.process.terminate()
+    assert worker.end() == 128 + signal.SIGTERM
+
+
+def descriptor_taken() -> None:
+    hand_in_before_sigterm()
+    signal.set_wakeup_fd(-1)  # as an event loop with a signal handler does at its end
+
+
 class Failing(InferenceRunner):  # type: ignore[misc]
     def _run(self, *_: Any) -> None:
         assert not waits_for_sigterm()
         raise ConfigError("no GPU")
+
+
+class Succeeding(InferenceRunner):  # type: ignore[misc]
+    def _run(self, *_: Any) -> None:
+        assert not waits_for_sigterm()
 
 
 def waits_for_sigterm() -> bool:
@@ -124,6 +249,13 @@ def fail_twice(folder: Path) -> None:
         assert waits_for_sigterm()
 
 
+def succeed_twice(folder: Path) -> None:
+    step = Succeeding(ask, InferenceConfig(server_type="dummy", model_name_or_path="m"), writer(folder))
+    for _ in range(2):
+        step.run(None)
+        assert waits_for_sigterm()
+
+
 def another_step_fails(_: Path) -> None:
     QuietErrors()
     assert not waits_for_sigterm()
@@ -131,8 +263,8 @@ def another_step_fails(_: Path) -> None:
     assert waits_for_sigterm()
 
 
-@pytest.mark.parametrize("work", [fail_twice, another_step_fails])
-def test_a_worker_whose_task_failed_hands_its_error_in(work: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("work", [fail_twice, succeed_twice, another_step_fails])
+def test_a_worker_whose_rank_is_over_hands_in_its_result(work: Any, tmp_path: Path) -> None:
     worker = FORKSERVER.Process(target=work, args=(tmp_path,))
     worker.start()
     worker.join(60)

@@ -42,7 +42,7 @@ class _Numbered:
 
 
 class Generation(_Numbered):
-    """A generation's name. Numbers grow by one, whoever writes; a larger one is newer."""
+    """A generation's name. Numbers grow, whoever writes; a larger one is newer."""
 
     @property
     def file(self) -> str:
@@ -51,6 +51,10 @@ class Generation(_Numbered):
 
 class Claim(_Numbered):
     """The name of an owner's claim. Of two with one number, the larger nonce counts."""
+
+    @classmethod
+    def after(cls, others: list[Claim], nonce: str) -> Claim:
+        return cls(1 + max((other.number for other in others), default=0), nonce)
 
     @property
     def file(self) -> str:
@@ -157,24 +161,19 @@ class Generations:
         self._store = Store(url)
         self.url = self._store.url
 
+    def listing(self) -> tuple[list[Claim], list[Generation]]:
+        """Both as they were at one moment. The claim that counts comes last, and so does the newest generation."""
+        found = [match for match in map(_NAME.fullmatch, self._store.names()) if match]
+        claims = sorted(Claim(int(match[2]), match[3]) for match in found if match[1] == "claim")
+        return claims, sorted(Generation(int(match[2]), match[3]) for match in found if match[1] == "generation")
+
     def names(self) -> list[Generation]:
         """Oldest first."""
-        return sorted(Generation(number, nonce) for kind, number, nonce in self._list() if kind == "generation")
+        return self.listing()[1]
 
-    def claims(self) -> list[Claim]:
-        """The one that counts comes last."""
-        return sorted(Claim(number, nonce) for kind, number, nonce in self._list() if kind == "claim")
-
-    def _list(self) -> Iterator[tuple[str, int, str]]:
-        for match in map(_NAME.fullmatch, self._store.names()):
-            if match:
-                yield match[1], int(match[2]), match[3]
-
-    def claim(self, owner: dict[str, Any]) -> Claim:
+    def claim(self, claim: Claim, owner: dict[str, Any]) -> None:
         """From here on this owner writes, and nobody who came before."""
-        claim = Claim(1 + max((other.number for other in self.claims()), default=0), owner["nonce"])
         self._store.put(claim.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
-        return claim
 
     def claimant(self, claim: Claim) -> str:
         """Its host and pid."""

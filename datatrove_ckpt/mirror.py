@@ -30,7 +30,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
-from datatrove_ckpt.errors import Fenced
+from datatrove_ckpt.errors import ConfigError, Fenced
 from datatrove_ckpt.generations import MAX_OBJECT, Generations
 from datatrove_ckpt.uploads import Uploads
 
@@ -122,6 +122,8 @@ class RemoteMirror:
         except Fenced:
             raise
         except Exception as error:  # fsspec's file systems raise what their libraries do
+            if isinstance(error, ConfigError) and not (self._uploads and self._uploads.begun):
+                raise
             if not self._given_up:
                 self._failures += 1
                 after = "." if self._stopping else "; the run goes on, and tries again later."
@@ -140,7 +142,9 @@ class RemoteMirror:
             self._uploads = Uploads(Generations(self._url))
         uploads, last, start = self._uploads, self._stopping, time.monotonic()
         with ExitStack() as stack:
+            self._go_on(last)
             snapshot, grown = self._snapshot(uploads, stack)
+            self._go_on(last)  # a claim that is placed late would stop the next life
             uploads.begin(orjson.loads(snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.size(name)):

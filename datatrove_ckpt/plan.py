@@ -73,8 +73,8 @@ exit codes:
   2  a mistake in CONFIG or on the command line
 """
 
-# Counted: on average some two objects, a copy of one, a list, and three removals.
-MIRROR_REQUESTS = 8
+# Counted: on average 1.3 objects with their copies, a manifest, two listings, and three removals.
+MIRROR_REQUESTS = 9
 _LADDER = [step * 10**power for power in range(-2, 6) for step in (1, 3)]
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 

@@ -11,6 +11,8 @@
                           first start's
     nothing               cannot be reached          refused: starting from nothing costs money
     a folder              cannot be reached          the folder is used, with a warning
+    either                no place: its bucket does  refused: the setting names no place, and without a mirror a node
+                          not exist                  that is lost costs all that it did
 
 Who made what is told by the owners' nonces that ``run.json`` and the generations name. Choosing the further one never
 makes two of a run: what the other knew beyond it is asked again, and chunks that it had committed are written again,
@@ -36,7 +38,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.generations import Damaged, Generation, Generations, Manifest, Part, covers, decode_answers
 from datatrove_ckpt.store import Store
 
@@ -53,6 +55,8 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
     if retries:
         try:
             names = Store(url).names()
+        except ConfigError:
+            raise
         except Exception as error:  # what the file system's library raises
             raise _unreadable(url, error) from error
         for name in names:
@@ -71,12 +75,15 @@ def restore(url: str, folder: Path) -> None:
         CheckpointCorrupt: no generation is whole.
         CheckpointMismatch: folder and mirror have nothing to do with each other.
         CheckpointLocked: a process works on the folder.
+        ConfigError: the bucket does not exist.
     """
     owner = _owner(folder)
     generations = Generations(url)
     try:
         names = generations.names()
         lost = owner is None and not names and bool(generations.objects())
+    except ConfigError:
+        raise
     except Exception as error:  # what the file system's library raises
         if owner is None:
             raise _unreadable(url, error) from error

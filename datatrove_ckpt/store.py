@@ -67,16 +67,31 @@ class Store:
             return None
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of what lies in the folder, without the folder's; none if there is no such folder."""
+        """The names of what lies in the folder, without the folder's; none if there is no such folder.
+
+        Raises:
+            ConfigError: there is no such bucket, which s3fs calls a missing file, too.
+        """
         path = self._path(folder)
         self._fs.invalidate_cache(path)
         try:
             return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in self._fs.ls(path, detail=False))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if _code_of_s3(error) == "NoSuchBucket":
+                raise ConfigError(
+                    f"checkpoints_remote_dir: {self.url} lies in a bucket that does not exist. Make the bucket, or "
+                    "correct the setting (on S3 also AWS_ENDPOINT_URL), and run the same command again."
+                ) from error
             return []
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
+
+
+def _code_of_s3(error: Exception) -> str:
+    """What S3 answered: s3fs raises Python's own errors, caused by botocore's."""
+    response = getattr(error.__cause__, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def check_url(key: str, url: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
-from datatrove_ckpt.errors import Fenced
+from datatrove_ckpt.errors import ConfigError, Fenced
 from datatrove_ckpt.generations import Claim, Generation, Generations, Manifest, Part, encode_answers
 
 KEPT = 3
@@ -37,6 +37,10 @@ class Uploads:
         self._garbage: set[tuple[str, str]] = set()
         self._published: Manifest | None = None
         self._claim: Claim | None = None
+        self._floor: int | None = None
+        """Numbers of this life's generations are larger."""
+        self.begun = False
+        """Whether this life has claimed the mirror."""
 
     # objects ---------------------------------------------------------------------------------------------------
 
@@ -55,16 +59,33 @@ class Uploads:
             self.last_answer = 0
 
     def begin(self, run: dict[str, Any], snapshot: Snapshot) -> None:
-        """Leaves out what committed chunks have dropped. ``run``: what ``run.json`` holds."""
+        """Leaves out what committed chunks have dropped. ``run``: what ``run.json`` holds.
+
+        Raises:
+            ConfigError: the place to mirror to does not exist.
+        """
         self._run = run
-        if self._claim is None:
-            self._claim = self._generations.claim(run["owner"])
-            if not self._generations.names():
-                # So that objects without any generation are damage, and not a first upload that was killed.
-                self._generations.write(Generation(1, self._nonce), Manifest(run, {}, [], False), _now())
+        if not self.begun:
+            self._begin_life()
+            self.begun = True
         for name in self._files.keys() - snapshot.sizes.keys():
             del self._files[name]
         self._answers = [(part, of) for part, of in self._answers if of & snapshot.unfinished]
+
+    def _begin_life(self) -> None:
+        """Claims the mirror. Done again after it failed: with one number, which never outdoes a later life's claim."""
+        claims, names = self._generations.listing()
+        self._claim = self._claim or Claim.after(claims, self._nonce)
+        try:
+            self._generations.claim(self._claim, self._run["owner"])
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"checkpoints_remote_dir: nothing can be written to {self._generations.url}: {error}. Make the bucket "
+                "or folder, or correct the setting, and run the same command again; what was answered is kept here."
+            ) from error
+        if not names:
+            # So that objects without any generation are damage, and not a first upload that was killed.
+            self._generations.write(Generation(1, self._nonce), Manifest(self._run, {}, [], False), _now())
 
     def add(self, name: str, data: bytes) -> None:
         """The file's next bytes."""
@@ -97,18 +118,22 @@ class Uploads:
         """
         files = {name: list(parts) for name, parts in self._files.items()}
         manifest = Manifest(self._run, files, [part for part, _ in self._answers], finished)
-        claims = self._check_claim()  # also by a process that has nothing new to say
+        claims, names = self._list()  # also by a process that has nothing new to say
         if manifest == self._published:
             return False
-        names = self._generations.names()
         if self._published is None:
             self._take_stock(names)
-        new = Generation(1 + max((name.number for name in names), default=0), self._nonce)
+        new = self._next(names)
         self._generations.write(new, manifest, _now())
         self._published = manifest
         self._kept[new] = manifest.objects()
         try:
-            self._tidy(names, claims)
+            # Only what was seen before is removed. If nobody has claimed the mirror until now, all of it is older than
+            # whoever does next, however long this process stands still from here on.
+            self._list()
+            self._tidy([name for name in names if name < new], claims)
+        except Fenced:
+            raise
         except Exception as error:  # what the file system's library raises
             logger.warning(
                 f"Could not remove old generations at {self._generations.url}: {type(error).__name__}: {error}. They "
@@ -116,14 +141,27 @@ class Uploads:
             )
         return True
 
-    def _check_claim(self) -> list[Claim]:
-        claims = self._generations.claims()
+    def _next(self, names: list[Generation]) -> Generation:
+        """A life's first number leaves as many out as there were claims, later ones leave none out.
+
+        An owner before us that listed before we claimed may still write one generation, and that must not be newer than
+        ours: if it is its first one, it leaves fewer out.
+        """
+        if self._floor is None:
+            assert self._claim is not None
+            self._floor = max((name.number for name in names), default=0) + self._claim.number
+        own = [name.number for name in names if name.nonce == self._nonce]
+        return Generation(1 + max([self._floor, *own]), self._nonce)
+
+    def _list(self) -> tuple[list[Claim], list[Generation]]:
+        """Claims and generations, unless there is a newer claim than ours."""
+        claims, names = self._generations.listing()
         if claims and self._claim is not None and claims[-1] > self._claim:
             raise Fenced(
                 f"Another process has taken this rank over: {self._generations.claimant(claims[-1])} has claimed the "
                 f"mirror {self._generations.url}. This one writes nothing more; what it saved is kept."
             )
-        return claims
+        return claims, names
 
     def _take_stock(self, names: list[Generation]) -> None:
         """What earlier owners left behind. Who is still at work among them stops at the sight of our claim."""
@@ -136,9 +174,8 @@ class Uploads:
     def _tidy(self, names: list[Generation], claims: list[Claim]) -> None:
         """First generations, then what none of the others needs: a kill in between leaves objects too many only."""
         keep = sorted(self._kept)[-KEPT:]
-        for name in [*names, *self._kept]:
-            if name not in keep:
-                self._generations.remove(name)
+        for name in sorted({*names, *self._kept} - set(keep)):
+            self._generations.remove(name)
         for claim in claims[:-1]:
             self._generations.remove(claim)
         self._kept = {name: self._kept[name] for name in keep}

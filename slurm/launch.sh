@@ -26,13 +26,16 @@
 # Not everything is requeued: PreemptMode of your partition must be REQUEUE (scontrol show partition), and the job needs
 # requeue: true. Slurm never requeues a job that failed: run this script again when the array has ended.
 #
-# WHERE THINGS LIE. logging_dir, the output and the input: shared storage, or s3://. Checkpoints: shared storage, too,
-# because a requeued task starts on any node. A node's own disk is right only if tasks return to their node; a task that
-# does not find its checkpoint starts its share over. HF_HOME on shared storage: models are downloaded once.
+# WHERE THINGS LIE. logging_dir, the output and the input: shared storage, or s3://. Checkpoints, because a requeued task
+# starts on any node: shared storage, too (NFS 4, or Lustre mounted with flock), or the node's own NVMe together with
+# checkpoints_remote_dir on shared storage or s3://. The next node then goes on from the mirror, and what came after the
+# last mirroring is asked again. A task that finds neither its checkpoint nor a mirror starts its share over. HF_HOME on
+# shared storage: models are downloaded once. `datatrove-ckpt doctor CONFIG`, on a node, tries all these folders.
 #
-# TWO AT ONCE. When Slurm loses a node whose processes still run, it starts the task on another one. Where the storage
-# has working file locks, the second task is refused, and says who holds the rank. Where it has none, the second takes
-# over, and the first stops before its next write. Either way nothing is written twice.
+# TWO AT ONCE. When Slurm loses a node whose processes still run, it starts the task on another one. Where both work on
+# one checkpoint and its storage has working file locks, the second task is refused, and says who holds the rank. Where
+# it has none, the second takes over, and the first stops before its next write. Where each has a disk of its own, the
+# first stops when it next mirrors, and what both asked meanwhile is paid twice. The output is the same in all cases.
 #
 # LOOKING AT IT. squeue -j JOB; datatrove-ckpt status CHECKPOINTS; slurm_logs_folder/JOB_TASK.out, which holds all lives
 # of a task; logging_dir/logs/task_RANK.log, which holds the last one.

@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt import mirror, store
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, Fenced, StorageFailed
+from datatrove_ckpt.plan import MIRROR_REQUESTS
 from datatrove_ckpt.restore import restore
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.uploads import KEPT
@@ -348,6 +349,20 @@ class Failing(store.Effects):
         raise ConnectionError("no route to host")
 
 
+class FailingOnce(store.Effects):
+    """A remote that refuses the first generation once, and whatever is written of the second."""
+
+    def __init__(self) -> None:
+        self.refused = False
+
+    def put(self, fs: Any, path: str, data: bytes) -> None:
+        name = path.rpartition("/")[2]
+        if name.startswith("generation") and (not self.refused or "-00000001-" not in name):
+            self.refused = True
+            raise ConnectionError("503")
+        super().put(fs, path, data)
+
+
 class Hanging(store.Effects):
     """A remote that takes for ever."""
 
@@ -369,6 +384,84 @@ def test_a_remote_that_fails_costs_a_warning_and_nothing_else(
         job.run(server)
     assert outputs(job.folder / "output") == expected
     assert any("WARNING Could not mirror the checkpoint" in line and "no route to host" in line for line in log)
+
+
+def test_a_first_generation_that_failed_once_is_written_before_any_object(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """Objects without any generation would be taken for damage."""
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "effects", FailingOnce())
+        with FakeServer() as server:
+            job.run(server, mirror_seconds=0.01)
+    assert any("ConnectionError: 503" in line for line in log)
+    assert list((job.folder / "remote" / "00000" / "objects").iterdir())
+    job.lose_the_node()
+    shutil.rmtree(job.folder / "output")
+    with FakeServer() as server:
+        job.run(server)
+    assert outputs(job.folder / "output") == expected
+
+
+class Missing(store.Effects):
+    """A bucket that is not there, as file systems of fsspec say it."""
+
+    def put(self, fs: Any, path: str, data: bytes) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+
+def test_a_place_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_to_its_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "effects", Missing())
+    with FakeServer(delay=lambda payload, times: 0.1) as server:
+        with pytest.raises(
+            ConfigError, match=r"checkpoints_remote_dir: nothing can be written to .*bucket does not ex"
+        ):
+            job.run(server)
+        assert server.asked.total() < 12
+
+
+def test_a_place_that_vanishes_later_costs_warnings_only(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    with FakeServer(hold_after=3) as server:
+        running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
+        running.start()
+        until(lambda: generations(job) and server.asked.total() == 4)
+        monkeypatch.setattr(store, "effects", Missing())
+        server.release()
+        running.join(20)
+        assert not running.is_alive()
+    assert outputs(job.folder / "output") == expected
+    assert any("Could not mirror the checkpoint" in line and "does not exist" in line for line in log)
+
+
+def test_a_mirror_that_was_given_up_claims_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claim would stop the next life, which may have begun."""
+    monkeypatch.setattr(mirror, "LAST_SECONDS", 0.1)
+    asked, release, put = threading.Event(), threading.Event(), []
+    take = CheckpointManager.snapshot
+
+    def late(manager: CheckpointManager, since: int) -> Any:
+        asked.set()
+        release.wait(30)
+        return take(manager, since)
+
+    monkeypatch.setattr(CheckpointManager, "snapshot", late)
+    monkeypatch.setattr(store.Effects, "put", lambda self, fs, path, data: put.append(path))
+    threads: list[threading.Thread] = []
+    start = mirror.RemoteMirror.start
+    monkeypatch.setattr(
+        mirror.RemoteMirror, "start", lambda self, source: threads.append(self._thread) or start(self, source)
+    )
+    with FakeServer() as server:
+        job.run(server)
+    assert asked.is_set()
+    release.set()
+    threads[0].join(20)
+    assert not threads[0].is_alive()
+    assert put == []
 
 
 def test_a_remote_that_hangs_delays_neither_the_run_nor_its_end_by_more_than_the_limit(
@@ -437,6 +530,29 @@ def test_only_what_is_new_travels_and_three_generations_are_kept(job: Job, monke
     needed = {name for path in kept for name in re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())}
     for folder in ("objects", "copies"):
         assert {path.name for path in (job.folder / "remote" / "00000" / folder).iterdir()} == needed
+
+
+def test_plan_reckons_with_as_many_requests_as_a_generation_takes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[str] = []
+
+    def counted(name: str) -> Any:
+        method = getattr(store.Store, name)
+
+        def call(*args: Any) -> Any:
+            requests.append(f"{name} {args[1] if len(args) > 1 else ''}")
+            return method(*args)
+
+        return call
+
+    for name in ("put", "copy", "remove", "read", "names"):
+        monkeypatch.setattr(store.Store, name, counted(name))
+    with FakeServer(delay=lambda payload, times: 0.02) as server:
+        job.run(server, 60, mirror_seconds=0.02, records_per_chunk=20)
+    made = len([one for one in requests if one.startswith("put generation")])
+    assert made > 10
+    assert abs(len(requests) / made - MIRROR_REQUESTS) < 2
+    removed = [one for one in requests if one.startswith("remove")]
+    assert len(removed) == len(set(removed))
 
 
 def test_a_mirror_changes_nothing_about_the_identity_of_a_run(job: Job) -> None:

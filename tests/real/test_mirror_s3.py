@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.restore import restore
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
@@ -115,6 +115,20 @@ def test_no_damage_to_any_one_object_costs_an_answer_and_none_is_ever_silent(
         fs.pipe_file(generation, fs.cat_file(generation)[:-1])
     with pytest.raises(CheckpointCorrupt, match=r"No generation at s3://.* is whole"):
         restored()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["node lost", "node kept"])
+def test_a_bucket_that_does_not_exist_is_refused_before_anything_is_asked(
+    tmp_path: Path, fs: s3fs.S3FileSystem, kept: bool
+) -> None:
+    """A misspelt one would be an empty mirror, and a lost node would start from nothing."""
+    job = Job(tmp_path, "s3://no-such-bucket/mirror")
+    if kept:
+        job.run_until("text 2", checkpoints_remote_dir=None)
+    with FakeServer() as server:
+        with pytest.raises(ConfigError, match=r"checkpoints_remote_dir: s3://no-such-bucket/.* does not exist. Make"):
+            job.run(server)
+        assert not server.asked
 
 
 def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(

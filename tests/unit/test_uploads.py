@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt import uploads
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.checkpoint.storage import Storage
-from datatrove_ckpt.generations import Damaged, Generations, covers, decode_answers, encode_answers
+from datatrove_ckpt.errors import Fenced
+from datatrove_ckpt.generations import Damaged, Generation, Generations, covers, decode_answers, encode_answers
+from datatrove_ckpt.store import Store
 from datatrove_ckpt.uploads import Uploads
 
 
@@ -61,13 +67,13 @@ def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_en
 class Mirrored:
     """Uploads of an imagined checkpoint of one growing file and some answers."""
 
-    def __init__(self, folder: Path) -> None:
-        self.generations = Generations(str(folder / "00000"))
+    def __init__(self, folder: Path | str) -> None:
+        self.generations = Generations(f"{folder}/00000")
         self.uploads = Uploads(self.generations)
         self.content = b""
         self.rows: list[CachedRequest] = []
 
-    def once(self, data: bytes, rows: list[CachedRequest], unfinished: set[int]) -> None:
+    def once(self, data: bytes, rows: list[CachedRequest], unfinished: set[int], nonce: str = "0" * 16) -> None:
         """What ``RemoteMirror`` does."""
         self.content += data
         self.rows = [row for row in [*self.rows, *rows] if row.ordinal in unfinished]
@@ -75,12 +81,19 @@ class Mirrored:
         new = self.rows if not self.uploads.last_answer else rows
         count = self.uploads.last_answer + len(rows)
         snapshot = Snapshot(b"", {"chunk_00000.jsonl": len(self.content)}, frozenset(unfinished), new, max(count, 1))
-        owner = {"nonce": "0" * 16, "host": "here", "pid": 1, "earlier": {}}
+        owner = {"nonce": nonce, "host": "here", "pid": 1, "earlier": {}}
         self.uploads.begin({"owner": owner}, snapshot)
         if start := self.content[self.uploads.size("chunk_00000.jsonl") :]:
             self.uploads.add("chunk_00000.jsonl", start)
         self.uploads.add_answers(snapshot)
         self.uploads.publish(finished=False)
+
+    def whole(self, generation: Generation) -> bool:
+        manifest = self.generations.read(generation)
+        try:
+            return manifest is not None and all(map(self.generations.fetch, manifest.parts()))
+        except Damaged:
+            return False
 
     def newest(self) -> tuple[bytes, set[CachedRequest]]:
         manifest = self.generations.read(self.generations.names()[-1])
@@ -131,7 +144,114 @@ def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
     [({}, False), ({"b": None}, True), ({"b": 4}, False), ({"b": 5}, True), ({"b": 6}, True), ({"c": None}, False)],
 )
 def test_an_owner_covers_what_its_folder_holds(earlier: dict[str, Any], covered: bool) -> None:
-    from datatrove_ckpt.generations import Generation
-
     assert covers({"nonce": "a", "earlier": earlier}, Generation(5, "b")) is covered
     assert covers({"nonce": "a", "earlier": earlier}, Generation(5, "a"))
+
+
+# Two lives of one rank at once ----------------------------------------------------------------------------------------
+
+
+class Life(threading.Thread):
+    """Mirrors a growing file three times, and stands still before each request until it may ``go``."""
+
+    def __init__(self, nonce: str) -> None:
+        super().__init__(daemon=True)
+        self.mirrored = Mirrored("memory://mirror")
+        self.nonce = nonce
+        self.error: BaseException | None = None
+        self.ended = False
+        self._may_go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+        self._stands.acquire()
+
+    def run(self) -> None:
+        try:
+            for number in range(3):
+                # What the other one clears away before it was copied, costs a warning; then comes Fenced.
+                with suppress(FileNotFoundError):
+                    self.mirrored.once(b"%d of %s, " % (number, self.nonce.encode()), [], set(), self.nonce)
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+        self._stands.release()
+
+    def before_request(self) -> None:
+        self._stands.release()
+        self._may_go.acquire()
+
+    def go(self, requests: int) -> int:
+        """Makes so many requests, or fewer: as many as there are left. Returns how many."""
+        for number in range(requests):
+            if self.ended:
+                return number
+            self._may_go.release()
+            self._stands.acquire()
+        return requests
+
+    def go_to_the_end(self) -> Iterator[None]:
+        while self.go(1):
+            yield
+
+
+@pytest.fixture
+def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def paced(method: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            life = threading.current_thread()
+            if isinstance(life, Life):
+                life.before_request()
+            return method(*args, **options)
+
+        return call
+
+    for name in ("put", "copy", "remove", "read", "names"):
+        monkeypatch.setattr(Store, name, paced(getattr(Store, name)))
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def check_mirror(one: Life, other: Life) -> None:
+    """What the life with the newer claim has published is the newest, and whole."""
+    claims, names = Generations("memory://mirror/00000").listing()
+    published = [name for name in names if name.number > 1 and claims and name.nonce == claims[-1].nonce]
+    assert names[-1].nonce == claims[-1].nonce or not published
+    assert one.mirrored.whole(names[-1]) or not published
+    assert all(map(one.mirrored.whole, published))
+    for life in (one, other):
+        if life.error is not None and not isinstance(life.error, Fenced):
+            raise life.error
+    winner = one if one.nonce == claims[-1].nonce else other
+    assert winner.error is None
+    if winner.ended:
+        assert one.mirrored.newest()[0] == winner.mirrored.content
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("first", "second"), [("a" * 16, "b" * 16), ("b" * 16, "a" * 16)])
+def test_whoever_claims_last_has_whole_and_newest_generations_wherever_two_lives_stand_still(
+    lives: None, first: str, second: str
+) -> None:
+    """The first stands still before each of its requests in turn, the second before each of its own meanwhile."""
+    cases = at_first = at_second = 0
+    while True:
+        MemoryFileSystem.store.clear()
+        earlier = Mirrored("memory://mirror")
+        for data in (b"old", b"older"):
+            earlier.once(data, [], set())
+        one = Life(first)
+        stood = one.go(at_first)
+        two = Life(second)
+        stood_too = two.go(at_second)
+        for _ in one.go_to_the_end():
+            check_mirror(one, two) if at_second % 5 == 0 or two.ended else None
+        check_mirror(one, two)
+        for _ in two.go_to_the_end():
+            pass
+        check_mirror(one, two)
+        cases += 1
+        if stood < at_first:
+            break
+        at_first, at_second = (at_first, at_second + 1) if stood_too == at_second else (at_first + 1, 0)
+    print(f"{cases} ways to interleave {at_first} requests")
+    assert at_first > 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,17 @@ def test_a_number_of_seconds_may_be_auto(job: Build) -> None:
     for text, value in (("auto", "auto"), ("2", 2.0), ("0.5", 0.5)):
         built = job(("checkpoints_local_dir: checkpoints", f"sync_seconds: {text}"))
         assert built.pipeline[1].sync_seconds == value
+
+
+@pytest.mark.parametrize("name", ["slurm.yaml", "s3.yaml"])
+def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name: str, tmp_path: Path) -> None:
+    text = (CONFIGS / name).read_text()
+    shown, lines = re.subn(r"^( +)# (checkpoints_remote_dir|mirror_seconds):", r"\1\2:", text, flags=re.MULTILINE)
+    assert lines == 2
+    (tmp_path / name).write_text(shown)
+    step = build(load(tmp_path / name)).pipeline[-1]
+    assert "checkpoints" in step.checkpoints_remote_dir
+    assert step.mirror_seconds == 60
 
 
 def test_other_configs_use_other_readers_writers_and_rollouts() -> None:

@@ -143,7 +143,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from tests.jobs import documents, writer
 from tests.mirrors import Path, ask_twice
 
-folder, remote, url = sys.argv[1:]
+folder, remote, url, number = sys.argv[1:]
 config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=8)
 runner = InferenceRunner(
     ask_twice,
@@ -154,46 +154,61 @@ runner = InferenceRunner(
     checkpoints_remote_dir=remote,
     mirror_seconds=0.02,
 )
-runner.run(documents(60))
+runner.run(documents(int(number)))
 """
 
 
 class Killed:
-    """60 documents in a process of its own, killed with -9 at random moments; the node's disk is lost every time."""
+    """Documents in a process of its own, killed with -9 at random moments; the node's disk is lost every time.
 
-    def __init__(self, folder: Path, remote: str) -> None:
+    Args:
+        delay: seconds before each answer.
+    """
+
+    MOST = 40
+    """Requests of one life, at most, before it is killed."""
+
+    def __init__(self, folder: Path, remote: str, delay: float, kills: int) -> None:
         self.folder = folder
         self.remote = remote
-        self.kills = 0
         self.log = folder / "log"
+        # Two requests each: enough for all the kills, even if none of them costs a single request.
+        self.documents = self.MOST * (kills + 1) // 2
+        self._delay = delay
+        self._kills = kills
+        self._left = 0
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def run_to_the_end(self, server: FakeServer, chance: random.Random, kills: int = 4) -> None:
+    def delay(self, payload: dict[str, Any], times: int) -> float:
+        """For the server: kills before the answer that may end the process, however busy the machine is."""
+        self._left -= 1
+        if self._left <= 0 and self._process is not None:
+            self._process.kill()
+            self._process = None
+        return self._delay
+
+    def run_to_the_end(self, server: FakeServer, chance: random.Random) -> None:
         """Checks that what the newest generation holds is never asked for again."""
         known: Counter[str] = Counter()
-        while True:
+        for left in [*(chance.randrange(5, self.MOST) for _ in range(self._kills)), None]:
             server.asked.clear()
-            ended = self._live(server, chance.randrange(5, 40) if self.kills < kills else None)
+            killed = self._live(server, left)
             assert not known & server.asked, f"asked again for what a generation holds: {known & server.asked}"
-            if ended:
-                return
-            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-            known = self._in_newest_generation()
+            assert killed == (left is not None)
+            if killed:
+                shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+                known = self._in_newest_generation()
 
     def _live(self, server: FakeServer, kill_after: int | None) -> bool:
-        argv = [sys.executable, "-c", LIFE, str(self.folder), self.remote, server.url]
+        """Whether it was killed."""
+        argv = [sys.executable, "-c", LIFE, str(self.folder), self.remote, server.url, str(self.documents)]
         with self.log.open("ab") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
-        while process.poll() is None and (kill_after is None or sum(server.asked.values()) < kill_after):
-            time.sleep(0.001)
-        if process.poll() is None:
-            process.kill()
-            self.kills += 1
-        return self._ended(process)
-
-    def _ended(self, process: subprocess.Popen[bytes]) -> bool:
+        if kill_after is not None:
+            self._left, self._process = kill_after, process
         code = process.wait()
         assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
-        return code == 0
+        return code != 0
 
     def _in_newest_generation(self) -> Counter[str]:
         scratch = self.folder / "scratch"

@@ -140,11 +140,10 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
 
 
 def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(tmp_path: Path) -> None:
-    with FakeServer(delay=lambda payload, times: 0.02) as server:
-        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(60))
-        killed = Killed(tmp_path, str(tmp_path / "remote"))
+    killed = Killed(tmp_path, str(tmp_path / "remote"), delay=0.02, kills=4)
+    with FakeServer(delay=killed.delay) as server:
+        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(killed.documents))
         killed.run_to_the_end(server, random.Random(0))
-    assert killed.kills == 4
     assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
 
 

@@ -346,7 +346,8 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
 def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: FakeServer, said: Said) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 3":
-            await asyncio.sleep(0.2)
+            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
+                await asyncio.sleep(0.001)
             raise RuntimeError("not yet")
         return True
 

@@ -63,11 +63,10 @@ def bucket(fs: s3fs.S3FileSystem, request: pytest.FixtureRequest) -> str:
 def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(
     tmp_path: Path, bucket: str, fs: s3fs.S3FileSystem
 ) -> None:
-    with FakeServer(delay=lambda payload, times: 0.03) as server:
-        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(60))
-        killed = Killed(tmp_path, f"s3://{bucket}/mirror")
-        killed.run_to_the_end(server, random.Random(0), kills=6)
-    assert killed.kills == 6
+    killed = Killed(tmp_path, f"s3://{bucket}/mirror", delay=0.03, kills=6)
+    with FakeServer(delay=killed.delay) as server:
+        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(killed.documents))
+        killed.run_to_the_end(server, random.Random(0))
     assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
     left = fs.find(f"{bucket}/mirror")
     assert len([name for name in left if "generation-" in name]) == 3

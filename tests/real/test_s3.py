@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.real import s3_job
 from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
 
 # s3fs closes its sessions in the background, and a test that breaks connections leaves some to the collector.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(300)]
 
 PART = 5 << 20  # the least that S3 allows
 
@@ -156,6 +157,7 @@ class Lives:
         return killed.is_set()
 
 
+@pytest.mark.timeout(900)  # some thirty lives
 def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next_life_cleans_up(
     job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
 ) -> None:
@@ -258,10 +260,11 @@ def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
 ) -> None:
     for name, value in changes.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    patience = 60  # which trying again would take
     began = time.monotonic()
     with pytest.raises(OutputFailed, match=f"output cannot be written to: .*{message}"):
-        s3_job.run(job | ({"output": output} if output else {}))
-    assert time.monotonic() - began < 5
+        s3_job.run(job | {"patience": patience} | ({"output": output} if output else {}))
+    assert time.monotonic() - began < patience
     assert len(relay.requests) <= 1, "hopeless is not tried again"
     assert not server.asked
     assert not finished(job)
@@ -359,29 +362,39 @@ def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def test_uploads_overlap_generation_and_the_event_loop_never_waits_for_one(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
+    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer
 ) -> None:
+    """Each upload is held until the event loop has turned meanwhile, the first until more was asked, too."""
     job |= {"documents": 24, "at_once": 2}  # 6 chunks
-    began: list[tuple[float, int]] = []
-    lags: list[float] = []
+    turns = 0
+    turning: list[asyncio.Task[None]] = []
+    turned: list[bool] = []
+    asked_meanwhile: list[int] = []
 
-    def slow(request: Request) -> None:
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    def hold(request: Request) -> None:
         if request.kind == "PutObject" and request.stage == "asked":
-            began.append((time.monotonic(), asked(server)))
-            time.sleep(0.5)
+            began = turns, asked(server)
+            with suppress(AssertionError):
+                wait_for(lambda: turns > began[0] + 2 and (turned or asked(server) > began[1]), 20)
+            turned.append(turns > began[0])
+            asked_meanwhile.append(asked(server) - began[1])
 
     async def rollout(document: Any, generate: Any) -> Any:
-        before = time.monotonic()
-        await asyncio.sleep(0.05)
-        lags.append(time.monotonic() - before - 0.05)
+        if not turning:
+            turning.append(asyncio.create_task(turn()))
         return await s3_job.rollout(document, generate)
 
-    relay.rule = slow
+    relay.rule = hold
     s3_job.runner(job, rollout).run(s3_job.Documents(24, 100).run(None))
-    print(f"longest lag of the event loop: {max(lags):.3f} s; asked when uploads began: {[n for _, n in began]}")
     assert len(bucket.files("output")) == 6
-    assert began[1][1] > began[0][1], "documents were asked for during the first upload"
-    assert max(lags) < 0.4
+    assert turned == [True] * 6
+    assert asked_meanwhile[0] > 0
 
 
 def test_several_workers_killed_at_random_moments_end_with_the_same_files(
@@ -438,11 +451,10 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
     assert due.wait(60)
     if event != "upload error":
         os.killpg(process.pid, signal.Signals[event])
-    code, said, seconds = end(process, 20)
+    code, said, seconds = end(process, 60)  # waiting for the upload, or trying it again, would take for ever, or 300
     release.set()
     print(f"{event}, logs {logs}: {seconds:.1f} s to the exit, code {code}")
     assert code != 0, said
-    assert seconds < 10
     assert not finished(job)
     assert bucket.files("output") == {}
     assert not bucket.fs.exists(f"{bucket.name}/logs/completions/00000")

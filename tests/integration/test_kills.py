@@ -1,13 +1,22 @@
-"""Real processes, really killed, against a server that counts and outlives them."""
+"""Real processes, really killed, against a server that counts and outlives them.
+
+A job is killed several times, at moments drawn from a seed: at a number of answers (in the server's thread, just before
+it sends the last of them), or at a time after the start (in start-up and recovery, say), and once soon after its last
+answer (while its last chunk is published and committed, say). ``pytest -m full`` tries 20 seeds of every kind.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +32,7 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 
 folder, url, kind, tasks = sys.argv[1:]
-config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=16)
+config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=8)
 
 
 async def rollout(document, generate):
@@ -46,12 +55,14 @@ if __name__ == "__main__":
     LocalPipelineExecutor([reader, runner], tasks=int(tasks), workers=int(tasks), logging_dir=folder + "/logs").run()
 """
 
-IN_FLIGHT = 16
-KILLS = 3
-MOST = 30
-"""Requests of one life, at most, before it is killed; those in flight may be answered still."""
-DOCUMENTS = 100
-assert 2 * DOCUMENTS > KILLS * (MOST + 2 * IN_FLIGHT), "two requests each: no life may end before it is killed"
+DOCUMENTS = 120
+QUESTIONS = 2 * DOCUMENTS
+IN_FLIGHT = 8  # of each rank
+WRITE_GROUP = 8
+# Answers between two kills: were they lost, far more would be asked again than may be.
+APART = (50, 70)
+# A kill at a time comes at this many answers at the latest.
+AT_THE_LATEST = 30
 
 
 class Job:
@@ -82,31 +93,112 @@ class Job:
         return process.returncode
 
 
-def same_answer(payload: dict[str, Any], times: int) -> str:
-    """Tells each question's answer without depending on when it is asked."""
-    return f"answer to {payload['messages'][-1]['content']}"
+class Life:
+    """One process of a job, and what it asked and was answered until it was killed."""
+
+    def __init__(self, kill_at: float) -> None:
+        self.asked: list[str] = []
+        self.answered: list[str] = []
+        self.process: subprocess.Popen[str] | None = None
+        self.killed = threading.Event()
+        self._kill_at = kill_at
+        self._lock = threading.Lock()
+
+    def start(self, start: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+        with self._lock:
+            self.process = start()
+        return self.process
+
+    def answers(self, question: str, number: signal.Signals) -> None:
+        """In the server's thread, just before an answer is sent."""
+        with self._lock:
+            if not self.killed.is_set() or number != signal.SIGKILL:  # the dead receive no answers
+                self.answered.append(question)
+            due = len(self.answered) >= self._kill_at
+        if due:
+            self.kill(number)
+
+    def kill(self, number: signal.Signals) -> None:
+        """Once."""
+        with self._lock:
+            if self.process is not None and not self.killed.is_set():
+                self.killed.set()
+                os.killpg(self.process.pid, number)
 
 
-class Killing:
-    """A server's delay that signals a job's process group before one of its answers, however busy the machine is."""
+class Watch:
+    """What the server is told to do; keeps the lives of a job apart, and kills each at its number of answers."""
 
-    def __init__(self, number: signal.Signals, chance: random.Random) -> None:
-        self._number, self._chance = number, chance
-        self._left = 0
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(self, seed: str, number: signal.Signals = signal.SIGKILL) -> None:
+        self.lives: list[Life] = []
+        self.all_answered = threading.Event()
+        self.first_question = 0.0
+        self._number = number
+        self._asked_by: dict[tuple[str, int], Life] = {}
+        self._ever: set[str] = set()
+        self._chance = random.Random(seed)
 
-    def after(self, requests: int, process: subprocess.Popen[str]) -> None:
-        """Kills it after so many more requests, wherever it is by then."""
-        self._left, self._process = requests, process
+    def begin(self, kill_at: float = float("inf")) -> Life:
+        self.lives.append(Life(kill_at))
+        return self.lives[-1]
 
-    def __call__(self, payload: dict[str, Any], times: int) -> float:
-        self._left -= 1
-        if self._left <= 0 and self._process is not None:
-            os.killpg(self._process.pid, self._number)
-            self._process = None
-        return 0.02 * self._chance.random()
+    def delay(self, payload: dict[str, Any], times: int) -> float:
+        self.first_question = self.first_question or time.monotonic()
+        question = payload["messages"][-1]["content"]
+        self.lives[-1].asked.append(question)
+        self._asked_by[question, times] = self.lives[-1]
+        return 0.04 * self._chance.random()
+
+    def answer(self, payload: dict[str, Any], times: int) -> str:
+        """Tells each question's answer without depending on when it is asked."""
+        question = payload["messages"][-1]["content"]
+        self._asked_by[question, times].answers(question, self._number)
+        self._ever.add(question)
+        if len(self._ever) == QUESTIONS:
+            self.all_answered.set()
+        return f"answer to {question}"
+
+    def asked_again(self, rank: int) -> list[tuple[int, int, int]]:
+        """For each life: how many of a rank's questions were asked again by a later one; how many of these this life
+        was answered; and how many answers it was given from the first of these to its end.
+        """
+        lives = [
+            (
+                [q for q in life.asked if q.split()[1] == str(rank)],
+                [q for q in life.answered if q.split()[1] == str(rank)],
+            )
+            for life in self.lives
+        ]
+        found = []
+        for index, (asked, answered) in enumerate(lives):
+            assert len({*asked}) == len(asked), "asked twice in one life"
+            later = {question for others, _ in lives[index + 1 :] for question in others}
+            places = [place for place, question in enumerate(answered) if question in later]
+            found.append(
+                (len(later.intersection(asked)), len(places), len(answered) - min(places, default=len(answered)))
+            )
+        return found
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[dict[str, bytes], float]]:
+    """The output of a job that nothing interrupts, and the seconds from its start to its first question."""
+    known: dict[tuple[str, int], tuple[dict[str, bytes], float]] = {}
+
+    def run(kind: str, tasks: int) -> tuple[dict[str, bytes], float]:
+        if (kind, tasks) not in known:
+            watch = Watch("undisturbed")
+            with FakeServer(watch.answer, delay=watch.delay) as server:
+                job = Job(tmp_path_factory.mktemp("undisturbed") / "job", server.url, kind, tasks)
+                begun = time.monotonic()
+                assert job.finish(watch.begin().start(job.start)) == 0, job.log
+            known[kind, tasks] = outputs(job.folder / "output"), watch.first_question - begun
+        return known[kind, tasks]
+
+    return run
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 21))])
 @pytest.mark.parametrize(
     ("kind", "number", "tasks"),
     [
@@ -120,24 +212,51 @@ class Killing:
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
-    tmp_path: Path, kind: str, number: signal.Signals, tasks: int
+    ram: Path,
+    undisturbed: Callable[[str, int], tuple[dict[str, bytes], float]],
+    kind: str,
+    number: signal.Signals,
+    tasks: int,
+    seed: int,
 ) -> None:
-    chance = random.Random(f"{kind} {number} {tasks}")
-    killing = Killing(number, random.Random(chance.random()))
-    with FakeServer(same_answer, delay=killing) as server:
-        undisturbed = Job(tmp_path / "undisturbed", server.url, kind, tasks)
-        assert undisturbed.finish(undisturbed.start()) == 0, undisturbed.log
-        server.asked.clear()
+    expected, first_question = undisturbed(kind, tasks)
+    # Of its own: how many delays the server draws depends on timing.
+    chance = random.Random(f"{kind} {number} {tasks} {seed}")
+    # Python itself may lose a SIGINT while it imports (in a destructor, say): none comes before the first question.
+    at_a_time = chance.uniform(0.1, 1.1) * first_question if number != signal.SIGINT else float("inf")
+    plan = [
+        (float("inf"), chance.randrange(*APART)),
+        (at_a_time, chance.randrange(1, AT_THE_LATEST)),
+        (float("inf"), chance.randrange(*APART)),
+    ]
+    after_the_last_answer = chance.uniform(0, 0.1)
 
-        job = Job(tmp_path / "killed", server.url, kind, tasks)
-        for _ in range(KILLS):
-            process = job.start()
-            killing.after(chance.randrange(1, MOST), process)
+    watch = Watch(f"delays {seed}", number)
+    with FakeServer(watch.answer, delay=watch.delay) as server:
+        job = Job(ram / "killed", server.url, kind, tasks)
+        for seconds, answers in plan:
+            life = watch.begin(answers)
+            process = life.start(job.start)
+            life.killed.wait(min(seconds, 60))
+            life.kill(number)
             assert job.finish(process) != 0, job.log
-        assert job.finish(job.start()) == 0, job.log
 
-    assert outputs(tmp_path / "killed" / "output") == outputs(tmp_path / "undisturbed" / "output")
-    again = sum(server.asked.values()) - 2 * DOCUMENTS
-    print(f"{kind} {number.name} {tasks} tasks: {KILLS} kills, {again} of {2 * DOCUMENTS} requests asked again")
-    write_group = 8
-    assert 0 <= again <= KILLS * tasks * (IN_FLIGHT + write_group)
+        life = watch.begin()
+        process = life.start(job.start)
+        assert watch.all_answered.wait(60)
+        time.sleep(after_the_last_answer)
+        life.kill(number)  # it may have ended a moment before
+        if ended_early := job.finish(process) != 0:
+            assert job.finish(watch.begin().start(job.start)) == 0, job.log
+
+    assert outputs(job.folder / "output") == expected
+    again = [watch.asked_again(rank) for rank in range(tasks)]
+    print(
+        f"{kind} {number.name} {tasks} tasks, seed {seed}: {len(plan) + ended_early} kills; asked again, for each rank "
+        f"and kill (of these, answered before; oldest answer of these, from the kill): "
+        + "; ".join(" ".join(f"{n} ({m}; {oldest})" for n, m, oldest in lives) for lives in again)
+    )
+    most = IN_FLIGHT + WRITE_GROUP if number == signal.SIGKILL else 0  # what is told to end waits for its answers
+    for asked, _, oldest in itertools.chain(*again):
+        assert asked <= most
+        assert oldest <= most

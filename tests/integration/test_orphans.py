@@ -14,7 +14,7 @@ import pytest
 
 from datatrove_ckpt.inference.guardian import process_table
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, Job, same_answer
+from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, Job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, pidfd and prctl")
 
@@ -35,7 +35,7 @@ def until_asked(server: FakeServer, number: int) -> None:
 
 
 def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_their_ranks_free(tmp_path: Path) -> None:
-    with FakeServer(same_answer, hold_after=30) as server:
+    with FakeServer(hold_after=30) as server:
         job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
         process = job.start()
         until_asked(server, 30 + 2 * IN_FLIGHT)

@@ -365,7 +365,8 @@ def test_uploads_overlap_generation_and_the_event_loop_never_waits_for_one(
     job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer
 ) -> None:
     """Each upload is held until the event loop has turned meanwhile, the first until more was asked, too."""
-    job |= {"documents": 24, "at_once": 2}  # 6 chunks
+    job |= {"at_once": 2}  # 6 chunks
+    uploading = threading.Event()
     turns = 0
     turning: list[asyncio.Task[None]] = []
     turned: list[bool] = []
@@ -380,6 +381,7 @@ def test_uploads_overlap_generation_and_the_event_loop_never_waits_for_one(
     def hold(request: Request) -> None:
         if request.kind == "PutObject" and request.stage == "asked":
             began = turns, asked(server)
+            uploading.set()
             with suppress(AssertionError):
                 wait_for(lambda: turns > began[0] + 2 and (turned or asked(server) > began[1]), 20)
             turned.append(turns > began[0])
@@ -388,6 +390,8 @@ def test_uploads_overlap_generation_and_the_event_loop_never_waits_for_one(
     async def rollout(document: Any, generate: Any) -> Any:
         if not turning:
             turning.append(asyncio.create_task(turn()))
+        while int(document.id.removeprefix("doc-")) >= 4 and not uploading.is_set():  # the first chunk has 0 to 3
+            await asyncio.sleep(0.001)
         return await s3_job.rollout(document, generate)
 
     relay.rule = hold

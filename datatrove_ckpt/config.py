@@ -6,6 +6,7 @@ import os
 import secrets
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
+from urllib.parse import parse_qsl
 
 from datatrove_ckpt.errors import ConfigError
 
@@ -56,7 +57,8 @@ class InferenceConfig:
             for one that lies inside an installed Python package.
         model_max_context: maximum context length, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
-        endpoint_url: for "endpoint": base URL (without /v1), or a list of them.
+        endpoint_url: for "endpoint": base URL (without /v1), or a list of them. ``${NAME}`` stands for an environment
+            variable, as a secret in its query must.
         api_key: key for the endpoint. Kept in the environment of this process only; prefer ``api_key_env``.
         metric_interval: seconds between two log lines about progress.
         tp, dp, pp: tensor, data and pipeline parallelism.
@@ -151,6 +153,7 @@ class InferenceConfig:
                 raise ConfigError(
                     "endpoint_url: holds a user or a password, which would end up in files; use api_key_env."
                 )
+            _check_query(url)
         if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
         if self.api_key is not None and self.api_key_env is not None:
@@ -177,7 +180,7 @@ class InferenceConfig:
 
     @property
     def endpoint_urls(self) -> list[str]:
-        """The endpoint's base URLs as a list, without a trailing slash or /v1."""
+        """The endpoint's base URLs as a list, without a trailing slash or /v1, and as they were given."""
         urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else self.endpoint_url or []
         return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
@@ -237,3 +240,13 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = ("server_start_max_retries", "server_max_restarts")
 _WITH_METRICS = ("vllm", "sglang", "llamacpp")
 _WITH_INTERPRETER = ("vllm", "sglang", "custom")
+
+
+def _check_query(url: str) -> None:
+    """A query may hold a key, and a config ends up in ``executor.json``."""
+    for name, value in parse_qsl(url.partition("?")[2], keep_blank_values=True):
+        if name != "api-version" and not value.startswith("${"):
+            raise ConfigError(
+                f"endpoint_url: what it gives{f' for {name!r}' if value else ''} in its query would end up in files. "
+                "Export it as an environment variable, and write ${VARIABLE} in its place."
+            )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
 from typing import NoReturn
 
@@ -11,7 +13,7 @@ from loguru import logger
 from yarl import URL
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import ServerRefused, ServerStartFailed
+from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.keys import Key
 from datatrove_ckpt.inference.transport import needs_proxy, shown_error, shown_url, under
@@ -32,7 +34,7 @@ class ExternalServers(Server):
 
     def __init__(self, config: InferenceConfig) -> None:
         self.config = config
-        self.urls = config.endpoint_urls
+        self.urls = [_with_environment(url) for url in config.endpoint_urls]
         self.api_key = Key.wrap(config.endpoint_api_key())
 
     async def start(self) -> None:
@@ -80,6 +82,20 @@ class ExternalServers(Server):
 
     async def stop(self) -> None:
         """Nothing to end: the servers are somebody else's."""
+
+
+def _with_environment(url: str) -> str:
+    """Raises ConfigError where a variable is not set."""
+
+    def value(name: re.Match[str]) -> str:
+        if name[1] not in os.environ:
+            raise ConfigError(
+                f"endpoint_url: {url} names the environment variable {name[1]}, which is not set. Export it where the "
+                "tasks run."
+            )
+        return os.environ[name[1]]
+
+    return re.sub(r"\$\{(\w+)\}", value, url)
 
 
 async def _probe(session: aiohttp.ClientSession, target: URL) -> str | None:

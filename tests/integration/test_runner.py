@@ -40,6 +40,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     StorageFailed,
 )
+from datatrove_ckpt.inference.server import make_server
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
 from tests.jobs import ask, config, documents, runner, writer
@@ -657,6 +658,23 @@ def test_a_secret_among_a_rollouts_globals_is_kept_as_a_hash(
 def test_an_endpoint_url_with_a_password_is_refused(tmp_path: Path, server: FakeServer) -> None:
     with pytest.raises(ConfigError, match="use api_key_env"):
         InferenceConfig("endpoint", "fake", endpoint_url="http://me:pass@127.0.0.1:1/v1")
+
+
+@pytest.mark.parametrize("query", ["code=hush", "api-version=1&code=hush", "hush"])
+def test_an_endpoint_url_with_a_secret_in_its_query_is_refused(query: str) -> None:
+    with pytest.raises(ConfigError, match=r"endpoint_url: .*in its query would end up in files") as refused:
+        InferenceConfig("endpoint", "fake", endpoint_url=f"http://127.0.0.1:1/?{query}")
+    assert "hush" not in str(refused.value)
+
+
+def test_a_secret_in_an_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "http://127.0.0.1:1/?api-version=2024-10-21&code=${MY_CODE}"
+    config = InferenceConfig("endpoint", "fake", endpoint_url=url)
+    assert config.endpoint_url == url
+    with pytest.raises(ConfigError, match=r"names the environment variable MY_CODE, which is not set"):
+        make_server(config, 0)
+    monkeypatch.setenv("MY_CODE", "hush")
+    assert make_server(config, 0).urls == ["http://127.0.0.1:1/?api-version=2024-10-21&code=hush"]
 
 
 def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> None:

@@ -464,7 +464,8 @@ def test_an_endpoint_that_talks_nonsense_is_named_without_its_query(
 
         async with await asyncio.start_server(nonsense, "127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-            config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}?code=hush")
+            monkeypatch.setenv("MY_CODE", "hush")
+            config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}?code=${{MY_CODE}}")
             with pytest.raises(ServerStartFailed, match=f"(?s){url}: .*{shown}") as caught:
                 await make_server(config, 0).start()
             assert "hush" not in str(caught.value)
@@ -472,8 +473,9 @@ def test_an_endpoint_that_talks_nonsense_is_named_without_its_query(
     asyncio.run(play())
 
 
-def test_an_endpoint_that_is_no_url_is_named_without_its_query() -> None:
-    config = InferenceConfig("endpoint", "m", endpoint_url="http://host:port/?code=hush")
+def test_an_endpoint_that_is_no_url_is_named_without_its_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_CODE", "hush")
+    config = InferenceConfig("endpoint", "m", endpoint_url="http://host:port/?code=${MY_CODE}")
     with pytest.raises(
         ConfigError, match=r"endpoint_url: 'http://host:port/' is not a URL \(Invalid URL: port"
     ) as caught:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint import files, storage
@@ -17,7 +21,7 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, assert_same_output_after_disk_errors
 from datatrove_ckpt.testing.disks import PowerLossDisk, copy_tree, disk_in_place
-from tests.jobs import documents, runner, writer
+from tests.jobs import ask, documents, runner, writer
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +39,49 @@ def folder(ram: Path) -> Path:
 def slow_start(payload: dict, times: int) -> float:
     """The first document comes last, so later chunks are committed before the first one."""
     return 0.003 if payload["messages"][-1]["content"] == "text 0" else 0.0
+
+
+async def the_first_last(document: Document, generate: Any, others_committed: Callable[[], Any]) -> Any:
+    """The first document has its answer early, and is finished when the chunks after it are committed."""
+    result = await ask(document, generate)
+    if document.id == "id 0":
+        await others_committed()
+    return result
+
+
+def out_of_order(server: FakeServer, number: int) -> Callable[[Path], None]:
+    """Lives of a job with a chunk for each document, of which the first is committed last."""
+
+    def life(folder: Path) -> None:
+        log = folder / "checkpoints" / "00000" / "commits.jsonl"
+
+        async def others_committed() -> None:
+            while committed(log) < number - 1:
+                await asyncio.sleep(0.0005)  # a life that crashes meanwhile cancels this
+
+        # As context: what the rollout itself uses is taken into the identity, in each of thousands of lives.
+        context = {"others_committed": others_committed}
+        runner(folder, server, the_first_last, records_per_chunk=1, shared_context=context).run(documents(number))
+
+    return life
+
+
+def committed(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def commit_order(folder: Path) -> list[int]:
+    log = folder / "checkpoints" / "00000" / "commits.jsonl"
+    return [json.loads(line)["chunk_index"] for line in log.read_text().splitlines()]
+
+
+def assert_out_of_order(life: Callable[[Path], None], folder: Path) -> None:
+    """The undisturbed life's commits are not in order, or the proof below would be one of a simpler job."""
+    apart = folder.with_name("apart")
+    copy_tree(folder, apart)
+    life(apart)
+    order = commit_order(apart)
+    assert order != sorted(order)
 
 
 def answered(folder: Path) -> Counter[str]:
@@ -59,20 +106,18 @@ def answered(folder: Path) -> Counter[str]:
 @pytest.mark.parametrize(
     ("number", "torn"),
     [
-        (3, False),
-        pytest.param(3, True, marks=pytest.mark.full),
-        pytest.param(5, False, marks=pytest.mark.full),
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.full),
+        pytest.param(3, False, marks=pytest.mark.full),
     ],
     ids=["whole", "torn", "longer"],
 )
 def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
     folder: Path, number: int, torn: bool
 ) -> None:
-    with FakeServer(delay=slow_start) as server:
-
-        def life(folder: Path) -> None:
-            runner(folder, server).run(documents(number))
-
+    with FakeServer() as server:
+        life = out_of_order(server, number)
+        assert_out_of_order(life, folder)
         report = assert_same_output_after_crash(life, folder, torn=torn)
     print(report)
     # The proof is worth what it covers: each step of the commit order must have been crashed at.
@@ -126,14 +171,12 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(fol
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("number", "recoveries"), [(3, False), pytest.param(1, True, marks=pytest.mark.full)], ids=["once", "twice"]
+    ("number", "recoveries"), [(3, False), pytest.param(2, True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
 def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, number: int, recoveries: bool) -> None:
-    with FakeServer(delay=slow_start) as server:
-
-        def life(folder: Path) -> None:
-            runner(folder, server).run(documents(number))
-
+    with FakeServer() as server:
+        life = out_of_order(server, number)
+        assert_out_of_order(life, folder)
         report = assert_same_output_after_crash(life, folder, power_loss=True, recoveries=recoveries)
     print(report)
 

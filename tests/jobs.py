@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ def documents(number: int) -> list[Document]:
 async def ask(document: Document, generate: Any) -> Any:
     """One request: the document's text."""
     return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+
+async def the_first_last(document: Document, generate: Any, others_committed: Callable[[], Awaitable[None]]) -> Any:
+    """The first document has its answer early, and is finished when the chunks after it are committed."""
+    result = await ask(document, generate)
+    if document.id == "id 0":
+        await others_committed()
+    return result
 
 
 def config(server: FakeServer, **changes: Any) -> InferenceConfig:

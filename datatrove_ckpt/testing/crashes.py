@@ -129,15 +129,28 @@ def assert_same_output_after_crash(
 
 
 def assert_same_output_after_disk_errors(
-    run: Life, folder: Path, *, output: str = "output", codes: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EROFS)
+    run: Life,
+    folder: Path,
+    *,
+    output: str = "output",
+    codes: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EROFS),
+    after_error: Life = lambda folder: None,
 ) -> list[str]:
     """Lets the disk refuse every effect of a job, once and for ever, and runs it again without the fault.
+
+    Args:
+        run: one life of the job.
+        folder: an empty folder for it; what it holds before the first life (the input) is there in every life.
+        output: the folder below it whose files must be the same, byte for byte, in the end.
+        codes: the errors to try.
+        after_error: called with the folder as each refusal leaves it, for further assertions.
 
     Returns:
         What was refused: effect, error, once or for ever.
 
     Raises:
-        AssertionError: the job went on over a refusal, its error does not name a file, or the output is another.
+        AssertionError: the job went on over a refusal, its error does not name the file and what to do, or the output
+            is another.
     """
     fresh = folder.with_name(folder.name + ".fresh")
     copy_tree(folder, fresh)
@@ -149,6 +162,7 @@ def assert_same_output_after_disk_errors(
             number = 0
             while (refused := _refuse(run, fresh, folder, FailingDisk(number, code, for_ever))) is not None:
                 label = f"{refused}: {errno.errorcode[code]}{' for ever' if for_ever else ''}"
+                after_error(folder)
                 run(folder)
                 _assert_equal(folder / output, expected, [label])
                 tried.append(label)
@@ -168,8 +182,13 @@ def _refuse(run: Life, fresh: Path, folder: Path, disk: FailingDisk) -> str | No
         assert disk.failed_at is None, f"went on although the disk refused: {disk.failed_at}"
     else:
         assert disk.failed_at is not None, f"failed without cause: {failure}"
-        assert "/" in str(failure), f"no file is named: {failure}"
+        _assert_helpful(str(failure), disk.refused)
     return disk.failed_at
+
+
+def _assert_helpful(message: str, refused: list[Path]) -> None:
+    assert any(str(path) in message for path in refused), f"none of {refused} is named: {message}"
+    assert "run the same command again" in message, f"it is not said what to do: {message}"
 
 
 def _state(folder: Path) -> str:

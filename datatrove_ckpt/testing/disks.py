@@ -272,6 +272,7 @@ class FailingDisk(WatchedDisk):
     def __init__(self, fail_at: int, code: int = errno.ENOSPC, for_ever: bool = False) -> None:
         super().__init__()
         self.failed_at: str | None = None
+        self.refused: list[Path] = []
         self._fail_at = fail_at
         self._code = code
         self._for_ever = for_ever
@@ -282,6 +283,7 @@ class FailingDisk(WatchedDisk):
         self._asked += 1
         if due and name != "remove_dir":  # which is tidying, and may fail
             self.failed_at = self.failed_at or label
+            self.refused.append(_path(args))
             with files.explained(name, _path(args)):
                 raise OSError(self._code, os.strerror(self._code))
 

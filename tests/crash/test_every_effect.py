@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint import files, storage
@@ -21,7 +20,7 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, assert_same_output_after_disk_errors
 from datatrove_ckpt.testing.disks import PowerLossDisk, copy_tree, disk_in_place
-from tests.jobs import ask, documents, runner, writer
+from tests.jobs import documents, runner, the_first_last, writer
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +40,6 @@ def slow_start(payload: dict, times: int) -> float:
     return 0.003 if payload["messages"][-1]["content"] == "text 0" else 0.0
 
 
-async def the_first_last(document: Document, generate: Any, others_committed: Callable[[], Any]) -> Any:
-    """The first document has its answer early, and is finished when the chunks after it are committed."""
-    result = await ask(document, generate)
-    if document.id == "id 0":
-        await others_committed()
-    return result
-
-
 def out_of_order(server: FakeServer, number: int) -> Callable[[Path], None]:
     """Lives of a job with a chunk for each document, of which the first is committed last."""
 
@@ -59,7 +50,6 @@ def out_of_order(server: FakeServer, number: int) -> Callable[[Path], None]:
             while committed(log) < number - 1:
                 await asyncio.sleep(0.0005)  # a life that crashes meanwhile cancels this
 
-        # As context: what the rollout itself uses is taken into the identity, in each of thousands of lives.
         context = {"others_committed": others_committed}
         runner(folder, server, the_first_last, records_per_chunk=1, shared_context=context).run(documents(number))
 
@@ -181,13 +171,26 @@ def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, num
     print(report)
 
 
-def test_output_is_the_same_after_every_disk_error(folder: Path) -> None:
+def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(folder: Path) -> None:
     with FakeServer(delay=slow_start) as server:
+        kept: Counter[str] = Counter()
+        most = 0
 
         def life(folder: Path) -> None:
-            runner(folder, server).run(documents(3))
+            server.asked.clear()
+            try:
+                runner(folder, server).run(documents(3))
+            finally:
+                assert not kept & server.asked, "asked again for what was on disk"
+                kept.clear()
 
-        tried = assert_same_output_after_disk_errors(life, folder)
+        def after_error(folder: Path) -> None:
+            nonlocal most
+            kept.update(answered(folder))
+            most = max(most, kept.total())
+
+        tried = assert_same_output_after_disk_errors(life, folder, after_error=after_error)
+        assert most == 3, "nothing was there to be asked again"
     print(f"{len(tried)} disk errors")
     assert len(tried) > 200
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.server import make_server
 from datatrove_ckpt.rollouts import PromptRollout
-from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, runner, writer
 
 
@@ -264,12 +265,32 @@ def test_shared_context_reaches_the_rollout_in_all_its_forms(
     assert lines(tmp_path)[0]["metadata"]["rollout_results"] == [word]
 
 
-def test_two_documents_with_one_id_are_two_documents(tmp_path: Path, server: FakeServer) -> None:
-    twins = [Document("first", "same"), Document("second", "same"), Document("third", "other")]
-    with crash_at(30, tmp_path / "checkpoints"):
-        runner(tmp_path, server, records_per_chunk=10).run(copy.deepcopy(twins))
-    runner(tmp_path, server, records_per_chunk=10).run(twins)
-    assert [line["text"] for line in lines(tmp_path)] == ["first", "second", "third"]
+def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
+    """They may even be equal: each keeps its own sample, also when the answers are all that was saved of them."""
+    drawn: dict[int, str] = {}
+    fail = [True]
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        result = await ask(document, generate)
+        number = document.metadata["number"]
+        assert drawn.setdefault(number, result.text) == result.text
+        if fail[0]:
+            while len(drawn) < 3:
+                await asyncio.sleep(0.001)
+            raise RuntimeError("not yet")
+        return result.text
+
+    twins = [Document("same", "same", metadata={"number": number}) for number in range(3)]
+    with FakeServer(lambda payload, times: f"sample {times}") as server:
+        step = runner(tmp_path, server, rollout, records_per_chunk=10)
+        with pytest.raises(DocumentFailed, match="not yet"):
+            step.run(copy.deepcopy(twins))
+        assert not (tmp_path / "checkpoints" / "00000" / "chunk_00000.jsonl").exists()
+        fail[0] = False
+        step.run(twins)
+    assert server.asked == {"same": 3}
+    assert sorted(drawn.values()) == ["sample 0", "sample 1", "sample 2"]
+    assert [line["metadata"]["rollout_results"] for line in lines(tmp_path)] == [[drawn[n]] for n in range(3)]
 
 
 def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path: Path) -> None:
@@ -483,10 +504,16 @@ def test_four_tasks_on_two_workers_with_a_filter_in_between(tmp_path: Path, serv
 
 def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: FakeServer) -> None:
     step = runner(tmp_path, server)
+    texts = [[f"first of {rank}", f"second of {rank}", "one of each rank"] for rank in range(3)]
     for rank in range(3):
-        step.run(documents(3), rank=rank, world_size=3)
-    assert len(ids(tmp_path)) == 9
-    assert len(commits(tmp_path, 2)) == 2
+        twins = [Document(text, f"id {number}") for number, text in enumerate(texts[rank])]
+        step.run(twins, rank=rank, world_size=3)
+    in_order = [text for of_rank in texts for text in of_rank]
+    assert [line["text"] for line in lines(tmp_path)] == in_order
+    # An answer that leaked from one rank to the next would not be asked for there.
+    assert server.asked == Counter(in_order)
+    assert len({line["metadata"]["rollout_results"][0]["text"] for line in lines(tmp_path)}) == 7
+    assert [len(commits(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
 
 
 def test_the_step_can_be_copied_and_pickled_before_and_after_a_run(tmp_path: Path, server: FakeServer) -> None:

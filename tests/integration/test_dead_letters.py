@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli import main
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, TooManyDeadLetters
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.jobs import ask, documents, runner
 
@@ -54,6 +56,21 @@ def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, s
     assert "in fails_on_bad" in letter["traceback"]
     assert letter["document"] == {"text": "text 1", "id": "id 1", "media": [], "metadata": {}}
     assert len(letter["payload_hashes"]) == 1
+
+
+def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path: Path, server: FakeServer) -> None:
+    (tmp_path / "input").mkdir()
+    rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(6)]
+    (tmp_path / "input" / "a.jsonl").write_text("".join(rows[:3]))
+    (tmp_path / "input" / "b.jsonl").write_text("".join(rows[3:]))
+    step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
+    LocalPipelineExecutor([JsonlReader(str(tmp_path / "input")), step], logging_dir=str(tmp_path / "logs")).run()
+    for letter, file, following in zip(letters(tmp_path), ("a.jsonl", "b.jsonl"), (2, 5), strict=True):
+        assert file in json.dumps(letter["position"])
+        # A position is a reader's state right after the document.
+        reader = JsonlReader(str(tmp_path / "input"))
+        reader.load_state_dict(letter["position"])
+        assert next(iter(reader.run())).id == f"id {following}"
 
 
 def test_a_result_that_cannot_be_kept_is_a_dead_letter_too(tmp_path: Path, server: FakeServer) -> None:

@@ -19,7 +19,9 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.cli import main
 from datatrove_ckpt.errors import DocumentFailed, StorageFailed
 from datatrove_ckpt.testing import (
@@ -614,14 +616,20 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Sai
     assert outputs(job) == before
 
 
-def test_a_repair_uses_a_journal_that_is_still_there(
-    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("left", ["journal", "cache"])
+def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
+    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
-    """A crash between commit and step 5 leaves the journal."""
+    """A crash after a commit leaves the journal and the answers, or, a moment later, the answers."""
     shutil.rmtree(job)
     with monkeypatch.context() as patch:
-        patch.setattr("datatrove_ckpt.checkpoint.journal.ChunkJournal.remove", lambda self: None)
+        if left == "journal":
+            patch.setattr(ChunkJournal, "remove", lambda self: None)
+        else:
+            patch.setattr(RequestCache, "drop_chunk", lambda self, chunk_index: None)
+            patch.setattr(RequestCache, "remove", RequestCache.close)
         run(job, server)
+    assert bool([*job.glob("checkpoints/00000/chunk_*")]) == (left == "journal")
     assert said("verify", job)[0] == 3
     remove(job)
     assert said("repair", job)[0] == 0

@@ -33,6 +33,7 @@ from multiprocess.queues import SimpleQueue
 
 _PATIENCE = 5.0  # seconds: a queue that nobody empties must not keep the worker alive
 _END_OF_TASK = 60.0  # seconds: nor must a task that does not end, as with a log on a remote that hangs
+_DELIVERY = 0.5  # seconds in which the parent may end its pool, before it starts another worker instead of this one
 _AGAIN = 0.01  # seconds
 
 _sentry: tuple[socket.socket, socket.socket] | None = None
@@ -114,6 +115,7 @@ class _End:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
+        time.sleep(_DELIVERY)
         os._exit(128 + self._number)
 
     def __exit__(self, *_: object) -> None: ...

@@ -223,7 +223,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     # Of its own: how many delays the server draws depends on timing.
     chance = random.Random(f"{kind} {number} {tasks} {seed}")
     # Python itself may lose a SIGINT while it imports (in a destructor, say): none comes before the first question.
-    at_a_time = chance.uniform(0.1, 1.1) * first_question if number != signal.SIGINT else float("inf")
+    at_a_time = chance.uniform(0.3, 1.4) * first_question if number != signal.SIGINT else float("inf")
     plan = [
         (float("inf"), chance.randrange(*APART)),
         (at_a_time, chance.randrange(1, AT_THE_LATEST)),

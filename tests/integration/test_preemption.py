@@ -250,7 +250,8 @@ def test_settings_that_cannot_work_are_refused(
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_on_any_event_loop(tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     if loop == "uvloop":
-        uvloop = pytest.importorskip("uvloop")
+        import uvloop
+
         monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
         monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
     with FakeServer(hold_after=0) as server:

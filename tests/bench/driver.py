@@ -180,6 +180,7 @@ class Bench:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
         if name == "ours":
             shutil.copytree(done, checkpoints)
+            (checkpoints / "00000/replay.sqlite3").touch()  # a run that ended removes it, one that was killed does not
         elif name == "datatrove":
             (checkpoints / "last_chunk").mkdir(parents=True)
             (checkpoints / "last_chunk/00000.txt").write_text(str((count - 1000) // 1000 - 1))

@@ -28,7 +28,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.adapter import use_shallow_adapter
-from datatrove_ckpt.arrow import prepare_arrow
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -110,7 +109,6 @@ class ChunkOutput:
             StorageFailed, OutputFailed: the output folder cannot be written, which is better known before anything is
                 paid for.
         """
-        prepare_arrow(self._writer)
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging)

@@ -141,7 +141,8 @@ def _is_handing_in() -> bool:
 def _give_back_the_lock_of_the_tasks() -> None:
     waiting = _frame_of(SimpleQueue.get.__code__, _main_frame())
     lock: Any = waiting.f_locals["self"]._rlock if waiting is not None else None
-    if lock is not None and lock._semlock._count():  # this process has it
+    # Where an ``_End`` stands for it, the main thread is about to end in there, and has no lock.
+    if lock is not None and not isinstance(lock, _End) and lock._semlock._count():  # this process has it
         lock.release()
 
 

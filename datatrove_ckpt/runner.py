@@ -21,6 +21,7 @@ from datatrove.utils.stats import TimingStats
 from loguru import logger
 
 from datatrove_ckpt import loop
+from datatrove_ckpt.arrow import prepare_arrow
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.collector import calm_collector
@@ -173,18 +174,24 @@ class InferenceRunner(PipelineStep):
         nodes = Nodes.from_environment()
         # Without a checkpoint there is nothing to wait for: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
-        with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"), calm_collector():
-            if nodes.rank > 0:  # the first node reads and writes
-                asyncio.run(self._follow(rank, nodes, preemption))
-            elif self.checkpoints_local_dir is None:
-                absence = Uncheckpointed(self.output_writer, rank, self.records_per_chunk)
-                self._process(data or [], rank, preemption, absence, None)
-            elif not self.retry_dead_letters:
-                self._restore(rank, preemption)
-                root = Path(self.checkpoints_local_dir).absolute()
-                self._process(data or [], rank, preemption, *self._checkpoint(root, rank, world_size))
-            else:
-                self._retry(rank, world_size, preemption)
+        with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
+            prepare_arrow(self.output_writer)  # imports, of which the collector should know before it is calmed
+            with calm_collector():
+                if nodes.rank > 0:  # the first node reads and writes
+                    asyncio.run(self._follow(rank, nodes, preemption))
+                else:
+                    self._lead(data or [], rank, world_size, preemption)
+
+    def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
+        if self.checkpoints_local_dir is None:
+            absence = Uncheckpointed(self.output_writer, rank, self.records_per_chunk)
+            self._process(data, rank, preemption, absence, None)
+        elif not self.retry_dead_letters:
+            self._restore(rank, preemption)
+            root = Path(self.checkpoints_local_dir).absolute()
+            self._process(data, rank, preemption, *self._checkpoint(root, rank, world_size))
+        else:
+            self._retry(rank, world_size, preemption)
 
     async def _follow(self, rank: int, nodes: Nodes, preemption: Preemption) -> None:
         """Serves until the first node ends; it is told to end, too, and needs this one while it drains."""

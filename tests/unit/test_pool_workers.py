@@ -6,8 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import multiprocess
 import pytest
@@ -269,3 +270,29 @@ def test_a_worker_whose_rank_is_over_hands_in_its_result(work: Any, tmp_path: Pa
     worker.start()
     worker.join(60)
     assert worker.exitcode == 0
+
+
+def ends_where_it_would_take_a_task(failed: Any) -> None:
+    """What the thread does while the main thread ends in the place of the lock."""
+
+    class Slow(pool_workers._End):
+        def __enter__(self) -> NoReturn:
+            try:
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(pool_workers._give_back_the_lock_of_the_tasks).result()
+            except Exception:
+                failed.set()
+            super().__enter__()
+
+    tasks = FORKSERVER.SimpleQueue()
+    tasks._rlock = Slow(signal.SIGTERM)
+    tasks.get()
+
+
+def test_a_worker_that_is_about_to_end_has_no_lock_to_give_back() -> None:
+    failed = FORKSERVER.Event()
+    worker = FORKSERVER.Process(target=ends_where_it_would_take_a_task, args=(failed,))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 128 + signal.SIGTERM
+    assert not failed.is_set()

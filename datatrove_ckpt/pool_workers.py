@@ -78,11 +78,13 @@ def _wait_for_sigterm(hears: socket.socket, done: int | None) -> None:
             pass
     if not told:
         return
-    if done is not None and _tasks_done() == done:
-        _take_no_task(_frame_of(pool.worker.__code__, _main_frame()), signal.SIGTERM)
-    _wait_while(lambda: _is_handing_in() or (done is not None and _tasks_done() == done), _PATIENCE)
-    _give_back_the_lock_of_the_tasks()
-    os._exit(128 + signal.SIGTERM)
+    try:
+        if done is not None and _tasks_done() == done:
+            _take_no_task(_frame_of(pool.worker.__code__, _main_frame()), signal.SIGTERM)
+        _wait_while(lambda: _is_handing_in() or (done is not None and _tasks_done() == done), _PATIENCE)
+        _give_back_the_lock_of_the_tasks()
+    finally:  # the main thread moves on meanwhile; whatever it made of its frames and locks, the worker ends
+        os._exit(128 + signal.SIGTERM)
 
 
 def end_after_this_task(number: int) -> None:

@@ -29,10 +29,10 @@ from datatrove_ckpt import slurm
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
-from datatrove_ckpt.interruption import Interruption, start_deaf_workers
+from datatrove_ckpt.interruption import Interruption, start_fork_server
 from datatrove_ckpt.output import check_rank_in_template
 from datatrove_ckpt.overrides import OVERRIDES_HELP, describe, read_config, split_overrides
-from datatrove_ckpt.pool_workers import hand_in_before_sigterm
+from datatrove_ckpt.pool_workers import leave_between_tasks
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, show
 
@@ -122,7 +122,7 @@ def _execute(executor: Any, command: str) -> int:
                 print(slurm.submit(executor, checkpoints, command))
                 return 0
             if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
-                start_deaf_workers(signals)
+                start_fork_server(signals)
             executor.run()
         _refuse_what_is_left(executor)
     except KeyboardInterrupt:
@@ -254,7 +254,7 @@ class QuietErrors:
     def _patch(self, record: Any) -> None:
         if record["exception"] is None or record["exception"].value is None:
             return
-        hand_in_before_sigterm()  # this is how datatrove says that a task has failed
+        leave_between_tasks()  # this is how datatrove says that a task has failed
         error = record["exception"].value
         own = _own_error(error)
         text = "".join(traceback.format_exception(error))

@@ -1,161 +1,124 @@
-"""How a worker of multiprocess's pool leaves: not before it has handed in its task's result, and with no lock.
+"""How a worker of multiprocess's pool leaves: where it would take its next task, with no result and no lock.
 
 A pool waits for ever for the result of a worker that died before it handed it in, and for the lock of a queue that a
 worker died with (CPython's multiprocessing has these gaps, and so has its copy ``multiprocess``, which datatrove uses):
 
     a task fails, the pool      of a worker that hands in its result meanwhile, error or not, it is ended with the lock
     sends SIGTERM to all        of the results; when a setting is wrong, all ranks fail at once, and a dozen runs do it
-    a worker is told alone      its rank drains, and its task ends with an error: that one is handed in, and then the
-                                worker ends where it would take its next task
+    a worker is told alone      its rank drains, and its task ends with an error, which must be handed in
     a worker has no task        it waits for one, and has the lock of the tasks while it does
 
-So once its rank is over, a worker ends of SIGTERM only after it has handed in its result, and one that waits for a task
-gives back the lock. A thread sees to that: a signal handler written in Python may have to wait until the main thread
-comes back from a lock, and that can be never. What the command does for workers without a rank is in interruption.py.
+So a signal only leaves a note, and ``_Turn``, in the place of the lock of the tasks, heeds it. It looks several times a
+second: a signal that comes just before the process begins to wait would not wake it. While a rank runs, signals are
+preemption.py's.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
-import multiprocess
-from multiprocess import pool
-from multiprocess.queues import SimpleQueue
+from multiprocess.pool import worker as _worker
 
-_PATIENCE = 5.0  # seconds: a queue that nobody empties must not keep the worker alive
-_END_OF_TASK = 60.0  # seconds: nor must a task that does not end, as with a log on a remote that hangs
+_AGAIN = 0.05  # seconds
 _DELIVERY = 0.5  # seconds in which the parent may end its pool, before it starts another worker instead of this one
-_AGAIN = 0.01  # seconds
+_PATIENCE = 5.0  # seconds: nobody may take results any more, or the task may be another step's, which heeds nothing
+_END_OF_TASK = 60.0  # seconds: a log on a remote that hangs must not keep the worker alive
 
-_sentry: tuple[socket.socket, socket.socket] | None = None
-
-
-def hand_in_before_sigterm() -> None:
-    """In a pool's worker whose rank is over: SIGTERM waits until the result is handed in. Elsewhere: nothing."""
-    global _sentry
-    if multiprocess.parent_process() is None or threading.current_thread() is not threading.main_thread():
-        return
-    if _sentry is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        hears, told = _sentry = socket.socketpair()
-        told.setblocking(False)
-        threading.Thread(
-            target=_wait_for_sigterm, args=(hears, _tasks_done()), name="datatrove-ckpt SIGTERM", daemon=True
-        ).start()
-        signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, _tell)
+_told: int | None = None
 
 
-def sigterm_as_usual() -> None:
-    """The worker begins another task."""
-    global _sentry
-    if _sentry is not None:
-        if signal.getsignal(signal.SIGTERM) is _tell:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        _sentry[1].close()  # the thread ends of it
-        _sentry = None
+def worker(tasks: Any, *arguments: Any) -> None:
+    """What a pool's process does, in the place of multiprocess's own: the same, but it leaves as told above."""
+    signal.signal(signal.SIGTERM, _tell)  # a parent that forked it may have left its own
+    _take_turns(tasks)
+    _worker(tasks, *arguments)
 
 
-def _tell(number: int, frame: FrameType | None) -> None:
-    """The thread has been told already, unless a later step took the descriptor, as an event loop does."""
-    if _sentry is not None:
-        with suppress(OSError):
-            _sentry[1].send(bytes([number]))
+def leave_between_tasks() -> None:
+    """The same from within a task, where nobody else handles SIGTERM. Outside of a pool's worker: nothing."""
+    frame = _frame_of(_worker.__code__, sys._getframe())  # none in another thread either
+    if frame is not None:
+        _take_turns(frame.f_locals["inqueue"])
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _tell)
 
 
-def _wait_for_sigterm(hears: socket.socket, done: int | None) -> None:
-    with hears:
-        while (told := hears.recv(1)) and not (told[0] == signal.SIGTERM and signal.getsignal(told[0]) is _tell):
-            pass
-    if not told:
-        return
-    try:
-        if done is not None and _tasks_done() == done:
-            _take_no_task(_frame_of(pool.worker.__code__, _main_frame()), signal.SIGTERM)
-        _wait_while(lambda: _is_handing_in() or (done is not None and _tasks_done() == done), _PATIENCE)
-        _give_back_the_lock_of_the_tasks()
-    finally:  # the main thread moves on meanwhile; whatever it made of its frames and locks, the worker ends
-        os._exit(128 + signal.SIGTERM)
-
-
-def end_after_this_task(number: int) -> None:
-    """The worker takes no other task: it ends, as of this signal, once it has handed in what this one ends with.
+def leave_after_this_task(number: int) -> None:
+    """The worker takes no other task: it leaves, as of this signal, once it has handed in what this one ends with.
 
     Outside of a pool's worker: nothing.
     """
-    worker = _frame_of(pool.worker.__code__, sys._getframe())
-    if worker is not None:
-        _take_no_task(worker, number)
-        threading.Thread(target=_end_at_the_latest, args=(number,), daemon=True).start()
+    frame = _frame_of(_worker.__code__, sys._getframe())
+    if frame is not None:
+        _take_turns(frame.f_locals["inqueue"])
+        signal.signal(number, _tell)
+        _note(number, _END_OF_TASK)
 
 
-def _take_no_task(worker: FrameType | None, number: int) -> None:
-    if worker is not None:
-        worker.f_locals["inqueue"]._rlock = _End(number)
+def told() -> int | None:
+    """The signal that this worker leaves of."""
+    return _told
 
 
-class _End:
-    """Stands where the lock was that a worker takes before it takes a task.
-
-    Not a timer: the worker must not end before its result is handed in, nor take a task with it. And not an exception:
-    it would have to get past threads that the task left behind.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __enter__(self) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        time.sleep(_DELIVERY)
-        os._exit(128 + self._number)
-
-    def __exit__(self, *_: object) -> None: ...
+def leaves_of(number: int) -> bool:
+    """Whether a worker that gets this signal now leaves between tasks."""
+    return signal.getsignal(number) is _tell
 
 
-def _end_at_the_latest(number: int) -> None:
-    """If the pool is being ended, it waits for this process, and may take no result any more."""
-    _wait_while(lambda: not _is_handing_in(), _END_OF_TASK)
-    _wait_while(_is_handing_in, _PATIENCE)
+def _take_turns(tasks: Any) -> None:
+    if not isinstance(tasks._rlock, _Turn):
+        tasks._rlock = _Turn(tasks)
+
+
+def _tell(number: int, frame: FrameType | None) -> None:
+    _note(number, _PATIENCE)
+
+
+def _note(number: int, seconds: float) -> None:
+    """The worker leaves soon, and after so many seconds wherever it is."""
+    global _told
+    _told = _told or number
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, min(left or seconds, seconds))
+
+
+class _Turn:
+    """Stands for the lock that a worker has while it waits for a task and takes it."""
+
+    def __init__(self, tasks: Any) -> None:
+        self._lock = tasks._rlock
+        self._tasks = tasks._reader
+
+    def __enter__(self) -> None:
+        if _told is not None:
+            _leave(_told, _DELIVERY)
+        while not self._lock.acquire(timeout=_AGAIN):
+            if _told is not None:
+                _leave(_told)
+        while _told is None and not self._tasks.poll(_AGAIN):
+            pass
+        if _told is not None:
+            self._lock.release()
+            _leave(_told)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _leave(number: int, delay: float = 0.0) -> NoReturn:
+    """Not by an exception: it would have to get past threads that a task left behind."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    time.sleep(delay)
     os._exit(128 + number)
-
-
-def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while condition() and time.monotonic() < deadline:
-        time.sleep(_AGAIN)
-
-
-def _is_handing_in() -> bool:
-    return _frame_of(SimpleQueue.put.__code__, _main_frame()) is not None
-
-
-def _give_back_the_lock_of_the_tasks() -> None:
-    waiting = _frame_of(SimpleQueue.get.__code__, _main_frame())
-    lock: Any = waiting.f_locals["self"]._rlock if waiting is not None else None
-    # Where an ``_End`` stands for it, the main thread is about to end in there, and has no lock.
-    if lock is not None and not isinstance(lock, _End) and lock._semlock._count():  # this process has it
-        lock.release()
-
-
-def _tasks_done() -> int | None:
-    """By this worker of a pool; None elsewhere."""
-    worker = _frame_of(pool.worker.__code__, _main_frame())
-    return None if worker is None else worker.f_locals["completed"]
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _frame_of(code: CodeType, frame: FrameType | None) -> FrameType | None:

@@ -36,7 +36,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.orphans import is_pool_worker
-from datatrove_ckpt.pool_workers import end_after_this_task
+from datatrove_ckpt.pool_workers import leave_after_this_task, leave_between_tasks, leaves_of, told
 from datatrove_ckpt.slurm_job import meaning_this_task, requeue_if_preempted, slurm_deadline
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -110,10 +110,15 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
             return self
+        leave_between_tasks()
         for name in self._names:
             number = signal.Signals[name]
             if signal.getsignal(number) is not None:  # None: not Python's, which Python cannot give back
                 self._previous[number] = signal.signal(number, self._receive)
+        if leaves_of(signal.SIGTERM):  # not borrowed: it ends this process, as usual
+            self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if (before := told()) is not None:  # while this task was being taken
+            self._tell(signal.Signals(before).name)
         return self
 
     def __exit__(
@@ -136,7 +141,7 @@ class Preemption:
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         for number in self._numbers:
-            if is_pool_worker() and signal.getsignal(number) in _NOT_HANDLED:
+            if is_pool_worker() and (signal.getsignal(number) in _NOT_HANDLED or leaves_of(number)):
                 self._leave_pool(number)
             if signal.getsignal(number) is signal.SIG_DFL:
                 requeue_if_preempted()
@@ -154,8 +159,7 @@ class Preemption:
     def _leave_pool(self, number: int) -> NoReturn:
         """The parent waits for this task's result, so it gets an error before this process ends. If it is ending its
         pool already, it waits for the end of this process."""
-        signal.signal(number, signal.SIG_DFL)
-        end_after_this_task(number)
+        leave_after_this_task(number)
         self.end()
 
     def end(self) -> NoReturn:

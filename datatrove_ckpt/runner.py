@@ -37,7 +37,6 @@ from datatrove_ckpt.inference.pool import connect
 from datatrove_ckpt.mirror import RemoteMirror
 from datatrove_ckpt.orphans import die_with_parent
 from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
-from datatrove_ckpt.pool_workers import hand_in_before_sigterm, sigterm_as_usual
 from datatrove_ckpt.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 from datatrove_ckpt.progress import Progress, wants_bar
 from datatrove_ckpt.restore import restore_rank
@@ -162,19 +161,12 @@ class InferenceRunner(PipelineStep):
             CkptError: see errors.py. What was finished is saved; the same call resumes.
             Preempted, or what the handlers that were there raise: it was told to end early, see preemption.py.
         """
-        sigterm_as_usual()
-        try:
-            self._run(data, rank, world_size)
-        finally:
-            hand_in_before_sigterm()
-
-    def _run(self, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
-        check_rank_in_template(self.output_writer, world_size)
-        die_with_parent()
-        nodes = Nodes.from_environment()
         # Without a checkpoint there is nothing to wait for: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
         with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
+            check_rank_in_template(self.output_writer, world_size)
+            die_with_parent()
+            nodes = Nodes.from_environment()
             prepare_arrow(self.output_writer)  # imports, of which the collector should know before it is calmed
             with calm_collector():
                 if nodes.rank > 0:  # the first node reads and writes

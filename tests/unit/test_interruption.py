@@ -1,63 +1,67 @@
-"""A pool ends although a worker died with the lock of its tasks."""
+"""What the command does for its pool's processes before there are any."""
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
-import multiprocess
+import multiprocess.pool
 import pytest
-from multiprocess.pool import Pool
 
+from datatrove_ckpt import pool_workers
 from datatrove_ckpt.interruption import Interruption
 
-FORKSERVER = multiprocess.get_context("forkserver")
-MORE_THAN_A_PIPE_HOLDS = b"x" * (1 << 20)
+
+@pytest.mark.parametrize("signals", [["SIGTERM"], []])
+def test_workers_leave_between_tasks_where_the_tasks_are_ranks(signals: list[str]) -> None:
+    before = multiprocess.pool.worker
+    with Interruption(signals):
+        assert multiprocess.pool.worker is (pool_workers.worker if signals else before)
+    assert multiprocess.pool.worker is before
 
 
-def dies_with_the_lock(tasks: Any) -> None:
-    tasks._rlock.acquire()
+FORK_SERVER = """
+import json, os, signal, sys
+import multiprocess
+from datatrove_ckpt.interruption import start_fork_server
+
+def dispositions():
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    return os.getppid(), [signal.getsignal(n) for n in numbers], [int(n) for n in signal.pthread_sigmask(0, [])]
+
+def work(results):
+    if (own := os.fork()) == 0:  # what a worker forks has the worker's handlers
+        signal.raise_signal(signal.SIGTERM)
+    results.put([dispositions(), os.waitpid(own, 0)[1]])
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(9))
+    if (own := os.fork()) == 0:
+        signal.raise_signal(signal.SIGTERM)
+    results.put(os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]))
+
+if __name__ == "__main__":
+    start_fork_server(["SIGTERM", "SIGUSR1"])
+    context = multiprocess.get_context("forkserver")
+    results, found = context.SimpleQueue(), []
+    for _ in range(2):
+        process = context.Process(target=work, args=(results,))
+        process.start()
+        found.append([*results.get(), results.get()])
+        process.join()
+        os.kill(found[-1][0][0], signal.SIGTERM)  # the fork server
+    print(json.dumps(found))
+"""
 
 
-@pytest.fixture
-def tasks() -> Any:
-    queue = FORKSERVER.SimpleQueue()
-    worker = FORKSERVER.Process(target=dies_with_the_lock, args=(queue,))
-    worker.start()
-    worker.join(60)
-    assert not queue._rlock.acquire(timeout=0)
-    return queue
-
-
-def help_while_it_runs(tasks: Any, task_handler: threading.Thread) -> None:
-    helps = Pool._help_stuff_finish
-    with Interruption([]):
-        assert Pool._help_stuff_finish is not helps
-        Pool._help_stuff_finish(tasks, task_handler, 1)
-    assert Pool._help_stuff_finish is helps
-
-
-@pytest.mark.timeout(60)
-def test_a_task_handler_that_has_no_more_to_put_needs_no_lock(tasks: Any) -> None:
-    task_handler = threading.Thread(target=tasks.put, args=("sentinel",))
-    task_handler.start()
-    help_while_it_runs(tasks, task_handler)
-    task_handler.join()
-
-
-@pytest.mark.timeout(60)
-def test_a_task_handler_that_waits_for_room_in_the_pipe_gets_it(tasks: Any) -> None:
-    task_handler = threading.Thread(target=tasks.put, args=(MORE_THAN_A_PIPE_HOLDS,))
-    task_handler.start()
-    help_while_it_runs(tasks, task_handler)
-    task_handler.join()
-
-
-@pytest.mark.timeout(60)
-def test_where_the_lock_is_free_no_worker_takes_a_task_any_more() -> None:
-    tasks = FORKSERVER.SimpleQueue()
-    task_handler = threading.Thread(target=tasks.put, args=(MORE_THAN_A_PIPE_HOLDS,))
-    task_handler.start()
-    help_while_it_runs(tasks, task_handler)
-    task_handler.join()
-    assert not tasks._rlock.acquire(timeout=0)
+def test_the_fork_server_outlives_sigterm_and_its_workers_do_not(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FORK_SERVER)
+    found = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    first, second = json.loads(found.stdout)
+    assert first == second, "the same server forked both"
+    (_, handlers, blocked), status, exitcode = first
+    assert handlers == [signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
+    assert blocked == []
+    assert (status, exitcode) == (signal.SIGTERM, 9)

@@ -21,6 +21,7 @@ ROOMS = [
     "config",
     "orphans",
     "pool_workers",
+    "fork_server",
     "slurm_job",
     "checkpoint.files",
     "checkpoint.interval",

@@ -6,183 +6,198 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import multiprocess
 import pytest
+from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 from multiprocess import pool
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, pool_workers
 from datatrove_ckpt.cli import QuietErrors
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.pool_workers import end_after_this_task, hand_in_before_sigterm, sigterm_as_usual
+from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.pool_workers import leave_after_this_task, leave_between_tasks, leaves_of
+from datatrove_ckpt.preemption import Preemption
 from tests.jobs import ask, writer
 
 FORKSERVER = multiprocess.get_context("forkserver")
 MORE_THAN_A_PIPE_HOLDS = b"x" * (1 << 20)
-
-
-def hand_in(results: Any, mend: bool, patience: float) -> None:
-    pool_workers._PATIENCE = patience
-    if mend:
-        hand_in_before_sigterm()
-    results.put(MORE_THAN_A_PIPE_HOLDS)
-    wait_for_ever()
-
-
-def wait_for_ever() -> None:
-    FORKSERVER.Semaphore(0).acquire()
-
-
-def interrupted_while_it_hands_in(mend: bool, patience: float = 60.0) -> tuple[Any, Any]:
-    results = FORKSERVER.SimpleQueue()
-    worker = FORKSERVER.Process(target=hand_in, args=(results, mend, patience))
-    worker.start()
-    assert results._reader.poll(60)  # it holds the lock until all is read
-    worker.terminate()
-    return worker, results
-
-
-def test_a_worker_that_is_terminated_hands_in_its_error_first_and_lets_go_of_the_lock() -> None:
-    worker, results = interrupted_while_it_hands_in(mend=True)
-    assert results.get() == MORE_THAN_A_PIPE_HOLDS
-    worker.join(60)
-    assert worker.exitcode == 128 + signal.SIGTERM
-    assert results._wlock.acquire(timeout=0)
-
-
-def test_without_that_the_lock_is_lost() -> None:
-    worker, results = interrupted_while_it_hands_in(mend=False)
-    worker.join(60)
-    assert worker.exitcode == -signal.SIGTERM
-    assert not results._wlock.acquire(timeout=0)
-
-
-def test_a_queue_that_nobody_empties_does_not_keep_the_worker() -> None:
-    worker, _ = interrupted_while_it_hands_in(mend=True, patience=0.1)
-    worker.join(60)
-    assert worker.exitcode == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(("next_task", "exitcode"), [(False, 128 + signal.SIGTERM), (True, -signal.SIGTERM)])
-def test_a_worker_that_hands_nothing_in_ends_at_once(next_task: bool, exitcode: int) -> None:
-    ready = FORKSERVER.Event()
-    worker = FORKSERVER.Process(target=idle, args=(ready, next_task))
-    worker.start()
-    assert ready.wait(60)
-    worker.terminate()
-    worker.join(60)
-    assert worker.exitcode == exitcode
-
-
-def idle(ready: Any, next_task: bool) -> None:
-    hand_in_before_sigterm()
-    if next_task:
-        sigterm_as_usual()
-    ready.set()
-    wait_for_ever()
-
-
-def test_other_signals_and_handlers_that_are_there_stay() -> None:
-    worker = FORKSERVER.Process(target=others)
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 0
-
-
-def others() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    hand_in_before_sigterm()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    hand_in_before_sigterm()
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    signal.raise_signal(signal.SIGUSR1)
-    sigterm_as_usual()
-    hand_in_before_sigterm()
-    hand_in_before_sigterm()
-
-
-def test_outside_a_pool_signals_stay_as_they_are() -> None:
-    hand_in_before_sigterm()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+TERMINATED = 128 + signal.SIGTERM
 
 
 class Worker:
-    """One of a pool, and its two queues. Its pool is this test."""
+    """One of a pool, and its two queues. Its pool is this test. ``work`` is pool_workers' or multiprocess's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[..., None] = pool.worker) -> None:
         self.tasks, self.results = FORKSERVER.SimpleQueue(), FORKSERVER.SimpleQueue()
-        self.process = FORKSERVER.Process(target=pool.worker, args=(self.tasks, self.results))
+        self.process = FORKSERVER.Process(target=work, args=(self.tasks, self.results), name="PoolWorker-1")
         self.process.start()
 
     def does(self, task: Callable[..., Any], *arguments: Any) -> None:
         self.tasks.put((0, 0, task, arguments, {}))
 
+    def result(self) -> Any:
+        assert self.results._reader.poll(60)
+        _, _, (_, result) = self.results.get()
+        return result
+
+    def until_it_waits(self) -> None:
+        """Until it has the lock of the tasks, and no task."""
+        while self.tasks._rlock.acquire(timeout=0):
+            self.tasks._rlock.release()
+            time.sleep(0.001)
+
+    @property
+    def locks(self) -> list[bool]:
+        """Whether each of the two is free."""
+        free = []
+        for lock in (self.tasks._rlock, self.results._wlock):
+            free.append(lock.acquire(timeout=0))
+            if free[-1]:
+                lock.release()
+        return free
+
     def end(self) -> int:
         """Its exit code. It must not have taken a lock with it."""
         self.process.join(60)
-        for lock in (self.tasks._rlock, self.results._wlock):
-            assert lock.acquire(timeout=0)
-            lock.release()
+        assert self.locks == [True, True]
         return int(self.process.exitcode)
 
 
-def told_in_a_task(end_of_task: float = 60.0, patience: float = 60.0, result: Any = "done", ends: bool = True) -> Any:
-    pool_workers._END_OF_TASK, pool_workers._PATIENCE = end_of_task, patience
-    end_after_this_task(signal.SIGUSR1)
+def much() -> bytes:
+    return MORE_THAN_A_PIPE_HOLDS
+
+
+def much_of_a_rank(patience: float = 60.0) -> bytes:
+    pool_workers._PATIENCE = patience
+    leave_between_tasks()
+    return MORE_THAN_A_PIPE_HOLDS
+
+
+def test_a_worker_that_is_terminated_hands_in_its_result_first_and_lets_go_of_the_lock() -> None:
+    worker = Worker()
+    worker.does(much_of_a_rank)
+    assert worker.results._reader.poll(60)  # it has the lock until all is read
+    worker.process.terminate()
+    assert worker.result() == MORE_THAN_A_PIPE_HOLDS
+    assert worker.end() == TERMINATED
+
+
+def test_without_that_the_lock_of_the_results_is_lost() -> None:
+    worker = Worker()
+    worker.does(much)
+    assert worker.results._reader.poll(60)
+    worker.process.terminate()
+    worker.process.join(60)
+    assert (worker.process.exitcode, worker.locks) == (-signal.SIGTERM, [True, False])
+
+
+def test_a_result_that_nobody_takes_does_not_keep_the_worker() -> None:
+    worker = Worker()
+    worker.does(much_of_a_rank, 0.1)
+    assert worker.results._reader.poll(60)
+    worker.process.terminate()
+    worker.process.join(60)
+    assert worker.process.exitcode == -signal.SIGALRM
+
+
+@pytest.mark.parametrize("work", [pool_workers.worker, pool.worker])
+def test_a_worker_that_waits_for_its_first_task_gives_back_the_lock(work: Any) -> None:
+    worker = Worker(work)
+    worker.until_it_waits()
+    worker.process.terminate()
+    if work is pool_workers.worker:
+        assert worker.end() == TERMINATED
+    else:  # so it needs to
+        worker.process.join(60)
+        assert (worker.process.exitcode, worker.locks) == (-signal.SIGTERM, [False, True])
+
+
+def rank_over() -> str:
+    leave_between_tasks()
+    return "done"
+
+
+def test_a_worker_that_waits_for_its_next_task_gives_back_the_lock() -> None:
+    worker = Worker()
+    worker.does(rank_over)
+    assert worker.result() == "done"
+    worker.until_it_waits()
+    worker.process.terminate()
+    assert worker.end() == TERMINATED
+
+
+def test_a_worker_that_waits_for_the_lock_of_the_tasks_needs_none() -> None:
+    worker = Worker()
+    with worker.tasks._rlock:
+        worker.process.terminate()
+        worker.process.join(60)
+    assert worker.end() in (TERMINATED, -signal.SIGTERM)  # the latter before it had begun
+
+    worker = Worker()
+    worker.does(rank_over)
+    assert worker.result() == "done"
+    worker.until_it_waits()
+    worker.does(takes_the_lock_of_the_tasks)
+    assert worker.result() == "done"
+    worker.process.terminate()
+    worker.process.join(60)
+    assert worker.process.exitcode == TERMINATED
+
+
+def takes_the_lock_of_the_tasks() -> str:
+    """As another worker that waits for a task."""
+    frame = pool_workers._frame_of(pool.worker.__code__, pool_workers.sys._getframe())
+    frame.f_locals["inqueue"]._rlock._lock = FORKSERVER.Semaphore(0)
+    return "done"
+
+
+@pytest.mark.parametrize("work", [pool_workers.worker, pool.worker])
+def test_a_worker_that_nobody_ends_works_as_any(work: Any) -> None:
+    worker = Worker(work)
+    for _ in range(3):
+        worker.does(rank_over)
+        assert worker.result() == "done"
+    worker.tasks.put(None)
+    assert worker.end() == 0
+
+
+def told_in_a_task(end_of_task: float = 60.0, result: Any = "done", ends: bool = True) -> Any:
+    pool_workers._END_OF_TASK = end_of_task
+    leave_after_this_task(signal.SIGUSR1)
     if not ends:
-        wait_for_ever()
+        FORKSERVER.Semaphore(0).acquire()
     return result
 
 
-def test_a_worker_that_is_to_end_after_its_task_hands_it_in_and_takes_no_other() -> None:
+def test_a_worker_that_is_to_leave_after_its_task_hands_it_in_and_takes_no_other() -> None:
     worker = Worker()
     worker.does(told_in_a_task)
     worker.does(os.getpid)
-    assert worker.results.get() == (0, 0, (True, "done"))
+    assert worker.result() == "done"
     assert worker.end() == 128 + signal.SIGUSR1
     assert worker.tasks.get()[2] is os.getpid
 
 
 def test_it_does_not_wait_for_ever_for_the_end_of_its_task() -> None:
     worker = Worker()
-    worker.does(told_in_a_task, 0.1, 0.1, "", False)
-    assert worker.end() == 128 + signal.SIGUSR1
+    worker.does(told_in_a_task, 0.1, "", False)
+    assert worker.end() == -signal.SIGALRM
 
 
 def test_it_does_not_wait_for_ever_for_somebody_who_takes_its_result() -> None:
     worker = Worker()
-    worker.does(told_in_a_task, 60.0, 0.1, MORE_THAN_A_PIPE_HOLDS)
+    worker.does(told_in_a_task, 0.1, MORE_THAN_A_PIPE_HOLDS)
     worker.process.join(60)
-    assert worker.process.exitcode == 128 + signal.SIGUSR1
-
-
-def rank_over() -> int:
-    hand_in_before_sigterm()
-    return os.getpid()
-
-
-def test_a_worker_that_waits_for_its_next_task_gives_back_the_lock_when_it_is_ended() -> None:
-    worker = Worker()
-    worker.does(rank_over)
-    assert worker.results.get()[2] == (True, worker.process.pid)
-    while worker.tasks._rlock.acquire(timeout=0):
-        worker.tasks._rlock.release()
-        time.sleep(0.001)
-    worker.process.terminate()
-    assert worker.end() == 128 + signal.SIGTERM
+    assert worker.process.exitcode == -signal.SIGALRM
 
 
 def told_when_the_rank_is_over() -> str:
-    hand_in_before_sigterm()
+    leave_between_tasks()
     signal.raise_signal(signal.SIGTERM)
-    frame = pool_workers._frame_of(pool.worker.__code__, pool_workers._main_frame())
-    while not isinstance(frame.f_locals["inqueue"]._rlock, pool_workers._End):
-        time.sleep(0.001)
+    signal.raise_signal(signal.SIGTERM)
     return "done"
 
 
@@ -190,109 +205,151 @@ def test_a_worker_that_is_ended_before_it_hands_in_does_so_first() -> None:
     worker = Worker()
     worker.does(told_when_the_rank_is_over)
     worker.does(os.getpid)
-    assert worker.results.get() == (0, 0, (True, "done"))
-    assert worker.end() == 128 + signal.SIGTERM
+    assert worker.result() == "done"
+    assert worker.end() == TERMINATED
     assert worker.tasks.get()[2] is os.getpid
 
 
-def test_a_handler_that_a_later_step_installs_is_the_one_that_counts() -> None:
+def told_again() -> tuple[float, float, float]:
+    lefts = []
+    leave_after_this_task(signal.SIGUSR1)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        lefts.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        pool_workers._tell(number, None)
+    return lefts[0], lefts[1], signal.getitimer(signal.ITIMER_REAL)[0]
+
+
+def test_a_further_signal_shortens_the_wait_and_never_makes_it_longer() -> None:
     worker = Worker()
-    worker.does(handled_by_a_later_step)
-    assert worker.results.get() == (0, 0, (True, [signal.SIGTERM]))
+    worker.does(told_again)
+    first, second, third = worker.result()
+    assert 50 < first <= 60
+    assert 0 < third <= second <= 5
+    assert worker.end() == 128 + signal.SIGUSR1
+
+
+def told_while_the_task_is_taken() -> str:
+    leave_between_tasks()
+    signal.raise_signal(signal.SIGTERM)
+    try:
+        with Preemption(["SIGTERM", "SIGUSR1"], 60.0) as preemption:
+            preemption.raise_if_told()
+    except Preempted as end:
+        return str(end)
+    return "it was not told"
+
+
+def test_a_rank_that_begins_after_the_signal_came_ends_of_it() -> None:
+    worker = Worker()
+    worker.does(told_while_the_task_is_taken)
+    assert worker.result().startswith("Told to end by SIGTERM.")
+    assert worker.end() == TERMINATED
+
+
+def preempted(number: int) -> list[bool]:
+    leaves = []
+    try:
+        with Preemption(["SIGTERM", "SIGUSR1"], 60.0):
+            leaves.append(leaves_of(signal.SIGTERM))
+            signal.raise_signal(number)
+    except Preempted:
+        leaves += [leaves_of(signal.SIGTERM), leaves_of(number)]
+    return leaves
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_rank_that_is_told_alone_leaves_no_moment_in_which_a_signal_loses_its_error(number: int) -> None:
+    worker = Worker()
+    worker.does(preempted, number)
+    assert worker.result() == [False, True, True]
+    assert worker.end() == 128 + number
+
+
+def not_borrowed() -> list[Any]:
+    with Preemption(["SIGUSR1"], 60.0):
+        within = signal.getsignal(signal.SIGTERM)
+    return [within, leaves_of(signal.SIGTERM)]
+
+
+def test_where_the_user_borrows_no_sigterm_it_ends_the_rank_as_usual() -> None:
+    worker = Worker()
+    worker.does(not_borrowed)
+    assert worker.result() == [signal.SIG_DFL, True]
     worker.tasks.put(None)
     assert worker.end() == 0
 
 
-def handled_by_a_later_step() -> list[int]:
-    got: list[int] = []
-    hand_in_before_sigterm()
-    signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
-    signal.raise_signal(signal.SIGTERM)
-    sigterm_as_usual()
-    assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, pool_workers._tell)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return got
-
-
-def test_a_later_step_that_takes_the_wakeup_descriptor_does_not_make_the_worker_deaf() -> None:
+def test_a_handler_that_is_there_stays() -> None:
     worker = Worker()
-    worker.does(descriptor_taken)
-    assert worker.results.get() == (0, 0, (True, None))
-    worker.process.terminate()
-    assert worker.end() == 128 + signal.SIGTERM
+    worker.does(handler_before)
+    assert worker.result() == [signal.SIG_IGN, True]
+    worker.tasks.put(None)
+    assert worker.end() == 0
 
 
-def descriptor_taken() -> None:
-    hand_in_before_sigterm()
-    signal.set_wakeup_fd(-1)  # as an event loop with a signal handler does at its end
+def handler_before() -> list[Any]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_between_tasks()
+    kept = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_between_tasks()
+    leave_between_tasks()
+    return [kept, leaves_of(signal.SIGTERM)]
+
+
+def test_outside_a_pool_signals_stay_as_they_are() -> None:
+    leave_between_tasks()
+    leave_after_this_task(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert pool_workers.told() is None
 
 
 class Failing(InferenceRunner):  # type: ignore[misc]
-    def _run(self, *_: Any) -> None:
-        assert not waits_for_sigterm()
+    def _lead(self, *_: Any) -> None:
+        assert not leaves_of(signal.SIGTERM)
         raise ConfigError("no GPU")
 
 
 class Succeeding(InferenceRunner):  # type: ignore[misc]
-    def _run(self, *_: Any) -> None:
-        assert not waits_for_sigterm()
+    def _lead(self, *_: Any) -> None:
+        assert not leaves_of(signal.SIGTERM)
 
 
-def waits_for_sigterm() -> bool:
-    return pool_workers._sentry is not None
-
-
-def fail_twice(folder: Path) -> None:
+def fail_twice(folder: Path) -> bool:
     step = Failing(ask, InferenceConfig(server_type="dummy", model_name_or_path="m"), writer(folder))
     for _ in range(2):
         with pytest.raises(ConfigError):
             step.run(None)
-        assert waits_for_sigterm()
+    return leaves_of(signal.SIGTERM)
 
 
-def succeed_twice(folder: Path) -> None:
+def refused(folder: Path) -> bool:
+    step = Failing(
+        ask, InferenceConfig(server_type="dummy", model_name_or_path="m"), JsonlWriter(str(folder), "${chunk_index}")
+    )
+    with pytest.raises(ConfigError, match="rank"):
+        step.run(None, world_size=2)
+    return leaves_of(signal.SIGTERM)
+
+
+def succeed_twice(folder: Path) -> bool:
     step = Succeeding(ask, InferenceConfig(server_type="dummy", model_name_or_path="m"), writer(folder))
     for _ in range(2):
         step.run(None)
-        assert waits_for_sigterm()
+    return leaves_of(signal.SIGTERM)
 
 
-def another_step_fails(_: Path) -> None:
+def another_step_fails(_: Path) -> bool:
     QuietErrors()
-    assert not waits_for_sigterm()
+    assert not leaves_of(signal.SIGTERM)
     logger.opt(exception=ValueError("a filter's")).error("Got exception in task 3")
-    assert waits_for_sigterm()
+    return leaves_of(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("work", [fail_twice, succeed_twice, another_step_fails])
+@pytest.mark.parametrize("work", [fail_twice, refused, succeed_twice, another_step_fails])
 def test_a_worker_whose_rank_is_over_hands_in_its_result(work: Any, tmp_path: Path) -> None:
-    worker = FORKSERVER.Process(target=work, args=(tmp_path,))
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 0
-
-
-def ends_where_it_would_take_a_task(failed: Any) -> None:
-    """What the thread does while the main thread ends in the place of the lock."""
-
-    class Slow(pool_workers._End):
-        def __enter__(self) -> NoReturn:
-            try:
-                with ThreadPoolExecutor(1) as thread:
-                    thread.submit(pool_workers._give_back_the_lock_of_the_tasks).result()
-            except Exception:
-                failed.set()
-            super().__enter__()
-
-    tasks = FORKSERVER.SimpleQueue()
-    tasks._rlock = Slow(signal.SIGTERM)
-    tasks.get()
-
-
-def test_a_worker_that_is_about_to_end_has_no_lock_to_give_back() -> None:
-    failed = FORKSERVER.Event()
-    worker = FORKSERVER.Process(target=ends_where_it_would_take_a_task, args=(failed,))
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 128 + signal.SIGTERM
-    assert not failed.is_set()
+    worker = Worker()
+    worker.does(work, tmp_path)
+    assert worker.result() is True
+    worker.tasks.put(None)
+    assert worker.end() == 0

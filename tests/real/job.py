@@ -1,7 +1,7 @@
 """One life of a job on a real engine: `python -m tests.real.job FOLDER`, with FOLDER/job.json. It is killed, too.
 
-Each request that leaves and each answer that came is a line of FOLDER/events, in the order in which they happened, so
-that a test can tell what was asked for twice, and whether it had been answered.
+Each request that leaves, each answer that came, and each that was written down is a line of FOLDER/events, in the order
+in which they happened, so that a test can tell what was asked for twice, and whether it had been answered.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 from datatrove_ckpt.inference import client, replica, routing
 from datatrove_ckpt.inference.guardian import descendants
 
@@ -41,6 +43,15 @@ async def post(session: Any, url: Any, body: bytes, model: str) -> bytes:
 
 
 _post, client.post = client.post, post
+
+
+def put(cache: RequestCache, group: Iterable[CachedRequest]) -> None:
+    _put(cache, group := list(group))
+    for request in group:
+        log_event("kept", request.doc_id)
+
+
+_put, RequestCache.put = RequestCache.put, put  # type: ignore[method-assign]
 
 
 class StandingClock:

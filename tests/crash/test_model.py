@@ -29,6 +29,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import JsonlReader as CountingReader
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from datatrove_ckpt import InferenceRunner
@@ -204,7 +205,6 @@ class Lives(RuleBasedStateMachine):
         self.ever_completed = False
         self.power: Powered | None = None
         self.history: list[str] = []  # threads race, so hypothesis may not get the same life again to show it
-        self.count["examples"] += 1
 
     @initialize(kinds=st.lists(DOCUMENTS, min_size=1, max_size=3), records=st.integers(1, 5), ends=st.booleans())
     def begin(self, kinds: list[list[str]], records: int, ends: bool) -> None:
@@ -294,9 +294,23 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened: run to the end, retry until nothing is left to retry, and compare with an easy life."""
-        if sys.exception() is not None or not hasattr(self, "records"):
+        with self._telling():
+            if (failure := sys.exception()) is not None:
+                raise failure
+            self._to_the_very_end()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells this one's life if it shows a fault, and not where hypothesis gives it up."""
+        try:
+            yield
+        except HypothesisException:
+            raise
+        except Exception:
             print("this was its life:", *self.history, sep="\n  ")
-            return
+            raise
+
+    def _to_the_very_end(self) -> None:
         way = Way(False, True, 50, 2000, 1.0, False)
         assert self._live(way, self._disk()) is None
         before: dict[str, bytes] = {}
@@ -305,6 +319,7 @@ class Lives(RuleBasedStateMachine):
         self._check_verify(all_is_done=True)
         self._check_places()
         self._check_easy_life()
+        self.count["examples"] += 1
         self.count["documents"] += len(self.texts)
 
     # lives ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from datatrove_ckpt.inference.guardian import process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, Job
+from tests.kept import until_kept
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, pidfd and prctl")
 
@@ -39,6 +40,7 @@ def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_th
         job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
         process = job.start()
         until_asked(server, 30 + 2 * IN_FLIGHT)
+        until_kept(tmp_path / "killed/checkpoints", 30)
         orphans = workers(process)
         os.kill(process.pid, signal.SIGKILL)
         for worker in orphans:

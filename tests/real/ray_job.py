@@ -26,6 +26,7 @@ import ray
 from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.kept import until_kept
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server, make_input, pipeline, undisturbed
 from tests.real.slurm_cluster import Watched, processes, until
 
@@ -52,6 +53,7 @@ class Job:
 
     def until_held(self) -> None:
         until(lambda: self.asked() >= HELD + TASKS * IN_FLIGHT, 120, lambda: f"{self.asked()} requests")
+        until_kept(self.folder / "checkpoints", HELD)
 
     def complete(self) -> list[int]:
         return sorted(int(path.name) for path in (self.folder / "logs").glob("completions/*"))

@@ -9,6 +9,7 @@ from typing import Any
 from datatrove.executor import SlurmPipelineExecutor
 
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.kept import until_kept
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, make_input, pipeline, undisturbed
 from tests.real.slurm_cluster import Cluster, Watched, processes, until
 
@@ -43,9 +44,10 @@ class Job:
         return self.cluster.show("job", f"{self.id}_{index}").get("JobState", "")
 
     def until_held(self, ranks: int | None = None) -> None:
-        """Everything is in flight that may be."""
+        """Everything is in flight that may be, and what was answered is kept."""
         expected = HELD + IN_FLIGHT * (self.tasks if ranks is None else ranks)
         until(lambda: self.asked() >= expected, 60, self.describe)
+        until_kept(self.folder / "checkpoints", HELD)
 
     def asked(self) -> int:
         return sum(self.server.asked.values())

@@ -1,0 +1,63 @@
+"""How many answers a checkpoint has kept, seen from outside while its run is on.
+
+An answer is written down a moment after it came. So a test that says exactly what a kill -9 may cost waits until those
+are kept that are not to be lost.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.lines import read_lines
+
+
+def until_kept(checkpoints: Path, number: int) -> None:
+    """Waits until there are so many answers, of all ranks."""
+    deadline = time.monotonic() + 60
+    while (kept := answers_kept(checkpoints)) < number:
+        assert time.monotonic() < deadline, f"{kept} of {number} answers are kept"
+        time.sleep(0.01)
+
+
+def answers_kept(checkpoints: Path) -> int:
+    return sum(_kept(rank) for rank in checkpoints.glob("[0-9]*"))
+
+
+def _kept(rank: Path) -> int:
+    # In the order in which an answer moves on, so that none is missed; those seen twice are told by their ordinal.
+    cached = _cached(rank / "replay.sqlite3")
+    finished: dict[int, int] = {}
+    for path in rank.glob("chunk_*.jsonl"):
+        with suppress(FileNotFoundError):  # committed meanwhile
+            for line in read_lines(path):
+                document = Finished.from_body(line.body)
+                finished[document.ordinal] = document.requests
+    commits = read_commits(rank / "commits.jsonl").values()
+    committed = {ordinal for commit in commits for ordinal in range(commit.first_ordinal, commit.next_ordinal)}
+    return (
+        sum(commit.tally.requests for commit in commits)
+        + sum(requests for ordinal, requests in finished.items() if ordinal not in committed)
+        + sum(ordinal not in committed and ordinal not in finished for ordinal in cached)
+    )
+
+
+def _cached(path: Path) -> list[int]:
+    """An ordinal for each answer. Of a copy: the run has the file for itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name in (path, path.with_name(f"{path.name}-wal")):
+                shutil.copy(name, folder)
+            connection = sqlite3.connect(Path(folder, path.name))
+            try:
+                return [ordinal for (ordinal,) in connection.execute("SELECT ordinal FROM request_cache")]
+            finally:
+                connection.close()
+        except (FileNotFoundError, sqlite3.DatabaseError):  # not yet there, or copied while it changed
+            return []

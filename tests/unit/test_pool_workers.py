@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import multiprocess
+import multiprocess.forkserver
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
@@ -25,6 +27,17 @@ from tests.jobs import ask, writer
 FORKSERVER = multiprocess.get_context("forkserver")
 MORE_THAN_A_PIPE_HOLDS = b"x" * (1 << 20)
 TERMINATED = 128 + signal.SIGTERM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> Iterator[None]:
+    """A fork server that has imported all of this, so that a worker starts in a moment."""
+    server = multiprocess.forkserver._forkserver
+    server._stop()
+    server.set_forkserver_preload([__name__])
+    yield
+    server._stop()
+    server.set_forkserver_preload(["__main__"])
 
 
 class Worker:
@@ -131,25 +144,16 @@ def test_a_worker_that_waits_for_its_next_task_gives_back_the_lock() -> None:
 
 def test_a_worker_that_waits_for_the_lock_of_the_tasks_needs_none() -> None:
     worker = Worker()
-    with worker.tasks._rlock:
-        worker.process.terminate()
-        worker.process.join(60)
-    assert worker.end() in (TERMINATED, -signal.SIGTERM)  # the latter before it had begun
-
-    worker = Worker()
-    worker.does(rank_over)
-    assert worker.result() == "done"
-    worker.until_it_waits()
-    worker.does(takes_the_lock_of_the_tasks)
+    worker.does(another_worker_has_the_lock)
     assert worker.result() == "done"
     worker.process.terminate()
-    worker.process.join(60)
-    assert worker.process.exitcode == TERMINATED
+    assert worker.end() == TERMINATED
 
 
-def takes_the_lock_of_the_tasks() -> str:
-    """As another worker that waits for a task."""
-    frame = pool_workers._frame_of(pool.worker.__code__, pool_workers.sys._getframe())
+def another_worker_has_the_lock() -> str:
+    leave_between_tasks()
+    frame = pool_workers._frame_of(pool.worker.__code__, sys._getframe())
+    assert frame is not None
     frame.f_locals["inqueue"]._rlock._lock = FORKSERVER.Semaphore(0)
     return "done"
 

@@ -29,10 +29,9 @@ from datatrove_ckpt import slurm
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
-from datatrove_ckpt.interruption import Interruption, start_fork_server
+from datatrove_ckpt.interruption import Interruption, end_children, start_fork_server
 from datatrove_ckpt.output import check_rank_in_template
 from datatrove_ckpt.overrides import OVERRIDES_HELP, describe, read_config, split_overrides
-from datatrove_ckpt.pool_workers import leave_between_tasks
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.yaml_config import build, show
 
@@ -143,7 +142,7 @@ def _execute(executor: Any, command: str) -> int:
 def _interrupted(interruption: Interruption, command: str) -> int:
     number = interruption.number or signal.SIGINT
     with suppress(KeyboardInterrupt):
-        interruption.wait_for_workers()
+        end_children()
     what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To go on: {command}"
     print(what, file=sys.stderr)
     return 128 + number
@@ -254,7 +253,6 @@ class QuietErrors:
     def _patch(self, record: Any) -> None:
         if record["exception"] is None or record["exception"].value is None:
             return
-        leave_between_tasks()  # this is how datatrove says that a task has failed
         error = record["exception"].value
         own = _own_error(error)
         text = "".join(traceback.format_exception(error))

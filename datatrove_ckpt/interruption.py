@@ -8,17 +8,22 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import multiprocess
 import multiprocess.forkserver
 import multiprocess.pool
+from multiprocess import util
+from multiprocess.managers import BaseManager
+from multiprocess.pool import Pool
 
 from datatrove_ckpt import pool_workers
 from datatrove_ckpt.preemption import SAME_EVENT
 
+_AGAIN = 10.0  # seconds
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -30,7 +35,8 @@ class Interruption:
     """``with Interruption(signals) as interruption:`` around what a command does, in one process or in a pool.
 
     Signals that would end this process on the spot raise ``Signalled`` instead. The pool then terminates its workers,
-    which drain, and waits for them.
+    which drain, and waits for them. A pool or manager that is being made is completed, and then ended: nobody would
+    know the processes of half of one.
 
     Args:
         signals: those that ranks drain on; none where there are no ranks.
@@ -44,7 +50,8 @@ class Interruption:
         self._borrowed: dict[int, Any] = {}
         self._names = signals
         self._came = 0.0
-        self._worker = multiprocess.pool.worker
+        self._making = False
+        self._originals = multiprocess.pool.worker, Pool.__init__, BaseManager.start
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -53,7 +60,9 @@ class Interruption:
             if signal.getsignal(number) in _FATAL:
                 self._borrowed[number] = signal.signal(number, self._receive)
         if self._names:  # other tasks heed no note that a signal leaves
-            multiprocess.pool.worker = pool_workers.worker
+            multiprocess.pool.worker = partial(pool_workers.worker, _deaf_to(self._names))
+        Pool.__init__ = self._whole(Pool.__init__, Pool.terminate)
+        BaseManager.start = self._whole(BaseManager.start, lambda manager: manager.shutdown())
         return self
 
     def __exit__(
@@ -61,7 +70,7 @@ class Interruption:
     ) -> None:
         for number, previous in self._borrowed.items():
             signal.signal(number, previous)
-        multiprocess.pool.worker = self._worker
+        multiprocess.pool.worker, Pool.__init__, BaseManager.start = self._originals
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a worker that was forked
@@ -71,21 +80,44 @@ class Interruption:
         if self.number is None:
             self.number = number
             self._came = time.monotonic()
+            if self._making:
+                return
         elif time.monotonic() - self._came > SAME_EVENT:
-            for worker in _pool_workers():
-                worker.terminate()
+            for child in multiprocess.active_children():
+                if "PoolWorker" in child.name:
+                    child.terminate()
         else:
             return  # the first one is being acted on
         raise Signalled(signal.Signals(number).name)
 
-    def wait_for_workers(self) -> None:
-        """Until they are gone, where a second signal kept the pool from it."""
-        for worker in _pool_workers():
-            worker.join()
+    def _whole(self, make: Callable[..., None], end: Callable[[Any], None]) -> Callable[..., None]:
+        def made(self_: Any, *arguments: Any, **options: Any) -> None:
+            self._making = True
+            try:
+                make(self_, *arguments, **options)
+            finally:
+                self._making = False
+            if self.number is not None:
+                end(self_)
+                raise Signalled(signal.Signals(self.number).name)
+
+        return made
 
 
-def _pool_workers() -> list[Any]:
-    return [child for child in multiprocess.active_children() if "PoolWorker" in child.name]
+def end_children() -> None:
+    """Those that nobody has ended: a signal came between two lines, say, or a second one did."""
+    util._run_finalizers(0)  # of pools and managers, as at the interpreter's exit
+    while children := multiprocess.active_children():
+        for child in children:
+            child.terminate()
+        deadline = time.monotonic() + _AGAIN
+        for child in children:  # one that was just forked may lose a signal: Python forgets those of the parent
+            child.join(max(0.0, deadline - time.monotonic()))
+
+
+def _deaf_to(names: Sequence[str]) -> set[signal.Signals]:
+    """What a pool's workers ignore as long as they have no rank: the parent tells them by SIGTERM."""
+    return {signal.Signals[name] for name in [*names, "SIGINT"]} - {signal.SIGTERM}
 
 
 def start_fork_server(names: Sequence[str]) -> None:
@@ -95,8 +127,7 @@ def start_fork_server(names: Sequence[str]) -> None:
     the workers anyway: with SIGTERM, the only one that they heed. In a task, a worker has handlers of its own.
     """
     multiprocess.forkserver.set_forkserver_preload(["__main__", "datatrove_ckpt.fork_server"])
-    numbers = {signal.Signals[name] for name in [*names, "SIGINT"]} - {signal.SIGTERM}
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _deaf_to(names)}
     try:
         multiprocess.forkserver.ensure_running()
     finally:

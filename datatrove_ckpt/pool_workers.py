@@ -15,10 +15,12 @@ preemption.py's.
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -29,24 +31,37 @@ _AGAIN = 0.05  # seconds
 _DELIVERY = 0.5  # seconds in which the parent may end its pool, before it starts another worker instead of this one
 _PATIENCE = 5.0  # seconds: nobody may take results any more, or the task may be another step's, which heeds nothing
 _END_OF_TASK = 60.0  # seconds: a log on a remote that hangs must not keep the worker alive
+_FATAL = (signal.SIG_DFL, signal.default_int_handler)
 
 _told: int | None = None
+_pid: int | None = None
 
 
-def worker(tasks: Any, *arguments: Any) -> None:
-    """What a pool's process does, in the place of multiprocess's own: the same, but it leaves as told above."""
-    signal.signal(signal.SIGTERM, _tell)  # a parent that forked it may have left its own
+def worker(deaf: Iterable[int], tasks: Any, *arguments: Any) -> None:
+    """What a pool's process does, in the place of multiprocess's own: the same, but it leaves as told above.
+
+    Args:
+        deaf: signals that it ignores, whatever its parent did with them. It leaves of SIGTERM.
+        tasks, arguments: multiprocess's.
+    """
     _take_turns(tasks)
+    for number in deaf:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _tell)
     _worker(tasks, *arguments)
 
 
-def leave_between_tasks() -> None:
-    """The same from within a task, where nobody else handles SIGTERM. Outside of a pool's worker: nothing."""
-    frame = _frame_of(_worker.__code__, sys._getframe())  # none in another thread either
+def leave_between_tasks(numbers: Iterable[int] = ()) -> None:
+    """The same from within a task: of SIGTERM and these signals, where they would end the process on the spot.
+
+    Outside of a pool's worker: nothing.
+    """
+    frame = _frame_of_worker()
     if frame is not None:
         _take_turns(frame.f_locals["inqueue"])
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _tell)
+        for number in {signal.SIGTERM, *numbers}:
+            if signal.getsignal(number) in _FATAL:
+                signal.signal(number, _tell)
 
 
 def leave_after_this_task(number: int) -> None:
@@ -54,7 +69,7 @@ def leave_after_this_task(number: int) -> None:
 
     Outside of a pool's worker: nothing.
     """
-    frame = _frame_of(_worker.__code__, sys._getframe())
+    frame = _frame_of_worker()
     if frame is not None:
         _take_turns(frame.f_locals["inqueue"])
         signal.signal(number, _tell)
@@ -72,21 +87,26 @@ def leaves_of(number: int) -> bool:
 
 
 def _take_turns(tasks: Any) -> None:
+    global _pid
+    _pid = os.getpid()
     if not isinstance(tasks._rlock, _Turn):
         tasks._rlock = _Turn(tasks)
 
 
 def _tell(number: int, frame: FrameType | None) -> None:
-    _note(number, _PATIENCE)
+    if os.getpid() != _pid:  # something that a task forked
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    else:
+        _note(number, _PATIENCE)
 
 
 def _note(number: int, seconds: float) -> None:
     """The worker leaves soon, and after so many seconds wherever it is."""
     global _told
     _told = _told or number
-    left, _ = signal.getitimer(signal.ITIMER_REAL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, min(left or seconds, seconds))
+    # Not threading's: its start takes locks, and a signal handler may have interrupted somebody who has them.
+    _thread.start_new_thread(_leave, (number, seconds))
 
 
 class _Turn:
@@ -99,11 +119,16 @@ class _Turn:
     def __enter__(self) -> None:
         if _told is not None:
             _leave(_told, _DELIVERY)
-        while not self._lock.acquire(timeout=_AGAIN):
-            if _told is not None:
-                _leave(_told)
-        while _told is None and not self._tasks.poll(_AGAIN):
-            pass
+        try:
+            while not self._lock.acquire(timeout=_AGAIN):
+                if _told is not None:
+                    _leave(_told)
+            while _told is None and not self._tasks.poll(_AGAIN):
+                pass
+        except BaseException:  # of somebody else's signal handler
+            if self._lock._semlock._is_mine():
+                self._lock.release()
+            raise
         if _told is not None:
             self._lock.release()
             _leave(_told)
@@ -114,11 +139,16 @@ class _Turn:
 
 def _leave(number: int, delay: float = 0.0) -> NoReturn:
     """Not by an exception: it would have to get past threads that a task left behind."""
+    time.sleep(delay)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    time.sleep(delay)
     os._exit(128 + number)
+
+
+def _frame_of_worker() -> FrameType | None:
+    """None in another thread, and in what a task forked, whose frames are the worker's copies."""
+    return _frame_of(_worker.__code__, sys._getframe()) if _pid in (None, os.getpid()) else None
 
 
 def _frame_of(code: CodeType, frame: FrameType | None) -> FrameType | None:

@@ -110,7 +110,7 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
             return self
-        leave_between_tasks()
+        leave_between_tasks([signal.Signals[name] for name in self._names])
         for name in self._names:
             number = signal.Signals[name]
             if signal.getsignal(number) is not None:  # None: not Python's, which Python cannot give back

@@ -39,6 +39,7 @@ executor:
   init_args:
     tasks: {tasks}
     workers: {workers}
+    start_method: {start_method}
     logging_dir: logs
     pipeline:
       - class_path: JsonlReader
@@ -120,7 +121,9 @@ def ends(pid: int) -> bool:
 class Job:
     """``datatrove-ckpt run``, as often as it takes."""
 
-    def __init__(self, folder: Path, server: FakeServer, tasks: int, workers: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, server: FakeServer, tasks: int, workers: int | None = None, start_method: str = "forkserver"
+    ) -> None:
         self.folder = folder
         self.tasks = tasks
         (folder / "input").mkdir(parents=True)
@@ -128,7 +131,9 @@ class Job:
             rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
             (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "my_rollouts.py").write_text(ROLLOUTS)
-        (folder / "job.yaml").write_text(JOB.format(tasks=tasks, workers=workers or tasks, url=server.url))
+        (folder / "job.yaml").write_text(
+            JOB.format(tasks=tasks, workers=workers or tasks, start_method=start_method, url=server.url)
+        )
 
     def start(self) -> Process:
         return Process([sys.executable, "-m", "datatrove_ckpt.cli", "run", "job.yaml"], self.folder)
@@ -207,6 +212,34 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
         assert job.completed == tasks
         assert set(server.asked.values()) == {1}
     assert outputs(tmp_path / "job" / "output") == undisturbed[tasks]
+
+
+def ignores(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # ended meanwhile
+        return False
+    return bool(int(status.partition("SigIgn:")[2].split()[0], 16) >> number - 1 & 1)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_however_workers_are_started_an_idle_one_keeps_nobody(
+    tmp_path: Path, number: signal.Signals, start_method: str
+) -> None:
+    with FakeServer(answer, hold_after=0) as server:
+        job = Job(tmp_path, server, 2, 3, start_method)
+        process = job.start()
+        until_asked(server, 8)
+        while not any(ignores(other.pid, signal.SIGHUP) for other in process._others()):  # it may still be importing
+            time.sleep(0.01)
+        os.killpg(process.popen.pid, number)
+        job.until_drains()
+        server.release()
+        assert process.end() == 128 + number
+        assert process.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
+        assert "Traceback" not in process.log
+        assert process.left == []
 
 
 def test_the_fork_server_outlives_a_signal_to_all_or_its_workers_would_be_taken_for_dead(tmp_path: Path) -> None:

@@ -58,9 +58,6 @@ def _handle(arguments: argparse.Namespace) -> int:
         return _fail(error, 2)
     except (CkptError, OSError) as error:
         return _fail(error, 1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -284,7 +281,3 @@ def _own_error(error: BaseException) -> CkptError | None:
             waiting += [getattr(found, "error", None), found.__cause__, found.__context__]
             waiting += getattr(found, "exceptions", ())
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -126,7 +126,8 @@ def start_fork_server(names: Sequence[str]) -> None:
     A signal to the whole process group, as Ctrl-C is one, would end some of them with tracebacks, and the parent ends
     the workers anyway: with SIGTERM, the only one that they heed. In a task, a worker has handlers of its own.
     """
-    multiprocess.forkserver.set_forkserver_preload(["__main__", "datatrove_ckpt.fork_server"])
+    # What a worker imports takes a second: once, and not in each of them.
+    multiprocess.forkserver.set_forkserver_preload(["__main__", "datatrove_ckpt.fork_server", "datatrove_ckpt.cli"])
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in _deaf_to(names)}
     try:
         multiprocess.forkserver.ensure_running()

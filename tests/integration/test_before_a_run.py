@@ -332,7 +332,7 @@ def test_a_check_is_a_line() -> None:
 @pytest.mark.parametrize("command", [["doctor"], ["plan", "--mtbf=6h"]])
 def test_ctrl_c_in_the_middle_leaves_nothing(job: Path, command: list[str]) -> None:
     before = names(job)
-    argv = [sys.executable, "-m", "datatrove_ckpt.cli", command[0], "job.yaml", *command[1:]]
+    argv = [sys.executable, "-m", "datatrove_ckpt", command[0], "job.yaml", *command[1:]]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as running:
         while not list(job.glob(f"{PROBE}*/journal-*")):  # it measures syncs now, which takes a while
             assert running.poll() is None

@@ -136,7 +136,7 @@ class Job:
         )
 
     def start(self) -> Process:
-        return Process([sys.executable, "-m", "datatrove_ckpt.cli", "run", "job.yaml"], self.folder)
+        return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], self.folder)
 
     def until_drains(self, *tasks: int) -> None:
         """Until these ranks say so, or all of them."""

@@ -172,12 +172,30 @@ def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
 
 
 def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) -> None:
-    command = [sys.executable, "-W", "error", "-m", "datatrove_ckpt.cli", "run", "job.yaml"]
+    command = [sys.executable, "-W", "error", "-m", "datatrove_ckpt", "run", "job.yaml"]
     overrides = ["--executor.tasks=2", "--executor.workers=2", "--pipeline.1.end=own"]
     ended = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 1
     assert ended.stderr.endswith("error: The prompt is another one.\n")
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("module", ["datatrove", "datatrove_ckpt.cli"])
+def test_ctrl_c_while_the_command_imports_is_no_traceback(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+""")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [str(Path(sys.executable).with_name("datatrove-ckpt")), "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
 def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:

@@ -79,6 +79,7 @@ ROOMS = [
     "commands",
     "slurm",
     "cli",
+    "__main__",
     "testing",
 ]
 

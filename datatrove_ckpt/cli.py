@@ -16,7 +16,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +28,7 @@ from datatrove_ckpt import slurm
 from datatrove_ckpt.checkpoint.commits import Tally, read_commits
 from datatrove_ckpt.commands import add_commands
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
-from datatrove_ckpt.interruption import Interruption, end_children, start_fork_server
+from datatrove_ckpt.interruption import Interruption, start_fork_server
 from datatrove_ckpt.output import check_rank_in_template
 from datatrove_ckpt.overrides import OVERRIDES_HELP, describe, read_config, split_overrides
 from datatrove_ckpt.runner import InferenceRunner
@@ -138,8 +137,6 @@ def _execute(executor: Any, command: str) -> int:
 
 def _interrupted(interruption: Interruption, command: str) -> int:
     number = interruption.number or signal.SIGINT
-    with suppress(KeyboardInterrupt):
-        end_children()
     what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To go on: {command}"
     print(what, file=sys.stderr)
     return 128 + number

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -35,8 +36,8 @@ class Interruption:
     """``with Interruption(signals) as interruption:`` around what a command does, in one process or in a pool.
 
     Signals that would end this process on the spot raise ``Signalled`` instead. The pool then terminates its workers,
-    which drain, and waits for them. A pool or manager that is being made is completed, and then ended: nobody would
-    know the processes of half of one.
+    which drain, and waits for them; of a second signal they end at once. A pool or manager that is being made is
+    completed, and then ended: nobody would know the processes of half of one.
 
     Args:
         signals: those that ranks drain on; none where there are no ranks.
@@ -68,6 +69,9 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.number is not None:
+            with suppress(KeyboardInterrupt):
+                _end_children()
         for number, previous in self._borrowed.items():
             signal.signal(number, previous)
         multiprocess.pool.worker, Pool.__init__, BaseManager.start = self._originals
@@ -104,7 +108,7 @@ class Interruption:
         return made
 
 
-def end_children() -> None:
+def _end_children() -> None:
     """Those that nobody has ended: a signal came between two lines, say, or a second one did."""
     util._run_finalizers(0)  # of pools and managers, as at the interpreter's exit
     while children := multiprocess.active_children():

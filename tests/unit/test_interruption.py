@@ -22,7 +22,7 @@ from multiprocess.pool import Pool
 from multiprocess.process import BaseProcess
 
 from datatrove_ckpt import interruption, pool_workers
-from datatrove_ckpt.interruption import Interruption, Signalled, end_children
+from datatrove_ckpt.interruption import Interruption, Signalled
 
 
 @pytest.mark.parametrize("signals", [["SIGTERM"], []])
@@ -90,7 +90,8 @@ def test_what_a_second_signal_left_is_ended_even_if_it_loses_the_first_one(monke
     process = context.Process(target=heeds_the_second, args=(told,))
     process.start()
     assert told.wait(60)
-    end_children()
+    with pytest.raises(Signalled), Interruption(["SIGTERM"]):
+        signal.raise_signal(signal.SIGTERM)
     assert process.exitcode == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -14,6 +15,10 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer
+
+# A shell starts what it puts into the background deaf to Ctrl-C, and that is inherited by all processes of the tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _COUNTING = ("tests/crash/", "tests/integration/test_kills.py")
 

@@ -78,7 +78,8 @@ class InferenceConfig:
         api_key_env: name of the environment variable that holds the endpoint's key.
         trust_remote_code: let vLLM and SGLang run code that comes with the model. Off: it is somebody else's code.
         request_max_attempts: attempts per request before it is given up (429, 5xx, resets, timeouts, torn answers).
-        server_stop_timeout_sec: seconds a server gets to end by itself before it is killed.
+        server_stop_timeout_sec: seconds a server gets to end by itself before it is killed; 4 at most if its runner
+            was killed itself.
         replicas: servers to launch on this node, each on its own tp * dp * pp GPUs (llamacpp: with its
             share of the cores as threads). ``max_concurrent_generations`` counts the requests of all of them together.
         server_max_restarts: how often one server may be restarted within ``server_restart_window_sec`` seconds, not

@@ -33,6 +33,8 @@ _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 AT_ONCE = b"k"
 # Seconds between two looks at who our parent is. Only matters when a fork of the runner keeps our stdin open.
 _PARENT_CHECK = 1.0
+# Seconds a server gets whose runner is dead: nobody waits for its answers, and the next runner needs its GPUs.
+_ORPHAN_TIMEOUT = 4.0
 # Seconds SIGKILL may take. A process stuck inside a driver cannot be killed, and waiting for it would never end.
 _KILL_TIMEOUT = 10.0
 
@@ -184,12 +186,16 @@ class Guardian:
 
     def _ask_to_stop(self) -> None:
         _kill_group(self.engine, signal.SIGTERM)
-        deadline = time.monotonic() + self.stop_timeout
+        began = time.monotonic()
         self._reap()
-        while self.engine_status is None and (left := deadline - time.monotonic()) > 0:
-            select.select([self._wakeup_read], [], [], left)
+        while self.engine_status is None and (left := began + self._patience() - time.monotonic()) > 0:
+            select.select([self._wakeup_read], [], [], min(left, _PARENT_CHECK))
             self._drain_wakeups()
             self._reap()
+
+    def _patience(self) -> float:
+        """Looked at again and again: a runner that is killed lets go before it is dead, and one may die in the wait."""
+        return self.stop_timeout if os.getppid() == self._runner else min(self.stop_timeout, _ORPHAN_TIMEOUT)
 
     def _kill_the_rest(self) -> None:
         """SIGKILL until a look at the process table finds nobody: a dying process may still have forked."""

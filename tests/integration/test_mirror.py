@@ -150,10 +150,10 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
 # damage ------------------------------------------------------------------------------------------------------------
 
 
-def flips(path: Path) -> Iterator[bytes]:
-    """The content with one byte changed, at every few bytes and at both ends; cut at several places; longer."""
+def flips(path: Path, places: int | None) -> Iterator[bytes]:
+    """The content with one byte changed, at so many places or all, and at both ends; cut at several places; longer."""
     content = path.read_bytes()
-    step = max(1, len(content) // 40)
+    step = max(1, len(content) // places) if places else 1
     for offset in sorted({*range(0, len(content), step), len(content) - 1}):
         yield content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :]
     for size in (0, 1, len(content) // 2, len(content) - 1):
@@ -167,9 +167,10 @@ def restored(job: Job) -> dict[str, Any]:
     return state(job.rank)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("places", [40, pytest.param(None, marks=pytest.mark.full, id="every byte")])
 def test_no_damage_to_any_one_object_costs_more_than_a_generation(
-    job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch
+    job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
     states = three_generations(job, monkeypatch)
     assert restored(job) == states[2]
@@ -181,7 +182,7 @@ def test_no_damage_to_any_one_object_costs_more_than_a_generation(
     assert len(objects) == 2 * len(needed)
     for path in (*objects, newest):
         content = path.read_bytes()
-        for damaged in (*flips(path), None):
+        for damaged in (*flips(path, places), None):
             log.clear()
             if damaged is None:
                 path.unlink()

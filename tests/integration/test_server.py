@@ -180,9 +180,11 @@ def test_a_temporary_log_goes_with_its_server() -> None:
 
 
 @linux_only
-def test_no_process_of_the_tree_outlives_a_runner_that_was_killed() -> None:
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool) -> None:
     custom(SERVER)
-    with subprocess.Popen([sys.executable, "-c", RUNNER], stdout=subprocess.PIPE) as runner:
+    code = RUNNER.replace('"family": True', '"family": True, "stubborn": True') if stubborn else RUNNER
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as runner:
         assert runner.stdout
         assert runner.stdout.readline() == b"ready\n"
         with all_gone_within(family(), 10):

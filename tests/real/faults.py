@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +192,8 @@ def check_killed_runner(job: Job, name: str, after: int) -> None:
         process.wait()
     job.note("killed")
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in servers):
-        assert time.monotonic() < deadline, "a process of the server is alive 10 s after its runner"
+    while living := _living(servers):
+        assert time.monotonic() < deadline, f"alive 10 s after their runner: {living}"
         time.sleep(0.02)
     job.run()
     job.check(name, restarts=0, lives=2)
@@ -212,9 +212,18 @@ def preempt(job: Job, number: signal.Signals, after: int) -> int:
     seconds, answered = time.monotonic() - began, job.events("answered").total()
     lost = job.events("asked").total() - answered - lost_before
     print(f"\n{number.name}: ended after {seconds:.1f} s, {answered - before} more were answered, {lost} given up")
-    # A zombie is gone; whether somebody collects it is the machine's business.
-    assert [p for p in process_table() if p.pid in servers and not p.zombie] == []
+    assert _living(servers) == []
     return lost
+
+
+def _living(pids: list[int]) -> list[str]:
+    """The names of those that live. A zombie is gone; whether somebody collects it is the machine's business."""
+    living = [process.pid for process in process_table() if process.pid in pids and not process.zombie]
+    names = []
+    for pid in living:
+        with suppress(OSError):  # ended meanwhile
+            names.append(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
+    return names
 
 
 def process_named(title: str, process: Life) -> int:

@@ -109,7 +109,7 @@ class Bench:
         """What a mirror costs, by how often it is made; to a folder, or to --remote."""
         base = self.options.remote or str(self.folder / "work/remote")
         for latency in self.options.latency:
-            count = _documents(self.options.documents, latency / 1000, 256, self.options.seconds)
+            count = _documents(self.options.documents, latency, 256, self.options.seconds)
             often: dict[str, dict[str, Any]] = {"off": {}}
             for seconds in self.options.mirror_seconds:
                 often[f"{seconds:g}"] = {"remote": base, "mirror_seconds": seconds}
@@ -259,10 +259,10 @@ def _extrapolated(measured: dict[int, float], count: int) -> float:
     return more + (more - some) / (many - few) * (count - many)
 
 
-def _documents(most: int, latency: float, concurrency: int, seconds: float) -> int:
+def _documents(most: int, latency_ms: float, concurrency: int, seconds: float) -> int:
     """With a latency, what an ideal client does in ``seconds``, or half of that: less would be ramp-up and drain."""
-    ideal = math.ceil(seconds * concurrency / latency * 1000) if latency else 0
-    return min(max(most, ideal // 2), ideal) if latency else most
+    ideal = math.ceil(seconds * concurrency / latency_ms * 1000) if latency_ms else 0
+    return min(max(most, ideal // 2), ideal) if latency_ms else most
 
 
 def _print_throughput(results: dict[str, list[Result]], latency: float, concurrency: int) -> None:

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn
 
 from multiprocess.pool import worker as _worker
@@ -148,10 +148,7 @@ def _leave(number: int, delay: float = 0.0) -> NoReturn:
 
 def _frame_of_worker() -> FrameType | None:
     """None in another thread, and in what a task forked, whose frames are the worker's copies."""
-    return _frame_of(_worker.__code__, sys._getframe()) if _pid in (None, os.getpid()) else None
-
-
-def _frame_of(code: CodeType, frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not code:
+    frame: FrameType | None = sys._getframe() if _pid in (None, os.getpid()) else None
+    while frame is not None and frame.f_code is not _worker.__code__:
         frame = frame.f_back
     return frame

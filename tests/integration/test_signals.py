@@ -102,6 +102,14 @@ class Process:
             self.log += self._lines.get()
         return code
 
+    def ends_interrupted(self, number: signal.Signals) -> None:
+        """With nobody left, no traceback, and one line on how to go on, the last one."""
+        assert self.end() == 128 + number
+        assert self.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
+        assert self.log.count("To go on: datatrove-ckpt run job.yaml") == 1
+        assert "Traceback" not in self.log
+        assert self.left == []
+
     def _others(self) -> list[guardian.Process]:
         return [p for p in guardian.process_table() if p.session == self.popen.pid and not p.zombie]
 
@@ -201,11 +209,7 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
         (os.killpg if group else os.kill)(process.popen.pid, number)
         job.until_drains()
         server.release()
-        assert process.end() == 128 + number
-        assert process.log.count("To go on: datatrove-ckpt run job.yaml") == 1
-        assert process.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
-        assert "Traceback" not in process.log
-        assert process.left == []
+        process.ends_interrupted(number)
         assert job.completed == 0
         again = job.start()
         assert again.end() == 0, again.log
@@ -236,10 +240,7 @@ def test_however_workers_are_started_an_idle_one_keeps_nobody(
         os.killpg(process.popen.pid, number)
         job.until_drains()
         server.release()
-        assert process.end() == 128 + number
-        assert process.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
-        assert "Traceback" not in process.log
-        assert process.left == []
+        process.ends_interrupted(number)
 
 
 def test_the_fork_server_outlives_a_signal_to_all_or_its_workers_would_be_taken_for_dead(tmp_path: Path) -> None:
@@ -257,9 +258,7 @@ def test_the_fork_server_outlives_a_signal_to_all_or_its_workers_would_be_taken_
         os.close(handle)
         os.kill(process.popen.pid, signal.SIGCONT)
         server.release()
-        assert process.end() == 128 + signal.SIGTERM
-        assert process.log.splitlines()[-1].startswith("interrupted by SIGTERM; what is finished is saved.")
-        assert process.left == []
+        process.ends_interrupted(signal.SIGTERM)
 
 
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import sys
 def main() -> int:
     """Returns the exit code; see cli.py."""
     try:
-        from datatrove_ckpt import cli
+        from datatrove_ckpt.cli.main import main as command
 
-        return cli.main()
+        return command()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

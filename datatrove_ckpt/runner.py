@@ -20,29 +20,29 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.stats import TimingStats
 from loguru import logger
 
-from datatrove_ckpt import loop
-from datatrove_ckpt.arrow import prepare_arrow
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
-from datatrove_ckpt.collector import calm_collector
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.dead_letters import Retry
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.failures import Failures, OnDocumentError
-from datatrove_ckpt.generation import Generation
-from datatrove_ckpt.identity import code_identity, run_identity
-from datatrove_ckpt.inference.link import follow
-from datatrove_ckpt.inference.nodes import Nodes
-from datatrove_ckpt.inference.pool import connect
-from datatrove_ckpt.mirror import RemoteMirror
-from datatrove_ckpt.orphans import die_with_parent
-from datatrove_ckpt.output import ChunkOutput, check_rank_in_template, check_writer
-from datatrove_ckpt.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
-from datatrove_ckpt.progress import Progress, wants_bar
-from datatrove_ckpt.restore import restore_rank
-from datatrove_ckpt.source import DocumentSource
-from datatrove_ckpt.store import check_url
-from datatrove_ckpt.uncheckpointed import Uncheckpointed
+from datatrove_ckpt.generation.dead_letters import Retry
+from datatrove_ckpt.generation.failures import Failures, OnDocumentError
+from datatrove_ckpt.generation.null_checkpoint import Uncheckpointed
+from datatrove_ckpt.generation.prefetch import DocumentSource
+from datatrove_ckpt.generation.progress import Progress, wants_bar
+from datatrove_ckpt.generation.run_identity import code_identity, run_identity
+from datatrove_ckpt.generation.scheduler import Generation
+from datatrove_ckpt.inference.servers.multi_node import follow
+from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.inference.servers.pool import connect
+from datatrove_ckpt.mirror.mirror import RemoteMirror
+from datatrove_ckpt.mirror.object_store import check_url
+from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.output.arrow import prepare_arrow
+from datatrove_ckpt.output.chunk_output import ChunkOutput, check_rank_in_template, check_writer
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.gc_tuning import calm_collector
+from datatrove_ckpt.process.parent_watch import die_with_parent
+from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 
 SharedContext = dict[str, Any] | Callable[[], Any] | AbstractContextManager[dict[str, Any]] | None
 
@@ -230,7 +230,7 @@ class InferenceRunner(PipelineStep):
                     output.prepare()
             preemption.raise_if_told()
             main = self._generate(data, rank, checkpoint, progress, preemption)
-            loop.run(main, starts_processes=self.config.server_type != "endpoint")
+            event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
             completed = True
         except BaseExceptionGroup as group:
             error = _first(group)

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import InferenceRunner, mirror
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.restore import restore
+from datatrove_ckpt.mirror import mirror
+from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import config, documents, writer
 

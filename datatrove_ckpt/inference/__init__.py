@@ -1,1 +1,5 @@
-"""Servers and client: network only, no disk but the server log, no datatrove."""
+"""Everything that talks to a model server. It knows no disk, no datatrove and no checkpoint.
+
+``client/`` turns one payload into one answer. ``servers/`` launches, watches and restarts the servers, and imports
+``client/``, never the other way round.
+"""

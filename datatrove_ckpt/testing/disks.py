@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datatrove_ckpt import store
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.mirror import object_store
 
 EFFECTS = (
     "make_dir",
@@ -28,7 +28,7 @@ EFFECTS = (
 )
 """The names of the effects: methods of ``files.Disk``."""
 REMOTE_EFFECTS = ("put", "copy", "delete")
-"""Those on a remote: methods of ``store.Effects``."""
+"""Those on a remote: methods of ``object_store.Effects``."""
 
 
 class SimulatedCrash(BaseException):
@@ -63,11 +63,11 @@ class WatchedDisk(files.Disk):
         with self._lock:
             label = f"{name} {args[0].rpartition('/')[2]}"
             self.before(name, (fs, *args), label)
-            getattr(store.Effects, name)(store.effects, fs, *args)
+            getattr(object_store.Effects, name)(object_store.effects, fs, *args)
             self.happened.append(label)
 
 
-class WatchedRemote(store.Effects):
+class WatchedRemote(object_store.Effects):
     """Its effects happen in one order with those of a disk, and crash with it."""
 
     def __init__(self, disk: WatchedDisk) -> None:
@@ -137,7 +137,7 @@ class CrashingDisk(WatchedDisk):
         if name == "write" and self._torn:
             files.Disk.write(self, args[0], memoryview(args[1])[: len(args[1]) // 2], args[2])
         if name == "put" and self._torn:
-            store.Effects().put(args[0], args[1], args[2][: len(args[2]) // 2])
+            object_store.Effects().put(args[0], args[1], args[2][: len(args[2]) // 2])
         self.crashed_at = label
         copy_tree(self._folder, self.snapshot)
         raise SimulatedCrash(label)
@@ -292,15 +292,15 @@ class FailingDisk(WatchedDisk):
 def disk_in_place(disk: files.Disk) -> Iterator[None]:
     """Everybody writes to ``disk`` meanwhile. A simulated crash ends the block, and is swallowed."""
     before, files.disk = files.disk, disk
-    effects = store.effects
+    effects = object_store.effects
     if isinstance(disk, CrashingDisk):
-        store.effects = WatchedRemote(disk)
+        object_store.effects = WatchedRemote(disk)
     try:
         yield
     except SimulatedCrash:
         pass
     finally:
-        files.disk, store.effects = before, effects
+        files.disk, object_store.effects = before, effects
         disk.close()
 
 

@@ -206,9 +206,9 @@ SYSTEMS = {"ours": run_ours, "datatrove": run_datatrove, "bare": run_bare, "prot
 
 def watch_mirror(counts: dict[str, Any]) -> None:
     """Counts what a mirror puts on its remote, and the CPU seconds of its thread and of its snapshots."""
-    from datatrove_ckpt import store
     from datatrove_ckpt.checkpoint.manager import CheckpointManager
-    from datatrove_ckpt.mirror import RemoteMirror
+    from datatrove_ckpt.mirror import object_store
+    from datatrove_ckpt.mirror.mirror import RemoteMirror
 
     def timed(work: Callable[..., Any]) -> Callable[..., Any]:
         def with_time(*args: Any) -> Any:
@@ -220,7 +220,7 @@ def watch_mirror(counts: dict[str, Any]) -> None:
 
         return with_time
 
-    class Counting(store.Effects):
+    class Counting(object_store.Effects):
         def put(self, fs: Any, path: str, data: bytes) -> None:
             counts["mirrored"] += len(data)
             counts["puts"] += 1
@@ -228,7 +228,7 @@ def watch_mirror(counts: dict[str, Any]) -> None:
             super().put(fs, path, data)
 
     counts |= {"mirrored": 0, "puts": 0, "generations": 0, "mirror_cpu": 0.0}
-    store.effects = Counting()
+    object_store.effects = Counting()
     for cls, name in ((RemoteMirror, "_run"), (CheckpointManager, "_snapshot")):
         setattr(cls, name, timed(getattr(cls, name)))
 

@@ -15,15 +15,16 @@ import xxhash
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt import InferenceRunner, uploads
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import files, storage
 from datatrove_ckpt.errors import CheckpointCorrupt
-from datatrove_ckpt.generations import Generations, Part
-from datatrove_ckpt.restore import restore
+from datatrove_ckpt.mirror import uploads
+from datatrove_ckpt.mirror.manifests import Generations, Part
+from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import REMOTE_EFFECTS
-from datatrove_ckpt.uploads import Uploads
 from tests.jobs import documents, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, up_to
 

@@ -37,11 +37,11 @@ from datatrove_ckpt.checkpoint import files, storage
 from datatrove_ckpt.checkpoint.commits import Commit, read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.dead_letters import read_letters
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed, ServerRefused
+from datatrove_ckpt.generation.dead_letters import read_letters
+from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FailingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
-from datatrove_ckpt.verify import verify
 from tests.jobs import runner
 
 # The job ------------------------------------------------------------------------------------------------------------

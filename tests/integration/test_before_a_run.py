@@ -19,12 +19,12 @@ import pytest
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt import checks, doctor, measures, plan
-from datatrove_ckpt.checks import Check, check_remote, within
-from datatrove_ckpt.cli import main
-from datatrove_ckpt.doctor import Sample, answer_bytes, estimate
-from datatrove_ckpt.file_systems import Nature
-from datatrove_ckpt.measures import PROBE, RemoteFailed
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.preflight import checks, doctor, plan, probes
+from datatrove_ckpt.preflight.checks import Check, check_remote, within
+from datatrove_ckpt.preflight.doctor import Sample, answer_bytes, estimate
+from datatrove_ckpt.preflight.file_systems import Nature
+from datatrove_ckpt.preflight.probes import PROBE, RemoteFailed
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -349,7 +349,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(job: Path, command: list[str]) -> N
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three measurements of each thing will do."""
-    monkeypatch.setattr(measures, "_repeats", lambda seconds, at_most: iter(range(3)))
+    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(3)))
 
 
 def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_nothing(

@@ -10,7 +10,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
-from datatrove_ckpt.cli import main
+from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, TooManyDeadLetters
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash

@@ -28,7 +28,7 @@ from datatrove_ckpt.errors import (
     RequestPoisoned,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.output import ChunkOutput
+from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 

@@ -17,8 +17,8 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
-from datatrove_ckpt.inference.client import CompletionClient
-from datatrove_ckpt.inference.server import make_server
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.servers.server import make_server
 from tests.real.faults import (
     Fault,
     Job,
@@ -89,7 +89,8 @@ def test_a_file_that_is_no_model_fails_with_its_log(tmp_path: Path) -> None:
 
 
 def test_a_missing_gguf_is_one_clear_line() -> None:
-    command = [sys.executable, "-m", "datatrove_ckpt.inference.llamacpp", "--model", "/nowhere.gguf", "--port", "1"]
+    module = "datatrove_ckpt.inference.servers.llamacpp"
+    command = [sys.executable, "-m", module, "--model", "/nowhere.gguf", "--port", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("model_name_or_path: there is no file /nowhere.gguf")

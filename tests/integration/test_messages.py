@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datatrove.io import DataFolder
 
-from datatrove_ckpt.cli import main
+from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer, outputs
 
 JOB = """\

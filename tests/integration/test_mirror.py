@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt import mirror, store
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, Fenced, StorageFailed
-from datatrove_ckpt.plan import MIRROR_REQUESTS
-from datatrove_ckpt.restore import restore
+from datatrove_ckpt.mirror import mirror, object_store
+from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.mirror.uploads import KEPT
+from datatrove_ckpt.preflight.plan import MIRROR_REQUESTS
 from datatrove_ckpt.testing import FakeServer, outputs
-from datatrove_ckpt.uploads import KEPT
 from tests.jobs import documents, runner
 from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
 
@@ -127,10 +127,10 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
 ) -> None:
     job.run_until("text 4 again")
 
-    def down(self: store.Store, folder: str = "") -> list[str]:
+    def down(self: object_store.Store, folder: str = "") -> list[str]:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(store.Store, "names", down)
+    monkeypatch.setattr(object_store.Store, "names", down)
     with FakeServer() as server:
         job.run(server)
         assert any("Could not look at the mirror" in line and "going on with" in line for line in log)
@@ -293,7 +293,7 @@ def test_a_node_that_was_restored_from_an_older_generation_is_not_restored_again
         generation.write_bytes(b"damaged")
     job.lose_the_node()
     with monkeypatch.context() as failing:
-        failing.setattr(store, "effects", Failing())
+        failing.setattr(object_store, "effects", Failing())
         job.run_until("text 5 again")
         assert answered(job.rank) == up_to("text 5 again")
     with FakeServer() as server:
@@ -342,14 +342,14 @@ def test_a_mirror_of_another_run_is_refused_by_its_settings(job: Job) -> None:
 # mirroring ---------------------------------------------------------------------------------------------------------
 
 
-class Failing(store.Effects):
+class Failing(object_store.Effects):
     """A remote that takes nothing."""
 
     def put(self, fs: Any, path: str, data: bytes) -> None:
         raise ConnectionError("no route to host")
 
 
-class FailingOnce(store.Effects):
+class FailingOnce(object_store.Effects):
     """A remote that refuses the first generation once, and whatever is written of the second."""
 
     def __init__(self) -> None:
@@ -363,7 +363,7 @@ class FailingOnce(store.Effects):
         super().put(fs, path, data)
 
 
-class Hanging(store.Effects):
+class Hanging(object_store.Effects):
     """A remote that takes for ever."""
 
     def __init__(self) -> None:
@@ -379,7 +379,7 @@ class Hanging(store.Effects):
 def test_a_remote_that_fails_costs_a_warning_and_nothing_else(
     job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    monkeypatch.setattr(store, "effects", Failing())
+    monkeypatch.setattr(object_store, "effects", Failing())
     with FakeServer() as server:
         job.run(server)
     assert outputs(job.folder / "output") == expected
@@ -391,7 +391,7 @@ def test_a_first_generation_that_failed_once_is_written_before_any_object(
 ) -> None:
     """Objects without any generation would be taken for damage."""
     with monkeypatch.context() as failing:
-        failing.setattr(store, "effects", FailingOnce())
+        failing.setattr(object_store, "effects", FailingOnce())
         with FakeServer() as server:
             job.run(server, mirror_seconds=0.01)
     assert any("ConnectionError: 503" in line for line in log)
@@ -403,7 +403,7 @@ def test_a_first_generation_that_failed_once_is_written_before_any_object(
     assert outputs(job.folder / "output") == expected
 
 
-class Missing(store.Effects):
+class Missing(object_store.Effects):
     """A bucket that is not there, as file systems of fsspec say it."""
 
     def put(self, fs: Any, path: str, data: bytes) -> None:
@@ -413,7 +413,7 @@ class Missing(store.Effects):
 def test_a_place_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_to_its_end(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "effects", Missing())
+    monkeypatch.setattr(object_store, "effects", Missing())
     with FakeServer(delay=lambda payload, times: 0.1) as server:
         with pytest.raises(
             ConfigError, match=r"checkpoints_remote_dir: nothing can be written to .*bucket does not ex"
@@ -429,7 +429,7 @@ def test_a_place_that_vanishes_later_costs_warnings_only(
         running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
         running.start()
         until(lambda: generations(job) and server.asked.total() == 4)
-        monkeypatch.setattr(store, "effects", Missing())
+        monkeypatch.setattr(object_store, "effects", Missing())
         server.release()
         running.join(20)
         assert not running.is_alive()
@@ -449,7 +449,7 @@ def test_a_mirror_that_was_given_up_claims_nothing_any_more(job: Job, monkeypatc
         return take(manager, since)
 
     monkeypatch.setattr(CheckpointManager, "snapshot", late)
-    monkeypatch.setattr(store.Effects, "put", lambda self, fs, path, data: put.append(path))
+    monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))
     threads: list[threading.Thread] = []
     start = mirror.RemoteMirror.start
     monkeypatch.setattr(
@@ -468,7 +468,7 @@ def test_a_remote_that_hangs_delays_neither_the_run_nor_its_end_by_more_than_the
     job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     hanging = Hanging()
-    monkeypatch.setattr(store, "effects", hanging)
+    monkeypatch.setattr(object_store, "effects", hanging)
     monkeypatch.setattr(mirror, "LAST_SECONDS", 0.2)
     with FakeServer() as server:
         started = time.monotonic()
@@ -502,7 +502,7 @@ def test_a_rank_that_is_told_to_end_mirrors_at_once_and_waits_for_the_last_time_
         until(lambda: len(mirrored) == 2)
         restore(f"{job.remote}/00000", job.folder / "scratch")
         assert answered(job.folder / "scratch") == up_to("text 1 again")
-        monkeypatch.setattr(store, "effects", hanging)
+        monkeypatch.setattr(object_store, "effects", hanging)
         server.release()
         running.join(20)
         assert not running.is_alive()
@@ -513,12 +513,12 @@ def test_a_rank_that_is_told_to_end_mirrors_at_once_and_waits_for_the_last_time_
 def test_only_what_is_new_travels_and_three_generations_are_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     put: list[tuple[str, int]] = []
 
-    class Counting(store.Effects):
+    class Counting(object_store.Effects):
         def put(self, fs: Any, path: str, data: bytes) -> None:
             put.append((path.rpartition("/")[2], len(data)))
             super().put(fs, path, data)
 
-    monkeypatch.setattr(store, "effects", Counting())
+    monkeypatch.setattr(object_store, "effects", Counting())
     with FakeServer(delay=lambda payload, times: 0.02) as server:
         job.run(server, 40, mirror_seconds=0, records_per_chunk=20)
     kept = generations(job)
@@ -536,7 +536,7 @@ def test_plan_reckons_with_as_many_requests_as_a_generation_takes(job: Job, monk
     requests: list[str] = []
 
     def counted(name: str) -> Any:
-        method = getattr(store.Store, name)
+        method = getattr(object_store.Store, name)
 
         def call(*args: Any) -> Any:
             requests.append(f"{name} {args[1] if len(args) > 1 else ''}")
@@ -545,7 +545,7 @@ def test_plan_reckons_with_as_many_requests_as_a_generation_takes(job: Job, monk
         return call
 
     for name in ("put", "copy", "remove", "read", "names"):
-        monkeypatch.setattr(store.Store, name, counted(name))
+        monkeypatch.setattr(object_store.Store, name, counted(name))
     with FakeServer(delay=lambda payload, times: 0.02) as server:
         job.run(server, 60, mirror_seconds=0.02, records_per_chunk=20)
     made = len([one for one in requests if one.startswith("put generation")])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt import store
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
-from datatrove_ckpt.mirror import RemoteMirror
+from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -19,18 +19,18 @@ def test_auto_mirrors_a_slow_remote_as_seldom_as_its_share_says(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirrors: list[RemoteMirror] = []
-    begin, put = RemoteMirror.start, store.Effects.put
+    begin, put = RemoteMirror.start, object_store.Effects.put
 
     def start(self: RemoteMirror, source: Any) -> None:
         mirrors.append(self)
         begin(self, source)
 
-    def slow(self: store.Effects, *args: Any) -> Any:
+    def slow(self: object_store.Effects, *args: Any) -> Any:
         time.sleep(0.2)
         return put(self, *args)
 
     monkeypatch.setattr(RemoteMirror, "start", start)
-    monkeypatch.setattr(store.Effects, "put", slow)
+    monkeypatch.setattr(object_store.Effects, "put", slow)
     step = runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "remote"), mirror_seconds="auto")
     step.run(iter(documents(6)))
     # The last mirroring puts a part of a file and a manifest at least: 0.4 s, which is 5 % of 8.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.inference.guardian import process_table
+from datatrove_ckpt.inference.servers.guardian import process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, Job
 from tests.kept import until_kept

@@ -21,13 +21,14 @@ import pytest
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, preemption, slurm_job
+from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
-from datatrove_ckpt.inference import guardian
-from datatrove_ckpt.output import ChunkOutput
-from datatrove_ckpt.preemption import Preemption
-from datatrove_ckpt.store import Store
+from datatrove_ckpt.inference.servers import guardian
+from datatrove_ckpt.mirror.object_store import Store
+from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.process import preemption, slurm_job
+from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
 

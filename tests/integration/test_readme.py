@@ -15,9 +15,9 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
-from datatrove_ckpt.cli import main
-from datatrove_ckpt.measures import Spread
-from datatrove_ckpt.plan import describe_table, make_table
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.preflight.plan import describe_table, make_table
+from datatrove_ckpt.preflight.probes import Spread
 from tests.readme import README, blocks, commands
 
 ROOT = Path(__file__).parents[2]

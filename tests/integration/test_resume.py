@@ -21,8 +21,8 @@ from datatrove_ckpt import runner as runner_module
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentFailed
+from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.source import DocumentSource
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.jobs import ask, runner
 

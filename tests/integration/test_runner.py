@@ -29,7 +29,7 @@ from datatrove.pipeline.inference.types import InferenceError, ServerError
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, requests
+from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt import documents as encoding
 from datatrove_ckpt.errors import (
     CheckpointLocked,
@@ -41,7 +41,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     StorageFailed,
 )
-from datatrove_ckpt.inference.server import make_server
+from datatrove_ckpt.inference.servers.server import make_server
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, runner, writer
@@ -83,7 +83,7 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
         if document.id == f"id {number}":
             while server.asked.total() < number:
                 await asyncio.sleep(0.001)
-            ours = [tracemalloc.Filter(True, module.__file__) for module in (requests, encoding)]
+            ours = [tracemalloc.Filter(True, module.__file__) for module in (generate, encoding)]
             taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
             server.release()
             return None
@@ -102,7 +102,7 @@ def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_c
     code = (
         "import pyarrow\n"
         "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
-        "from datatrove_ckpt.arrow import prepare_arrow\n"
+        "from datatrove_ckpt.output.arrow import prepare_arrow\n"
         "print(pyarrow.default_memory_pool().backend_name)\n"
         "prepare_arrow(JsonlWriter('a'))\n"
         "print(pyarrow.default_memory_pool().backend_name)\n"

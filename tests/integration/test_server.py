@@ -21,13 +21,13 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference import endpoint, guardian, installed, server
-from datatrove_ckpt.inference.client import CompletionClient
-from datatrove_ckpt.inference.dummy import TEXT
-from datatrove_ckpt.inference.engines import EngineCommand
-from datatrove_ckpt.inference.interface import Server
-from datatrove_ckpt.inference.keys import HiddenDict, Key
-from datatrove_ckpt.inference.server import InferenceServer, make_server
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.keys import HiddenDict, Key
+from datatrove_ckpt.inference.servers import endpoint, guardian, installed, server
+from datatrove_ckpt.inference.servers.dummy import TEXT
+from datatrove_ckpt.inference.servers.engines import EngineCommand
+from datatrove_ckpt.inference.servers.interface import Server
+from datatrove_ckpt.inference.servers.server import InferenceServer, make_server
 from datatrove_ckpt.testing import FakeServer
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
@@ -56,7 +56,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 RUNNER = """
 import asyncio, sys
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.server import make_server
+from datatrove_ckpt.inference.servers.server import make_server
 async def main():
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "script.py", "family": True})
     async with make_server(config, 0):
@@ -543,8 +543,8 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-import datatrove_ckpt.inference.plain as plain
-import datatrove_ckpt.inference.server as server
+import datatrove_ckpt.inference.client.plain as plain
+import datatrove_ckpt.inference.servers.server as server
 job = json.loads(pathlib.Path("job.json").read_text())
 class Hidden:  # no plain value: those that a rollout names are part of a run's identity
     canary = base64.b64decode(job["canary"]).decode()
@@ -718,7 +718,7 @@ import os, pathlib, sys
 port = sys.argv[sys.argv.index("--port") + 1]
 pathlib.Path(f"gpus-{{port}}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 os.environ["DATATROVE_CKPT_API_KEY"] = os.environ["VLLM_API_KEY"]
-os.execv(sys.executable, [sys.executable, "-m", "datatrove_ckpt.inference.dummy", "--port", port])
+os.execv(sys.executable, [sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy", "--port", port])
 """
 
 

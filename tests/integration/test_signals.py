@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt import preemption
-from datatrove_ckpt.inference import guardian
+from datatrove_ckpt.inference.servers import guardian
+from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 
 DRAINS = "requests in flight have"

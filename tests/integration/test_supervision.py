@@ -22,13 +22,14 @@ from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, RequestFailed, RequestPoisoned, ServerDied, ServerStartFailed
-from datatrove_ckpt.inference import pool, replica, routing, server
-from datatrove_ckpt.inference.answers import Completion
-from datatrove_ckpt.inference.client import CompletionClient
-from datatrove_ckpt.inference.link import Leader
-from datatrove_ckpt.inference.nodes import Nodes
-from datatrove_ckpt.inference.pool import ServerPool
-from datatrove_ckpt.inference.routing import Target
+from datatrove_ckpt.inference.client import routing
+from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.routing import Target
+from datatrove_ckpt.inference.servers import pool, server, supervisor
+from datatrove_ckpt.inference.servers.multi_node import Leader
+from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.inference.servers.pool import ServerPool
 
 # An engine that does what a prompt says. It notes each prompt in ./asked, and its own id in ./engines when it starts.
 # Without an HTTP library, whose import would take most of the time of these tests.
@@ -105,10 +106,10 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
-    monkeypatch.setattr(replica, "_FIRST_BACKOFF", 0.01)
-    monkeypatch.setattr(replica, "_PROBE_INTERVAL", 0.1)
-    monkeypatch.setattr(replica, "_PROBE_PAUSE", 0.02)
-    monkeypatch.setattr(replica, "_DRAIN_MARGIN", 0.0)
+    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(supervisor, "_PROBE_INTERVAL", 0.1)
+    monkeypatch.setattr(supervisor, "_PROBE_PAUSE", 0.02)
+    monkeypatch.setattr(supervisor, "_DRAIN_MARGIN", 0.0)
     (tmp_path / "engine.py").write_text(ENGINE)
 
 
@@ -213,7 +214,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (replica, routing):
+    for module in (supervisor, routing):
         monkeypatch.setattr(module, "time", made)
     return made
 
@@ -381,7 +382,7 @@ def test_a_failure_of_a_living_server_uses_up_an_attempt() -> None:
 
 
 def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(supervisor, "_PROBE_TIMEOUT", 0.2)
 
     async def script(run: Run) -> None:
         os.kill(engines()[0], signal.SIGSTOP)
@@ -484,7 +485,7 @@ def test_replicas_share_the_work_on_gpus_of_their_own(monkeypatch: pytest.Monkey
 
 
 def test_the_work_of_a_dead_replica_goes_to_the_others_while_it_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_FIRST_BACKOFF", 60.0)  # it does not come back in time
+    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 60.0)  # it does not come back in time
 
     async def script(run: Run) -> None:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
@@ -589,8 +590,8 @@ class CountingVllm:
 def test_the_queue_of_the_engine_is_kept_short_and_never_empty(
     first: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_ADMISSION_INTERVAL", 0.0)
-    monkeypatch.setattr(replica, "_FIRST_ADMISSION", first)
+    monkeypatch.setattr(supervisor, "_ADMISSION_INTERVAL", 0.0)
+    monkeypatch.setattr(supervisor, "_FIRST_ADMISSION", first)
     engine = CountingVllm(late)
 
     async def run() -> None:
@@ -821,8 +822,8 @@ def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pyt
 FOLLOWER = """
 import asyncio, sys
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.inference.link import follow
-from datatrove_ckpt.inference.nodes import Nodes
+from datatrove_ckpt.inference.servers.multi_node import follow
+from datatrove_ckpt.inference.servers.nodes import Nodes
 config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
 asyncio.run(follow(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 """

@@ -22,8 +22,9 @@ from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.cli import main
+from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, StorageFailed
+from datatrove_ckpt.maintenance.verify_output import output_pattern
 from datatrove_ckpt.testing import (
     CrashingDisk,
     FakeServer,
@@ -33,7 +34,6 @@ from datatrove_ckpt.testing import (
     outputs,
 )
 from datatrove_ckpt.testing.disks import copy_tree
-from datatrove_ckpt.verify_output import output_pattern
 from tests.jobs import documents, runner, writer
 
 Said = Callable[..., tuple[int, str]]
@@ -335,7 +335,7 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
     def refuse(*args: Any) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr("datatrove_ckpt.verify_output._content_hash", refuse)
+    monkeypatch.setattr("datatrove_ckpt.maintenance.verify_output._content_hash", refuse)
     code, text = said("repair", job, "--full")
     assert code == 1
     assert text.count("cannot be read: PermissionError: not yours") == 8

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from datatrove_ckpt.inference.guardian import descendants, process_table
+from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 
 Life = subprocess.Popen[bytes]
 Fault = Callable[[Life], None]

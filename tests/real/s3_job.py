@@ -22,8 +22,9 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from loguru import logger
 from s3fs import S3FileSystem  # noqa: F401 (so that a life that is forked need not import it)
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, remote
-from datatrove_ckpt.cli import QuietErrors
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.cli.main import QuietErrors
+from datatrove_ckpt.output import upload
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 
 
@@ -76,8 +77,8 @@ def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
 
 
 def run(job: dict[str, Any]) -> None:
-    remote.PATIENCE = job.get("patience", remote.PATIENCE)
-    remote.PART = job.get("part", remote.PART)
+    upload.PATIENCE = job.get("patience", upload.PATIENCE)
+    upload.PART = job.get("part", upload.PART)
     step = runner(job)
     documents = reader(job)
     if "logs" not in job:

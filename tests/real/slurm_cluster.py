@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from datatrove_ckpt.inference.server import free_port
+from datatrove_ckpt.inference.servers.server import free_port
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
 NODES = ("n1", "n2")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt import checks
-from datatrove_ckpt.checks import Check, Need, check_checkpoints, check_local_output
+from datatrove_ckpt.preflight import checks
+from datatrove_ckpt.preflight.checks import Check, Need, check_checkpoints, check_local_output
 from tests.real.test_full_disk import command, fill, mounted, tmpfs
 
 NEED = Need(least=100_000, most=300_000, files=20, basis="as a test says")

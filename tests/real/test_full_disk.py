@@ -36,9 +36,9 @@ from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import CkptError, OutputFailed, StorageFailed
+from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
-from datatrove_ckpt.verify import verify
 from tests.jobs import ask, config
 
 DOCUMENTS = 90

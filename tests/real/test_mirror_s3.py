@@ -17,7 +17,7 @@ import pytest
 import s3fs
 
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
-from datatrove_ckpt.restore import restore
+from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import Job, Killed, answered, ask_twice, read_rows, up_to

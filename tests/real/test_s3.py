@@ -27,9 +27,9 @@ import pytest
 import s3fs
 from datatrove.io import DataFolder
 
-from datatrove_ckpt import remote
-from datatrove_ckpt.cli import main
+from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed
+from datatrove_ckpt.output import upload
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.real import s3_job
 from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
@@ -62,8 +62,8 @@ def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     running = Relay(weed.port)
     for name, value in environment(running.url).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote, "PART", PART)  # which the job sets, too
-    monkeypatch.setattr(remote, "PATIENCE", remote.PATIENCE)
+    monkeypatch.setattr(upload, "PART", PART)  # which the job sets, too
+    monkeypatch.setattr(upload, "PATIENCE", upload.PATIENCE)
     s3fs.S3FileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
     yield running

@@ -25,8 +25,8 @@ from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.cli import main
-from datatrove_ckpt.inference.server import free_port
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.testing import FakeServer
 from tests.real import two_part_vllm
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server

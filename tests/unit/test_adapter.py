@@ -15,8 +15,8 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.adapter import use_shallow_adapter
 from datatrove_ckpt.documents import decode, encode
+from datatrove_ckpt.output.adapter import use_shallow_adapter
 
 RESULT = InferenceResult("answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because")
 DOCUMENTS = {

@@ -13,7 +13,7 @@ from datatrove.executor import RayPipelineExecutor
 from datatrove.io import DataFolder
 from loguru import logger
 
-from datatrove_ckpt.cli import main
+from datatrove_ckpt.cli.main import main
 
 JOB = """
 executor:
@@ -180,7 +180,7 @@ def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) 
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("module", ["datatrove", "datatrove_ckpt.cli"])
+@pytest.mark.parametrize("module", ["datatrove", "datatrove_ckpt.cli.main"])
 def test_ctrl_c_while_the_command_imports_is_no_traceback(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"""
 import signal, sys
@@ -203,7 +203,7 @@ def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
     task = """
 import pickle
 from datatrove.executor import LocalPipelineExecutor
-from datatrove_ckpt.cli import QuietErrors
+from datatrove_ckpt.cli.main import QuietErrors
 from my_steps import Step
 executor = LocalPipelineExecutor([Step("own")], logging_dir="elsewhere", workers=1)
 executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))

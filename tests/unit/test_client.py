@@ -17,11 +17,11 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
-from datatrove_ckpt.inference import transport
-from datatrove_ckpt.inference.answers import Completion
-from datatrove_ckpt.inference.client import CompletionClient
-from datatrove_ckpt.inference.keys import Key
-from datatrove_ckpt.inference.plain import PlainTransport
+from datatrove_ckpt.inference.client import transport
+from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.keys import Key
+from datatrove_ckpt.inference.client.plain import PlainTransport
 
 
 @pytest.fixture(params=["plain", "aiohttp"], autouse=True)

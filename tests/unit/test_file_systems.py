@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.file_systems import MOUNTS, Mount, Nature, find_mount, nature
+from datatrove_ckpt.preflight.file_systems import MOUNTS, Mount, Nature, find_mount, nature
 
 TEXT = """\
 /dev/nvme0n1p1 / ext4 rw,relatime 0 0

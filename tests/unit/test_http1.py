@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from datatrove_ckpt.inference import http1
-from datatrove_ckpt.inference.http1 import AnswerParser, BadAnswer, Response
+from datatrove_ckpt.inference.client import http1
+from datatrove_ckpt.inference.client.http1 import AnswerParser, BadAnswer, Response
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 # What the server sends; the answer; whether the connection can be used again.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.identity import code_identity
+from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 

@@ -21,8 +21,9 @@ from multiprocess.managers import BaseManager
 from multiprocess.pool import Pool
 from multiprocess.process import BaseProcess
 
-from datatrove_ckpt import interruption, pool_workers
-from datatrove_ckpt.interruption import Interruption, Signalled
+from datatrove_ckpt.cli import interruption
+from datatrove_ckpt.cli.interruption import Interruption, Signalled
+from datatrove_ckpt.process import pool_workers
 
 
 @pytest.mark.parametrize("signals", [["SIGTERM"], []])
@@ -105,7 +106,7 @@ def heeds_the_second(told: Any) -> None:
 FORK_SERVER = """
 import json, os, signal, sys
 import multiprocess
-from datatrove_ckpt.interruption import start_fork_server
+from datatrove_ckpt.cli.interruption import start_fork_server
 
 def dispositions():
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]

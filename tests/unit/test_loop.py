@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from datatrove_ckpt import loop
+from datatrove_ckpt.process import event_loop
 
 
 @pytest.mark.parametrize("starts_processes", [True, False])
@@ -22,7 +22,7 @@ def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_la
             group.create_task(signalled())
 
     with pytest.raises(KeyboardInterrupt):
-        loop.run(main(), starts_processes)
+        event_loop.run(main(), starts_processes)
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -32,9 +32,9 @@ def test_results_and_errors_come_out(starts_processes: bool) -> None:
     async def main(divisor: int) -> int:
         return 4 // divisor
 
-    assert loop.run(main(2), starts_processes) == 2
+    assert event_loop.run(main(2), starts_processes) == 2
     with pytest.raises(ZeroDivisionError):
-        loop.run(main(0), starts_processes)
+        event_loop.run(main(0), starts_processes)
 
 
 @pytest.mark.parametrize("starts_processes", [True, False])
@@ -46,4 +46,4 @@ def test_an_interruption_inside_main_comes_out_as_it_is(starts_processes: bool) 
         raise Signalled
 
     with pytest.raises(Signalled):
-        loop.run(main(), starts_processes)
+        event_loop.run(main(), starts_processes)

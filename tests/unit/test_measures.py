@@ -10,7 +10,7 @@ from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.measures import (
+from datatrove_ckpt.preflight.probes import (
     NotDeleted,
     RemoteFailed,
     Spread,

@@ -14,12 +14,12 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt import remote
 from datatrove_ckpt.checkpoint.publishing import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
-from datatrove_ckpt.output import check_writer
+from datatrove_ckpt.output import upload
+from datatrove_ckpt.output.chunk_output import check_writer
+from datatrove_ckpt.output.upload import RemoteFolder, is_permanent
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.remote import RemoteFolder, is_permanent
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -47,7 +47,7 @@ class Breaking(MemoryFileSystem):
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     fsspec.register_implementation("breaking", Breaking, clobber=True)
-    monkeypatch.setattr(remote, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(upload, "_FIRST_DELAY", 0.001)
     monkeypatch.setattr(Breaking, "before", Breaking.before)
     monkeypatch.setattr(Breaking, "after", Breaking.after)
     monkeypatch.setattr(Breaking, "store", {})
@@ -108,7 +108,7 @@ def test_what_another_attempt_cannot_change_ends_it_at_once_and_says_what_to_do(
 def test_patience_ends(
     files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PATIENCE", 0.05)
+    monkeypatch.setattr(upload, "PATIENCE", 0.05)
     files.before = failing(*[ConnectionError("refused")] * 10_000)
     with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Mend the connection"):
         folder.upload(local, "a")
@@ -140,8 +140,8 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
 def test_a_stop_ends_the_pause_between_attempts(
     files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_FIRST_DELAY", 1000.0)
-    monkeypatch.setattr(remote, "_LONGEST_DELAY", 1000.0)
+    monkeypatch.setattr(upload, "_FIRST_DELAY", 1000.0)
+    monkeypatch.setattr(upload, "_LONGEST_DELAY", 1000.0)
 
     def fail(path: str) -> None:
         threading.Timer(0.05, folder.stop).start()
@@ -309,7 +309,7 @@ def test_secrets_among_the_storage_options_are_refused_and_not_repeated(options:
 
 
 def test_options_that_are_no_secrets_are_fine() -> None:
-    remote.check_options({"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder")
-    remote.check_options({"token": "anon"}, "gs://b", "data_folder")
+    upload.check_options({"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder")
+    upload.check_options({"token": "anon"}, "gs://b", "data_folder")
     with pytest.raises(ConfigError, match="'private_key'"):
-        remote.check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")
+        upload.check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from datatrove_ckpt.inference.http1 import BadAnswer
-from datatrove_ckpt.inference.keys import HiddenDict, Key
-from datatrove_ckpt.inference.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client.http1 import BadAnswer
+from datatrove_ckpt.inference.client.keys import HiddenDict, Key
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from tests.unit.test_client import RawServer, Reply, answer, http, never, reset, serving, then_close
 
 GOOD = answer(http(200, b"good"))

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
-from datatrove_ckpt.measures import Spread
-from datatrove_ckpt.plan import daly, describe_table, efficiency, make_table, parse_time, young
+from datatrove_ckpt.preflight.plan import daly, describe_table, efficiency, make_table, parse_time, young
+from datatrove_ckpt.preflight.probes import Spread
 
 HOUR = 3600.0
 

@@ -18,10 +18,11 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter
 from multiprocess import pool
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, pool_workers
+from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ConfigError, Preempted
-from datatrove_ckpt.pool_workers import leave_after_this_task, leave_between_tasks, leaves_of
-from datatrove_ckpt.preemption import Preemption
+from datatrove_ckpt.process import pool_workers
+from datatrove_ckpt.process.pool_workers import leave_after_this_task, leave_between_tasks, leaves_of
+from datatrove_ckpt.process.preemption import Preemption
 from tests.jobs import ask, writer
 
 FORKSERVER = multiprocess.get_context("forkserver")

@@ -8,8 +8,8 @@ import pytest
 from datatrove.utils.stats import MetricStatsDict, Stats
 
 from datatrove_ckpt.checkpoint.commits import Tally
-from datatrove_ckpt.inference.answers import Completion
-from datatrove_ckpt.progress import Progress
+from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.inference.client.answers import Completion
 
 
 def test_stats_are_equal_to_those_made_one_by_one_over_two_ranks_of_one_step() -> None:

@@ -13,9 +13,9 @@ import pytest
 from datatrove.io import DataFolder
 from loguru import logger
 
-from datatrove_ckpt import slurm
-from datatrove_ckpt.cli import main
-from datatrove_ckpt.yaml_config import build, load
+from datatrove_ckpt.cli import slurm_submit
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.yaml_config import build, load
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/slurm.yaml")
@@ -182,7 +182,7 @@ def test_nothing_is_submitted_while_squeue_cannot_say_that_the_last_job_is_over(
         monkeypatch.setenv("PATH", f"{login_node}/bin")
     else:
         Path("bin/squeue").write_text(squeue)
-    monkeypatch.setattr(slurm, "_SQUEUE_TIMEOUT", 0.1 if "sleep" in str(squeue) else 120.0)
+    monkeypatch.setattr(slurm_submit, "_SQUEUE_TIMEOUT", 0.1 if "sleep" in str(squeue) else 120.0)
     assert run() == 2
     assert capsys.readouterr().err == (
         f"error: executor: squeue does not say whether job 7 of this run is still in the queue: {cause}. Nothing was "

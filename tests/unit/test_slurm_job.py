@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.slurm_job import job_id, meaning_this_task, requeue_if_preempted
+from datatrove_ckpt.process.slurm_job import job_id, meaning_this_task, requeue_if_preempted
 
 PREEMPTED = "JobId=17 ArrayJobId=17 ArrayTaskId=3 JobState=RUNNING Reason=None PreemptTime=2026-11-20T07:26:38"
 

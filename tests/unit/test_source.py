@@ -10,7 +10,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.source import DocumentSource
+from datatrove_ckpt.generation.prefetch import DocumentSource
 
 
 @pytest.mark.parametrize("steps", range(6))

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt import uploads
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import Fenced
-from datatrove_ckpt.generations import Damaged, Generation, Generations, covers, decode_answers, encode_answers
-from datatrove_ckpt.store import Store
-from datatrove_ckpt.uploads import Uploads
+from datatrove_ckpt.mirror import uploads
+from datatrove_ckpt.mirror.manifests import Damaged, Generation, Generations, covers, decode_answers, encode_answers
+from datatrove_ckpt.mirror.object_store import Store
+from datatrove_ckpt.mirror.uploads import Uploads
 
 
 def request(ordinal: int, number: int = 0, chunk: int = 0) -> CachedRequest:

@@ -15,11 +15,11 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.cli import main
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.rollouts import ChunkedRollout, PromptRollout, chat
-from datatrove_ckpt.yaml_config import build, load, read_value
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -1,0 +1,118 @@
+"""A YAML file with arguments changed on the command line: as content, as an executor, and in a line per step."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from datatrove_ckpt.cli.yaml_config import build, load, read_value, show
+from datatrove_ckpt.errors import ConfigError
+
+OVERRIDES_HELP = """\
+any argument in the file can be set on the command line; init_args is left out, steps count from 0:
+  --executor.tasks=4
+  --pipeline.1.config.max_concurrent_generations=8
+  --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+"""
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """``--executor.tasks=4`` and ``--executor.tasks 4`` go into the second list, as path=value."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not re.match(r"--(executor|pipeline)\.", argument):
+            rest.append(argument)
+        else:
+            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
+    return rest, overrides
+
+
+def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
+    """The file's content with the overrides in it, each as path=value.
+
+    Raises:
+        ConfigError: see ``load``; or an override that has no place in the file.
+    """
+    content = load(path)
+    for override in overrides:
+        _override(content, override)
+    return content
+
+
+def add_config_command(commands: Any, name: str, handler: Any, what: str, explained: str) -> argparse.ArgumentParser:
+    """Adds a subcommand that takes a YAML file and overrides, and changes nothing."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"{explained}\n{OVERRIDES_HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(handler=handler, overrides=[])
+    return parser
+
+
+def make_executor(arguments: argparse.Namespace) -> Any:
+    """What the file and the overrides describe, built and not run.
+
+    Raises:
+        ConfigError: the first mistake in it.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    return build(read_config(arguments.config, arguments.overrides))
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    path, _, text = override.removeprefix("--").partition("=")
+    keys = [key for key in path.split(".") if key != "init_args"]
+    if "api_key" in keys:
+        raise ConfigError(f"--{path}: other users see command lines; export the key and name it in api_key_env.")
+    node: Any = content
+    for key in keys[:-1] if keys[0] == "executor" else ["executor", *keys[:-1]]:
+        node = _child(node, key, path, {})
+    _child(node, keys[-1], path, read_value(text), replace=True)
+
+
+def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) -> Any:
+    """What lies under a key; ``value`` is put there if nothing does, or to replace it."""
+    if isinstance(node, dict) and "class_path" in node:
+        node["init_args"] = node.get("init_args") or {}
+        node = node["init_args"]
+    if isinstance(node, list):
+        if not key.isdigit() or int(key) >= len(node):
+            raise ConfigError(f'--{path}: "{key}" is not one of the {len(node)} items, which count from 0.')
+        index: Any = int(key)
+    elif isinstance(node, dict):
+        index = key
+    else:
+        raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
+    if replace or (isinstance(node, dict) and node.get(key) is None):
+        node[index] = value
+    return node[index]
+
+
+def describe(content: dict[str, Any]) -> list[str]:
+    """One line for the executor and one for each step: the class and its arguments as they were written."""
+    executor = content["executor"]
+    steps = executor["init_args"].get("pipeline", [])
+    return [_brief("executor", executor), *(_brief(f"pipeline[{index}]", step) for index, step in enumerate(steps))]
+
+
+def _brief(place: str, node: Any) -> str:
+    if not isinstance(node, dict):
+        return f"{place} {node}"
+    arguments = (node.get("init_args") or {}).items()
+    return f"{place} {node['class_path']} " + ", ".join(f"{k}={_short(k, v)}" for k, v in arguments if k != "pipeline")
+
+
+def _short(key: str, value: Any) -> str:
+    if isinstance(value, dict) and "class_path" in value:
+        return str(value["class_path"])
+    return "{...}" if isinstance(value, dict) else show(value)

@@ -1,0 +1,190 @@
+"""The requests of one rollout: ``generate(payload)`` answers from the cache, or asks the server and keeps the answer.
+
+Everything here runs on the event loop of ``generation.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import orjson
+from datatrove.pipeline.inference.types import InferenceError, InferenceResult
+from datatrove.pipeline.inference.types import ServerError as RolloutServerError
+
+from datatrove_ckpt.checkpoint.manager import Place
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.documents import trim
+from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError
+from datatrove_ckpt.generation.drain import Drain
+from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.client import CompletionClient
+
+# Integers as keys are what logit_bias has.
+_PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+class Keeper(Protocol):
+    """Where answers are kept. See ``CheckpointManager``."""
+
+    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
+    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
+
+
+class Listener(Protocol):
+    """Is told what becomes of requests."""
+
+    def answered(self, completion: Completion) -> None: ...
+    def request_failed(self) -> None: ...
+
+
+class Rank(Protocol):
+    """What a request needs of the rank it belongs to. See ``Generation``."""
+
+    @property
+    def config(self) -> InferenceConfig: ...
+    @property
+    def checkpoint(self) -> Keeper: ...
+    @property
+    def observer(self) -> Listener: ...
+    @property
+    def client(self) -> asyncio.Future[CompletionClient]: ...
+    @property
+    def drain(self) -> Drain: ...
+    async def room(self) -> None: ...
+
+
+class Answers:
+    """What one document was answered in earlier lives, and whether the server failed it in this one."""
+
+    def __init__(self, rank: Rank, place: Place, doc_id: str) -> None:
+        self.place = place
+        self.doc_id = doc_id
+        self.fatal: ServerError | None = None
+        self._rank = rank
+        self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
+        self._pending = 0
+
+    async def cached(self, key: AnswerKey) -> Answer | None:
+        if not self.place.cached:
+            return None
+        if self._cached is None:
+            loop = asyncio.get_running_loop()
+            future = self._cached = loop.create_future()
+            receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
+            self._rank.checkpoint.lookup(self.place.ordinal, receive)
+        return (await asyncio.shield(self._cached)).get(key)
+
+    def asks(self) -> None:
+        """A request waits for the server."""
+        self._pending += 1
+        if self._pending == 1:
+            self._rank.drain.asks()
+
+    def asked(self) -> None:
+        """It does no more."""
+        self._pending -= 1
+        if not self._pending:
+            self._rank.drain.goes_on()
+
+    def raise_fatal(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+
+
+class Requests:
+    """The ``generate`` callback of one rollout."""
+
+    def __init__(self, rank: Rank, answers: Answers, rollout_idx: int) -> None:
+        self.count = 0
+        self.last_hash = ""
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self._rank = rank
+        self._answers = answers
+        self._rollout_idx = rollout_idx
+        self._occurrences: Counter[str] = Counter()
+
+    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+        """Sends the payload, or answers from the cache.
+
+        Raises:
+            InferenceError: the request can't be answered; ``error`` says why.
+            datatrove's ServerError: no request can be answered.
+        """
+        config = self._rank.config
+        payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
+        try:
+            body = trim(orjson.dumps(payload, option=_PAYLOAD))
+        except TypeError as error:
+            raise InferenceError(None, error, payload=payload) from error
+        self.last_hash = digest = payload_hash(body)
+        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
+        self._occurrences[digest] += 1
+        self.count += 1
+        answer = await self._answers.cached(key)
+        result = await self._ask(key, body, payload) if answer is None else _from_cache(answer, payload)
+        self.prompt_tokens += result.usage.get("prompt_tokens") or 0
+        self.completion_tokens += result.usage.get("completion_tokens") or 0
+        return result
+
+    async def _ask(self, key: AnswerKey, body: bytes, payload: dict[str, Any]) -> InferenceResult:
+        rank = self._rank
+        try:
+            completion = await self._complete(body)
+        except RequestRejected as error:
+            rank.observer.request_failed()
+            await self._keep(key, Answer(None, f"{error.status} {error.body}"))
+            raise InferenceError(None, error, payload=payload) from error
+        except (RequestFailed, RequestPoisoned) as error:
+            rank.observer.request_failed()
+            raise InferenceError(None, error, payload=payload) from error
+        except ServerError as error:
+            self._answers.fatal = error
+            raise RolloutServerError(error) from error
+        rank.observer.answered(completion)
+        await self._keep(key, Answer(_to_json(completion), None))
+        return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
+
+    async def _complete(self, body: bytes) -> Completion:
+        self._answers.asks()
+        try:
+            client = await asyncio.shield(self._rank.client)
+            return await client.complete(body)
+        finally:
+            self._answers.asked()
+
+    async def _keep(self, key: AnswerKey, answer: Answer) -> None:
+        # Handed over first: an answer that waits for the disk outside its queue would be lost in a kill.
+        self._rank.checkpoint.put_answer(self._answers.place, self._answers.doc_id, key, answer)
+        await self._rank.room()
+
+
+def _from_cache(answer: Answer, payload: dict[str, Any]) -> InferenceResult:
+    if answer.result is not None:
+        return InferenceResult(**orjson.loads(answer.result))
+    status, _, body = (answer.error_message or "").partition(" ")
+    rejected = RequestRejected(int(status), body)
+    raise InferenceError(None, rejected, payload=payload) from rejected
+
+
+def _to_json(completion: Completion) -> bytes:
+    fields = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": completion.usage,
+        "reasoning": completion.reasoning,
+    }
+    return trim(orjson.dumps(fields))
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
+    """From another thread; a loop that is closed meanwhile has nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

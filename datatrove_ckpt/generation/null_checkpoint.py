@@ -1,0 +1,139 @@
+"""The absence of a checkpoint: documents go to the user's writer as they finish, and nothing is kept for a next life.
+
+It answers everything ``CheckpointManager`` is asked, so that nobody else has to know whether there is one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.manager import Place
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
+from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
+from datatrove_ckpt.documents import decode
+from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.chunk_output import RemoteFiles
+
+_PATIENCE = 1.0  # seconds
+
+
+class Uncheckpointed:
+    """Writes finished documents in a thread of its own, in the order in which they finish."""
+
+    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int) -> None:
+        self.has_locks = True  # it needs none
+        self.resumed = ResumePoint()
+        self.tally = Tally()
+        self.on_change: Callable[[], None] = lambda: None
+        self.error: BaseException | None = None
+        if not writer.output_folder.is_local():
+            given = writer.output_mg
+            writer.output_mg = RemoteFiles(given.fs, given.mode, given.compression)
+        self._writer = writer
+        self._hastened = False
+        self._rank = rank
+        self._records_per_chunk = records_per_chunk
+        self._admitted = 0
+        self._handed_over = 0
+        self._written = 0
+        self._queue: queue.SimpleQueue[tuple[Place, Finished] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt writer", daemon=True)
+
+    def open(self) -> ResumePoint:
+        self._thread.start()
+        return self.resumed
+
+    def close(self, completed: bool = False) -> None:
+        self._queue.put(None)
+        # A writer that is blocked keeps nobody waiting who was told to end: without a checkpoint nothing is saved.
+        self._thread.join(_PATIENCE if self._hastened else None)
+        if completed and self.error is None:
+            self._writer.close()
+        else:
+            self._abandon()
+
+    def hasten(self) -> None:
+        """``close`` waits a second at most."""
+        self._hastened = True
+
+    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> Place | None:
+        place = Place(self._admitted, self._admitted // self._records_per_chunk, cached=False)
+        self._admitted += 1
+        return place
+
+    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
+        receive({})
+
+    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None:
+        pass
+
+    def finish(self, place: Place, finished: Finished) -> None:
+        self.raise_failure()
+        self.tally.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+        if finished.outcome == "written":
+            self._handed_over += len(finished.document)
+            self._queue.put((place, finished))
+
+    def end_of_input(self) -> None:
+        pass
+
+    def raise_failure(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def congested(self) -> bool:
+        return self._handed_over - self._written > MAX_BACKLOG_BYTES
+
+    @property
+    def publishing(self) -> int:
+        return 0
+
+    @property
+    def publishing_behind(self) -> bool:
+        return False
+
+    @property
+    def all_committed(self) -> bool:
+        return self._handed_over == self._written
+
+    def _run(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                place, finished = item
+                self._write(place, finished)
+                self._written += len(finished.document)
+                if self._queue.empty() or not self.congested:
+                    self.on_change()
+        except BaseException as error:  # whatever failed here must reach the event loop
+            self.error = error
+            self.on_change()
+
+    def _write(self, place: Place, finished: Finished) -> None:
+        document = decode(finished.document)
+        try:
+            self._writer.write(document, rank=self._rank, chunk_index=f"{place.chunk_index:05d}")
+        except Exception as error:
+            raise OutputFailed(
+                f"Document {document.id!r} (number {place.ordinal} of this rank) could not be written by "
+                f"{type(self._writer).__name__}: {type(error).__name__}: {error}. This run has no checkpoint "
+                "(checkpoints_local_dir is not set), so the next one starts over."
+            ) from error
+
+    def _abandon(self) -> None:
+        opened = self._writer.output_mg
+        if isinstance(opened, RemoteFiles):
+            opened.abandon()
+        for file in opened.get_open_files().values():
+            with suppress(Exception):
+                file.flush()
+        opened.get_open_files().clear()

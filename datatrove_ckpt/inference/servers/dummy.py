@@ -1,0 +1,101 @@
+"""``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug pipelines without a model.
+
+Answers as datatrove's own dummy server does, text and token counts included, on /v1/chat/completions, and likewise on
+/v1/completions. Checks the key in DATATROVE_CKPT_API_KEY when that is set. Listens on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from datatrove_ckpt.inference.servers.engines import API_KEY_VARIABLE, HOST
+
+TEXT = "This is dummy text content for debugging purposes. Page contains sample text to simulate OCR output."
+_COMPLETION_TOKENS = 100
+_MAX_BODY = 1 << 30  # bytes; the default of one MiB refuses a request with images
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(latency: float, api_key: str | None) -> web.Application:
+    """The server as an aiohttp application.
+
+    Args:
+        latency: seconds each answer takes.
+        api_key: bearer token that requests to /v1 must carry, or None.
+    """
+
+    @web.middleware
+    async def check_key(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if api_key and request.path != "/health" and not hmac.compare_digest(given, f"Bearer {api_key}"):
+            return _json({"error": {"message": "Invalid API key", "code": 401}}, status=401)
+        return await handler(request)
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            payload = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return _json({"error": {"message": "the request is not JSON", "code": 400}}, status=400)
+        if latency:
+            await asyncio.sleep(latency)
+        return _json(_completion(payload, len(body), chat=request.path == "/v1/chat/completions"))
+
+    app = web.Application(middlewares=[check_key], client_max_size=_MAX_BODY)
+    app.router.add_get("/health", _health)
+    app.router.add_get("/v1/models", _models)
+    app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_post("/v1/completions", answer)
+    return app
+
+
+async def _health(_: web.Request) -> web.Response:
+    return _json({"status": "ok"})
+
+
+async def _models(_: web.Request) -> web.Response:
+    return _json({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
+
+
+def _completion(payload: Any, size: int, *, chat: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+    prompt_tokens = size // 4
+    return {
+        "id": "dummy",
+        "object": "chat.completion" if chat else "text_completion",
+        "model": payload.get("model", "dummy-model") if isinstance(payload, dict) else "dummy-model",
+        "choices": [{"index": 0, **content, "finish_reason": "stop"}],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": _COMPLETION_TOKENS,
+            "total_tokens": prompt_tokens + _COMPLETION_TOKENS,
+        },
+    }
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until a signal comes; the exit code."""
+    parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.dummy")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="time each answer takes")
+    known = parser.parse_args(arguments)
+    app = make_app(known.latency_ms / 1000, os.environ.get(API_KEY_VARIABLE))
+    web.run_app(app, host=HOST, port=known.port, access_log=None, print=None, shutdown_timeout=1.0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

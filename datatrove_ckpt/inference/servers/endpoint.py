@@ -1,0 +1,114 @@
+"""Servers that run already: nothing to launch, nothing to end; only whether they answer, before any request is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from typing import NoReturn
+
+import aiohttp
+from loguru import logger
+from yarl import URL
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
+from datatrove_ckpt.inference.client.keys import Key
+from datatrove_ckpt.inference.client.transport import needs_proxy, shown_error, shown_url, under
+from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
+
+# Nobody starts these servers for us, so a long wait helps nobody: seconds, at most.
+_WINDOW = 30.0
+_PROBE_TIMEOUT = 10.0
+_FIRST_DELAY = 0.25
+_MAX_DELAY = 5.0
+
+
+class ExternalServers(Server):
+    """The endpoints of ``config.endpoint_urls``, all asked with the same key.
+
+    Args:
+        config: ``endpoint_url``, the key, and the ready window, of which at most 30 s count.
+    """
+
+    def __init__(self, config: InferenceConfig) -> None:
+        self.config = config
+        self.urls = [_with_environment(url) for url in config.endpoint_urls]
+        self.api_key = Key.wrap(config.endpoint_api_key())
+
+    async def start(self) -> None:
+        """Wait until one of the URLs answers GET /v1/models.
+
+        Any answer but 401, 403 and 5xx will do: some gateways have no /v1/models (404), and the first request tells.
+
+        Raises:
+            ConfigError: one of them is no URL.
+            ServerRefused: 401 or 403.
+            ServerStartFailed: none answered within the ready window or 30 s.
+        """
+        targets = [under(url, "v1/models") for url in self.urls]
+        window = min(_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
+        deadline = time.monotonic() + window
+        delay = _FIRST_DELAY
+        headers = self.api_key.headers() if self.api_key else None
+        timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT, window))
+        proxy = needs_proxy(self.urls)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=proxy) as session:
+            while True:
+                causes = await asyncio.gather(*(_probe(session, target) for target in targets))
+                if None in causes:
+                    return self._warn_of_silent(causes)
+                if time.monotonic() + delay > deadline:
+                    raise ServerStartFailed(self._none_answered(causes, window))
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, _MAX_DELAY)
+
+    def _warn_of_silent(self, causes: list[str | None]) -> None:
+        silent = [f"{shown_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True) if cause]
+        if silent:
+            logger.warning(f"{len(silent)} of {len(self.urls)} endpoints do not answer: {'; '.join(silent)}")
+
+    def _none_answered(self, causes: list[str | None], window: float) -> str:
+        each = "\n".join(f"  {shown_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True))
+        return (
+            f"No endpoint answered within {window:g} s:\n{each}\n"
+            "Check that the server runs, that this machine reaches it, and endpoint_url (without /v1)."
+        )
+
+    async def watch(self) -> NoReturn:
+        """Never ends: there is no process to watch. What goes wrong shows in the requests."""
+        await wait_until_cancelled()
+
+    async def stop(self) -> None:
+        """Nothing to end: the servers are somebody else's."""
+
+
+def _with_environment(url: str) -> str:
+    """Raises ConfigError where a variable is not set."""
+
+    def value(name: re.Match[str]) -> str:
+        if name[1] not in os.environ:
+            raise ConfigError(
+                f"endpoint_url: {url} names the environment variable {name[1]}, which is not set. Export it where the "
+                "tasks run."
+            )
+        return os.environ[name[1]]
+
+    return re.sub(r"\$\{(\w+)\}", value, url)
+
+
+async def _probe(session: aiohttp.ClientSession, target: URL) -> str | None:
+    """None when the URL answers, else what went wrong.
+
+    Raises:
+        ServerRefused: 401 or 403.
+    """
+    try:
+        async with session.get(target, allow_redirects=False) as response:
+            if response.status in (401, 403):
+                hint = "Check api_key or api_key_env."
+                raise ServerRefused(f"{shown_url(target)} refuses this run's API key (HTTP {response.status}). {hint}")
+            return f"HTTP {response.status}" if response.status >= 500 else None
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        return shown_error(error) or type(error).__name__

@@ -1,0 +1,162 @@
+"""Has a rank make again the chunks that ``verify`` condemns: takes back their commits; the next run does the rest.
+
+The next run takes a chunk without a commit for one that is not done. It makes it from its journal and its cached
+answers if they are still there, else from new answers, and passes the chunks after it, which are committed.
+
+The effects on one rank, each of which leaves what a run, ``verify`` and ``repair`` can go on with:
+
+    0. take the lock and the fence            no process is at work, or will be before the end
+    1. remove datatrove's completion marker   the executor would skip the rank for ever after
+    2. blank the chunks' dead letters, if others follow them: the redone chunk appends them again
+    3. replace commits.jsonl                  <- from here on the chunks are to be made again
+    4. cut off the chunks' dead letters, if none follow them
+    5. remove the output files                the next run may give its files other names (from metadata, say)
+    6. correct last_chunk
+
+Dead letters are blanked, not cut out: a commit keeps the size that dead_letters.jsonl had after it, by which a run cuts
+off what a crash left behind it. Cutting letters out changes two files that must agree, and a crash in between would
+have the next run cut in the wrong place. Spaces before a line's JSON value are no part of it, and change no size.
+The lock file stays behind: it says that the rank is not finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.checkpoint.identity import Claim
+from datatrove_ckpt.checkpoint.lines import read_lines, seal
+from datatrove_ckpt.checkpoint.recovery import write_last_chunk
+from datatrove_ckpt.errors import CheckpointMismatch, OutputFailed
+from datatrove_ckpt.maintenance.findings import Report
+from datatrove_ckpt.maintenance.inspect import Rank
+from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of
+
+_BLOCK = 1 << 20
+
+
+def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> None:
+    """Does what the plan says.
+
+    Raises:
+        CheckpointLocked: a process works on one of the ranks; nothing was changed.
+        CheckpointMismatch: a rank was changed since it was verified; no commit was taken back.
+        OutputFailed, StorageFailed: a file could not be changed; the same command goes on from there.
+    """
+    with ExitStack() as locks:
+        for redo in plan.redo:
+            locks.callback(files.Lock(redo.rank.folder / "lock").release)
+        for redo in plan.redo:
+            # An old process without a lock, on a lost node, say, writes nothing any more from here on. It also syncs
+            # the folder, and with it the lock file, which says that there is something to do.
+            Claim(redo.rank.folder, redo.rank.settings).take()
+            commits = redo.rank.commits()
+            if any(commits.get(commit.chunk_index) != commit for commit in redo.condemned):
+                raise CheckpointMismatch(
+                    f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
+                )
+        for number in plan.markers:
+            _remove_marker(str(logging_dir), number)
+        for redo in plan.redo:
+            _take_back(redo, report.folder)
+
+
+def _remove_marker(logging_dir: str, number: int) -> None:
+    folder, name = get_datafolder(logging_dir), f"completions/{number:05d}"
+    _remove(folder, name)
+    if folder.is_local():
+        files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
+
+
+def _take_back(redo: Redo, output: Any) -> None:
+    rank = redo.rank
+    if not redo.condemned:
+        return
+    condemned = {commit.chunk_index for commit in redo.condemned}
+    commits = rank.commits()
+    kept = [commit for index, commit in commits.items() if index not in condemned]
+    letters_end = max((commit.dead_letters_size for commit in kept if commit.tally.dead), default=0)
+    places = [letters_of(commits.values(), index) for index in condemned if commits[index].tally.dead]
+    # What lies after the last letter that stays is cut off below, or, after a crash, by the next run.
+    if between := [place for place in places if place[0] < letters_end]:
+        _blank(rank.dead_letters_file, between)
+    _replace_commits(rank, commits, condemned, letters_end)
+    if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
+        files.disk.truncate(rank.dead_letters_file, letters_end)
+    for commit in redo.condemned:
+        for file in commit.files:
+            _remove(output, file.path)
+    _correct_last_chunk(rank)
+
+
+def _blank(path: Path, places: list[tuple[int, int]]) -> None:
+    """Puts spaces in these places of the file, atomically."""
+    if not path.exists():
+        return
+    new = path.with_name(path.name + ".new")
+    fd = files.disk.create(new)
+    try:
+        for block in _blanked(path, places):
+            files.disk.write(fd, block, new)
+    finally:
+        os.close(fd)
+    files.disk.sync(new)
+    files.disk.rename(new, path)
+    files.disk.sync_dir(path.parent)
+
+
+def _blanked(path: Path, places: list[tuple[int, int]]) -> Iterator[bytes]:
+    at = 0
+    with files.explained("read", path), path.open("rb") as file:
+        while block := bytearray(file.read(_BLOCK)):
+            for start, end in places:
+                first, last = max(start - at, 0), min(end - at, len(block))
+                if first < last:
+                    block[first:last] = b" " * (last - first)
+            yield bytes(block)
+            at += len(block)
+
+
+def _replace_commits(rank: Rank, commits: dict[int, Commit], condemned: set[int], letters_end: int) -> None:
+    """Leaves the condemned out, and what they left at the end of the dead letters."""
+    lines = []
+    for line, commit in zip(read_lines(rank.commits_file), commits.values(), strict=True):
+        if commit.chunk_index in condemned:
+            continue
+        if commit.dead_letters_size > letters_end:
+            shorter = replace(commit, dead_letters_size=letters_end)
+            lines.append(seal(orjson.dumps(asdict(shorter))))
+        else:
+            lines.append(seal(line.body))
+    files.disk.replace(rank.commits_file, b"".join(lines))
+
+
+def _remove(folder: Any, name: str) -> None:
+    if folder.is_local():
+        files.disk.remove(Path(folder.resolve_paths(name)))
+        return
+    try:
+        folder.rm_file(name)
+    except FileNotFoundError:
+        return
+    except Exception as error:  # a remote file system raises what it likes
+        where = folder.resolve_paths(name)
+        raise OutputFailed(f"{where} could not be removed: {type(error).__name__}: {error}. Repair again.") from error
+
+
+def _correct_last_chunk(rank: Rank) -> None:
+    commits = rank.commits()
+    unbroken = next(index for index in range(len(commits) + 1) if index not in commits)
+    if unbroken:
+        write_last_chunk(rank.last_chunk_file, unbroken - 1)
+    else:
+        files.disk.remove(rank.last_chunk_file)

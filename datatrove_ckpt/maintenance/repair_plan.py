@@ -1,0 +1,163 @@
+"""What ``repair`` will do, and what it leaves alone, said before anything is done.
+
+A run fills a chunk up to records_per_chunk, or to the end of the input. So chunks can be made again if what a run
+would make of them ends exactly where the next chunk begins. That is not so for a chunk that was the last, and shorter,
+before the input grew, and where records_per_chunk was changed in between: there the rank has to start over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.maintenance.findings import CONDEMNING, Problem, Report, count, name_place
+from datatrove_ckpt.maintenance.inspect import Rank
+
+
+@dataclass
+class Redo:
+    """What one rank is to make again. ``condemned``: the commits to take back; ``lost``: chunks that have none."""
+
+    rank: Rank
+    condemned: list[Commit] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.rank.key
+
+    def describe(self) -> Iterator[str]:
+        for commit in self.condemned:
+            what = f"take back its commit, to have {count(commit.tally.read, 'document')} processed again"
+            if commit.tally.dead:
+                what += f", {count(commit.tally.dead, 'dead letter')} among them"
+            names = ", ".join(file.path for file in commit.files)
+            yield f"{name_place(*self.key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
+        for index in self.lost:
+            yield f"{name_place(*self.key, index)}: leave a note that it has to be made"
+        if self.rank.identity.get("accepted_changes"):
+            yield f"{name_place(*self.key)}: its settings were changed (accept_changes); the new ones will be used"
+
+
+@dataclass
+class Plan:
+    """What is to be done, and the problems that are not mended. ``markers``: ranks no longer complete."""
+
+    redo: list[Redo] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    markers: list[int] = field(default_factory=list)
+
+    def describe(self, logging_dir: str | None) -> Iterator[str]:
+        for redo in self.redo:
+            yield from redo.describe()
+        for number in self.markers:
+            yield f"rank {number}: remove {logging_dir}/completions/{number:05d}, so that the executor runs it again"
+
+
+def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
+    """Changes nothing.
+
+    Args:
+        logging_dir: the executor's, whose completion markers are to go.
+    """
+    plan = Plan()
+    concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
+    others = []
+    for problem in report.problems:
+        if problem.kind in CONDEMNING or (problem.kind == "lost" and problem.chunk_index is not None):
+            concerned[problem.root, problem.rank or 0].append(problem)
+        else:
+            others.append(problem)
+    shared = {problem.path for problem in report.problems if problem.kind == "duplicate"}
+    for rank in report.ranks:
+        if rank.key in concerned:
+            _plan_rank(plan, rank, concerned[rank.key], shared)
+    redone = {(*redo.key, commit.chunk_index) for redo in plan.redo for commit in redo.condemned}
+    plan.left += [str(problem) for problem in others if (problem.root, problem.rank, problem.chunk_index) not in redone]
+    if logging_dir is not None:
+        plan.markers = list(_markers(plan, report, logging_dir))
+    return plan
+
+
+def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:
+    # A marker of any rank that is not finished is wrong: an earlier repair, without --logging-dir, left it.
+    keys = {key for key, state in report.states.items() if state == "unfinished"} | {redo.key for redo in plan.redo}
+    folder = get_datafolder(logging_dir)
+    folder.invalidate_cache()
+    for number in sorted(number for root, number in keys if not root):
+        if folder.isfile(f"completions/{number:05d}"):
+            yield number
+
+
+def _plan_rank(plan: Plan, rank: Rank, problems: list[Problem], shared: set[str | None]) -> None:
+    commits = rank.commits()
+    condemned = {problem.chunk_index for problem in problems if problem.kind in CONDEMNING}
+    for commit in commits.values():
+        if commit.chunk_index in condemned and (obstacle := _obstacle(rank, commits, commit, shared)):
+            condemned.discard(commit.chunk_index)
+            plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be made again: {obstacle}")
+    kept = {index: commit for index, commit in commits.items() if index not in condemned}
+    redo = Redo(rank)
+    lost = any(problem.kind == "lost" for problem in problems)
+    for chunks, fits in _holes(rank, commits, kept):
+        if fits:
+            redo.condemned += [commits[index] for index in chunks if index in commits]
+            redo.lost += [index for index in chunks if lost and index not in commits and index < max(commits)]
+            continue
+        plan.left += [
+            f"{name_place(*rank.key, index)}: cannot be made again: it was made before the input grew or "
+            "records_per_chunk changed, and would not end where the next chunk begins. Start this rank over: remove "
+            f"{rank.folder} and its output."
+            for index in chunks
+        ]
+    if redo.condemned or redo.lost:
+        plan.redo.append(redo)
+
+
+def _obstacle(rank: Rank, commits: dict[int, Commit], commit: Commit, shared: set[str | None]) -> str | None:
+    if any(file.path in shared for file in commit.files):
+        return "another commit claims its output, which would be overwritten."
+    if commit.tally.dead and not _letters_are_whole(rank, commits, commit):
+        return f"its dead letters are not where they should be in {rank.dead_letters_file}. Restore that from a copy."
+    return None
+
+
+def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
+    """Where a commit's dead letters begin and end: they lie in the order of the commits."""
+    start = end = 0
+    for commit in commits:
+        start, end = end, commit.dead_letters_size
+        if commit.chunk_index == chunk_index:
+            break
+    return start, end
+
+
+def _letters_are_whole(rank: Rank, commits: dict[int, Commit], commit: Commit) -> bool:
+    """The commit's dead letters are whole lines, or gone, or blanked by a repair that did not get further."""
+    start, end = letters_of(commits.values(), commit.chunk_index)
+    if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
+        return True
+    first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
+    last = b"".join(rank.dead_letters(end - 1, end))
+    begins = not start or first in (b"\n", b" ")
+    return begins and last == b"\n" and rank.count_dead_letters(start, end) == commit.tally.dead
+
+
+def _holes(rank: Rank, commits: dict[int, Commit], kept: dict[int, Commit]) -> Iterator[tuple[range, bool]]:
+    """Consecutive chunks without a commit that stays, and whether what a run makes of them ends where it must."""
+    per_chunk = rank.identity.get("records_per_chunk") or 0
+    ordinal = expected = 0
+    for index in sorted(kept):
+        if index > expected:
+            chunks = range(expected, index)
+            yield chunks, kept[index].first_ordinal - ordinal == per_chunk * len(chunks)
+        expected, ordinal = index + 1, kept[index].next_ordinal
+    chunks = range(expected, max(commits, default=-1) + 1)
+    if chunks:
+        # After the last commit that stays, only journals can be where they would not be any more.
+        journals = max(rank.journals(), default=-1)
+        yield chunks, all(commits[i].tally.read == per_chunk for i in chunks if i in commits and i < journals)

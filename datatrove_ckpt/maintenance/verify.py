@@ -1,0 +1,193 @@
+"""Do the output files hold what the commits of all ranks say they hold? Read, never changed, also while a run is on.
+
+What can be wrong, by kind:
+
+    missing, truncated, grown   an output file is gone, or smaller or larger than its commit says
+    altered                     (full) its content has another xxh128
+    documents                   (full) the files of a chunk hold another number of documents than were committed
+    duplicate                   several commits claim one file
+    foreign                     no commit covers a file of the output folder
+    lost                        no commit covers these documents, though the rank is finished or later chunks follow
+    overlap                     two commits cover these documents
+    dead_letters                dead_letters.jsonl holds more or fewer of them than the commits counted
+    corrupt                     a file of the checkpoint is damaged
+    identity, rank              ranks were run with different settings; a rank is missing, or one too many
+    output                      the output folder, or a file in it, cannot be read
+
+The first two lines condemn their chunk: ``repair`` makes condemned chunks again.
+
+Commits are read before the output folder is listed, so a chunk that a run finishes in between is never taken for
+missing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.maintenance.findings import CommittedChunk, Report, count, span
+from datatrove_ckpt.maintenance.inspect import Rank, Summary, find_ranks, summarise
+from datatrove_ckpt.maintenance.verify_output import check_output
+
+
+def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> Report:
+    """Checks all ranks.
+
+    Args:
+        output: the output folder, if it is not where ``run.json`` says.
+        full: read every output file, too.
+
+    Raises:
+        ConfigError: ``checkpoints`` holds no checkpoint, or nothing says where the output is.
+    """
+    ranks = find_ranks(checkpoints)
+    path = output or _output_folder(ranks)
+    options = [*(["--output", output] if output else []), *(["--full"] if full else [])]
+    command = shlex.join(["datatrove-ckpt", "repair", str(checkpoints), *options])
+    report = Report(checkpoints, path, get_datafolder(path), command, ranks)
+    for rank in ranks:
+        _check_rank(report, rank)
+    _check_settings(report)
+    _check_number_of_ranks(report)
+    check_output(report, full, folder_is_given=output is not None)
+    return report
+
+
+def _output_folder(ranks: list[Rank]) -> str:
+    for rank in ranks:
+        if found := _identity(rank).get("output_folder"):
+            return str(found)
+    raise ConfigError(f"{ranks[0].folder.parent}: no run.json says where the output is. Name it with --output.")
+
+
+def _identity(rank: Rank) -> dict[str, Any]:
+    """What run.json holds; nothing if it is damaged, which is reported once, elsewhere."""
+    try:
+        return rank.identity
+    except CheckpointCorrupt:
+        return {}
+
+
+# one rank ------------------------------------------------------------------------------------------------------------
+
+
+def _check_rank(report: Report, rank: Rank) -> None:
+    summary, commits = summarise(rank)
+    report.summaries.append(summary)
+    if summary.error:
+        report.add_problem("corrupt", summary.error, rank)
+        return
+    if commits and not rank.identity:
+        report.add_problem("corrupt", f"{rank.folder} holds commits but no run.json. Restore it from a copy.", rank)
+    countable = rank.identity.get("output_writer") in ("JsonlWriter", "ParquetWriter")
+    for commit in commits.values():
+        documents = commit.tally.written if countable else None
+        report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
+    _check_ordinals(report, rank, commits, summary)
+    _check_dead_letters(report, rank, commits, summary)
+    _list_unfinished(report, rank, commits, summary)
+
+
+def _check_ordinals(report: Report, rank: Rank, commits: dict[int, Commit], summary: Summary) -> None:
+    """Together the commits must cover every document once."""
+    start_over = f"Restore commits.jsonl from a copy, or start this rank over: remove {rank.folder} and its output."
+    chunk_index = ordinal = 0
+    for _, commit in sorted(commits.items()):
+        gap = f"no commit covers documents {span(ordinal, commit.first_ordinal)}"
+        if commit.first_ordinal < ordinal:
+            twice = span(commit.first_ordinal, min(ordinal, commit.next_ordinal))
+            message = f"an earlier commit, too, covers documents {twice}. {start_over}"
+            report.add_problem("overlap", message, rank, commit.chunk_index)
+        elif commit.chunk_index == chunk_index and commit.first_ordinal > ordinal:
+            report.add_problem("lost", f"{gap}. {start_over}", rank)
+        elif commit.chunk_index > chunk_index and summary.state == "finished":
+            advice = f"To have them made: {report.repair_command}, then run again."
+            message = f"{gap} (chunks {span(chunk_index, commit.chunk_index)}). {advice}"
+            report.add_problem("lost", message, rank, chunk_index)
+        chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
+
+
+def _check_dead_letters(report: Report, rank: Rank, commits: dict[int, Commit], summary: Summary) -> None:
+    """Each commit's letters end at its ``dead_letters_size``, and begin where those of the one before it end."""
+    path, start = rank.dead_letters_file, 0
+    for commit in commits.values():
+        found = rank.count_dead_letters(start, commit.dead_letters_size)
+        start = commit.dead_letters_size
+        if found != commit.tally.dead:
+            message = f"{path} holds {count(found, 'dead letter')} of it, though {commit.tally.dead} were counted."
+            message += " Restore it from a copy; the output is not concerned."
+            report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
+    size = path.stat().st_size if path.exists() else 0
+    if size > start and summary.state == "finished":
+        message = f"{path} goes on for {size - start} bytes after the last dead letter that a commit covers."
+        report.add_problem("dead_letters", message, rank, path=path)
+
+
+def _list_unfinished(report: Report, rank: Rank, commits: dict[int, Commit], summary: Summary) -> None:
+    if summary.state == "finished":
+        return
+    before = len(report.unfinished)
+    last = max([*commits, *summary.journals], default=-1)
+    for index in range(last):
+        if index not in commits and index not in summary.journals:
+            report.add_unfinished("is not begun, though later chunks are.", rank, index)
+    for index, number in summary.journals.items():
+        report.add_unfinished(f"is not finished; its journal holds {count(number, 'document')}.", rank, index)
+    if len(report.unfinished) == before:
+        report.add_unfinished("is not finished: the run is still on, or has to be run again.", rank)
+
+
+# all ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_settings(report: Report) -> None:
+    """The ranks of one run have one identity; what most of them have is taken for the right one."""
+    variants: dict[str, dict[bytes, list[Rank]]] = defaultdict(lambda: defaultdict(list))
+    for rank in report.ranks:
+        if _identity(rank) and (settings := rank.settings):
+            variants[rank.root][orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)].append(rank)
+    for found in variants.values():
+        usual, *others = sorted(found.values(), key=len, reverse=True)
+        for rank in (rank for variant in others for rank in variant):
+            message = f"was run with other settings than rank {usual[0].number}: {_differences(usual[0], rank)}."
+            report.add_problem("identity", message, rank, path=rank.folder / "run.json")
+
+
+def _differences(usual: Rank, other: Rank) -> str:
+    old, new = usual.settings, other.settings
+    return "; ".join(
+        f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    )
+
+
+def _shown(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _check_number_of_ranks(report: Report) -> None:
+    # A retry runs where there are dead letters, so its ranks say nothing about the others.
+    ranks = {rank.number: rank for rank in report.ranks if not rank.root}
+    tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
+    at_work = not {"running", "unfinished"}.isdisjoint(report.states.values())
+    for number in range(tasks):
+        missing = Rank("", number, report.checkpoints / f"{number:05d}")
+        if number in ranks:
+            continue
+        if at_work:
+            report.add_unfinished("is not begun.", missing)
+        else:
+            message = f"{missing.folder} is missing: the rank was never run, or its checkpoint was removed. Run again."
+            report.add_problem("rank", message, missing, path=missing.folder)
+    for number, rank in ranks.items():
+        if tasks and number >= tasks:
+            report.add_problem("rank", f"is one too many: the run has {count(tasks, 'task')}.", rank, path=rank.folder)

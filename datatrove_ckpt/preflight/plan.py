@@ -1,0 +1,233 @@
+"""datatrove-ckpt plan: how often is enough, from what saving costs here and how often what is not saved is lost.
+
+The model: a save takes C seconds, one is made every T seconds, and every M seconds on average (the MTBF) something
+takes what was not saved.
+
+    overhead       C / T
+    lost           T/2 + C on average, T + C at most, each time: since the beginning of the last save that ended
+    efficiency     T / (M * (exp((T + C) / M) - 1)): useful time by all time, as in Daly 2006, without restarts
+    best interval  sqrt(2CM) (Young); sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M (Daly)
+
+J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. J. T. Daly, "A higher
+order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
+
+They let the work stand still while it is saved. Here it goes on, so the overhead is that of the thread that saves, and
+the run pays less: the true optimum is no longer than theirs. Only what each save costs anew is C. Bytes are written
+once whatever the interval, so they are no part of it. Restarts cost the same at every interval, and are left out.
+
+Exit codes: 0 the table is printed; 1 something could not be measured; 2 a mistake in the file or on the command line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, SYNC_TUNING, Seconds, Tuning
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.preflight.checks import commits_each_write, file_system, within
+from datatrove_ckpt.preflight.probes import (
+    LARGE_GROUP,
+    LARGE_OBJECT,
+    REMOTE_SECONDS,
+    SMALL_GROUP,
+    SMALL_OBJECT,
+    DiskCost,
+    Spread,
+    UploadCost,
+    duration,
+    measure_disk,
+    measure_upload,
+    probe_folder,
+    size_text,
+)
+from datatrove_ckpt.runner import InferenceRunner
+
+# Counted: on average 1.3 objects with their copies, a manifest, two listings, and three removals.
+MIRROR_REQUESTS = 9
+_LADDER = [step * 10**power for power in range(-2, 6) for step in (1, 3)]
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def young(cost: float, mtbf: float) -> float:
+    """The best interval in seconds, to first order."""
+    return math.sqrt(2 * cost * mtbf)
+
+
+def daly(cost: float, mtbf: float) -> float:
+    """The best interval in seconds, to a higher order."""
+    if cost >= 2 * mtbf:
+        return mtbf
+    x = cost / (2 * mtbf)
+    return young(cost, mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost
+
+
+def efficiency(interval: float, cost: float, mtbf: float) -> float:
+    """Useful time by all time."""
+    exponent = (interval + cost) / mtbf
+    return interval / (mtbf * math.expm1(exponent)) if exponent < 700 else 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One interval, in seconds; shares are from 0 to 1. ``notes``: why this one is listed."""
+
+    interval: float
+    overhead: float
+    lost_mean: float
+    lost_most: float
+    efficiency: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a setting costs at several intervals.
+
+    Attributes:
+        setting: its name.
+        cost: of one save, in seconds.
+        best: the interval to use, in seconds, and ``best_low`` and ``best_high`` what it would be at the ends of the
+            cost's spread.
+    """
+
+    setting: str
+    cost: Spread
+    mtbf: float
+    young: float
+    daly: float
+    best: float
+    best_low: float
+    best_high: float
+    rows: tuple[Row, ...]
+
+
+def make_table(setting: str, cost: Spread, mtbf: float, now: Seconds | None, tuning: Tuning) -> Table:
+    """The table of a setting that is ``now`` so many seconds (None: not set)."""
+    best, low, high = (_best(seconds, mtbf, tuning) for seconds in (cost.median, cost.low, cost.high))
+    auto = tuning.interval([cost.median])
+    notes: dict[float, list[str]] = {step: [] for step in _LADDER if best / 40 <= step <= best * 40}
+    notes.setdefault(best, []).append("best")
+    notes.setdefault(auto, []).append("auto" if now != "auto" else "auto, set now")
+    if isinstance(now, int | float) and now > 0:
+        notes.setdefault(float(now), []).append("set now")
+    rows = tuple(_row(interval, cost.median, mtbf, tuple(notes[interval])) for interval in sorted(notes))
+    optimum = young(cost.median, mtbf), daly(cost.median, mtbf)
+    return Table(setting, cost, mtbf, *optimum, best, low, high, rows)
+
+
+def _best(cost: float, mtbf: float, tuning: Tuning) -> float:
+    """Daly's optimum in two digits; more say nothing, and shorter than ``auto`` ever is gains nothing."""
+    return max(float(f"{daly(cost, mtbf):.2g}"), tuning.shortest)
+
+
+def _row(interval: float, cost: float, mtbf: float, notes: tuple[str, ...]) -> Row:
+    return Row(interval, cost / interval, interval / 2 + cost, interval + cost, efficiency(interval, cost, mtbf), notes)
+
+
+def describe_table(table: Table) -> Iterator[str]:
+    """The table as lines of text."""
+    yield f"{table.setting}: a save costs {table.cost}; a loss every {duration(table.mtbf)}"
+    yield f"  {'interval':>9} {'overhead':>9} {'lost: mean':>11} {'at most':>9} {'efficiency':>11}"
+    for row in table.rows:
+        shares = f"{_percent(row.overhead):>9} {duration(row.lost_mean):>11} {duration(row.lost_most):>9}"
+        line = f"  {duration(row.interval):>9} {shares} {100 * row.efficiency:>9.3f} %  {', '.join(row.notes)}"
+        yield line.rstrip()
+    yield (
+        f"  best: {duration(table.young)} (Young), {duration(table.daly)} (Daly); {duration(table.best_low)} to "
+        f"{duration(table.best_high)} within the spread of what a save costs"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+# The measurement -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was measured for one runner, and the tables that follow from it."""
+
+    place: str
+    folder: str
+    file_system: str
+    disk: tuple[DiskCost, ...]
+    remote: str | None
+    uploads: tuple[UploadCost, ...]
+    tables: tuple[Table, ...]
+    notes: tuple[str, ...]
+
+
+def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
+    """Measures, and reckons.
+
+    Raises:
+        ConfigError: the step has no checkpoints.
+        StorageFailed, RemoteFailed: something could not be measured.
+    """
+    if step.checkpoints_local_dir is None:
+        raise ConfigError(f"{place}: checkpoints_local_dir is not set, so there is nothing to save.")
+    folder = Path(step.checkpoints_local_dir).absolute()
+    with probe_folder(folder) as probe:
+        disk = (measure_disk(probe, SMALL_GROUP, seconds=2.0), measure_disk(probe, LARGE_GROUP, seconds=3.0))
+    tables = [make_table("sync_seconds", disk[0].sync, mtbf, step.sync_seconds, SYNC_TUNING)]
+    remote, notes = _remote(step)
+    uploads: tuple[UploadCost, ...] = ()
+    if remote is not None:
+        uploads = within(2 * REMOTE_SECONDS, lambda: _measure_uploads(remote), remote.resolve_paths(""))
+        cost = _times(MIRROR_REQUESTS, uploads[0].upload)
+        now = step.mirror_seconds if step.checkpoints_remote_dir else None
+        tables.append(make_table("mirror_seconds", cost, mtbf, now, MIRROR_TUNING))
+    url = remote.resolve_paths("") if remote is not None else None
+    kind = file_system(folder).name
+    return Advice(place, str(folder), kind, disk, url, uploads, tuple(tables), tuple(notes))
+
+
+def _remote(step: InferenceRunner) -> tuple[Any, list[str]]:
+    """The remote folder to measure, if there is one, and what to know about it."""
+    url, output = step.checkpoints_remote_dir, step.output_writer.output_folder
+    if url is not None:
+        return get_datafolder(url), []
+    if output.is_local():
+        return None, ["A node that is lost with its disk loses all of this: set checkpoints_remote_dir to keep a copy."]
+    if commits_each_write(output):
+        return None, [f"{output.resolve_paths('')} was not measured: each upload would be a commit in its history."]
+    return output, ["There is no mirror: set checkpoints_remote_dir to have one. The output's folder was measured."]
+
+
+def _measure_uploads(remote: Any) -> tuple[UploadCost, UploadCost]:
+    return measure_upload(remote, SMALL_OBJECT, seconds=5.0), measure_upload(remote, LARGE_OBJECT, seconds=10.0)
+
+
+def _times(number: int, spread: Spread) -> Spread:
+    return Spread(number * spread.median, number * spread.low, number * spread.high, spread.number)
+
+
+def describe(advice: Advice) -> Iterator[str]:
+    """What was measured, the tables, and the settings to use, as lines of text."""
+    yield f"{advice.place} checkpoints: {advice.folder}, {advice.file_system}"
+    for disk in advice.disk:
+        yield f"  {size_text(disk.size):>6}  write {disk.write}"
+        yield f"  {'':>6}  sync  {disk.sync}"
+    if advice.remote is not None:
+        yield f"remote: {advice.remote}"
+        for upload in advice.uploads:
+            yield f"  {size_text(upload.size):>6}  upload {upload.upload}"
+        large = advice.uploads[-1]
+        yield f"  more than {size_text(large.size / large.upload.median)} of new answers a second would fall behind"
+        yield f"  a save is some {MIRROR_REQUESTS} small requests; bytes travel once, whatever the interval"
+    for table in advice.tables:
+        yield ""
+        yield from describe_table(table)
+    yield ""
+    yield "settings for this machine:"
+    for table in advice.tables:
+        yield f"  {table.setting}: {table.best:g}"
+    yield from advice.notes

@@ -26,11 +26,11 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.dead_letters import Retry
 from datatrove_ckpt.generation.failures import Failures, OnDocumentError
-from datatrove_ckpt.generation.null_checkpoint import Uncheckpointed
+from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress, wants_bar
 from datatrove_ckpt.generation.run_identity import code_identity, run_identity
-from datatrove_ckpt.generation.scheduler import Generation
+from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.inference.servers.multi_node import follow
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import connect
@@ -40,7 +40,7 @@ from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput, check_rank_in_template, check_writer
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.gc_tuning import calm_collector
+from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 
@@ -168,7 +168,7 @@ class InferenceRunner(PipelineStep):
             die_with_parent()
             nodes = Nodes.from_environment()
             prepare_arrow(self.output_writer)  # imports, of which the collector should know before it is calmed
-            with calm_collector():
+            with gc_tuned():
                 if nodes.rank > 0:  # the first node reads and writes
                     asyncio.run(self._follow(rank, nodes, preemption))
                 else:
@@ -176,7 +176,7 @@ class InferenceRunner(PipelineStep):
 
     def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
         if self.checkpoints_local_dir is None:
-            absence = Uncheckpointed(self.output_writer, rank, self.records_per_chunk)
+            absence = NullCheckpoint(self.output_writer, rank, self.records_per_chunk)
             self._process(data, rank, preemption, absence, None)
         elif not self.retry_dead_letters:
             self._restore(rank, preemption)
@@ -216,19 +216,19 @@ class InferenceRunner(PipelineStep):
         output: ChunkOutput | None,
     ) -> None:
         checkpoint.open()
-        preemption.on_signal = checkpoint.hasten
+        preemption.on_signal = checkpoint.fast_stop
         if not checkpoint.has_locks:
             logger.warning(
                 f"{self.checkpoints_local_dir} has no working file locks: start no second process for rank {rank}. One "
                 "that is started all the same takes the rank over, and this one stops before its next write."
             )
         completed = False
-        progress = Progress(self.stats, checkpoint.tally, self.config.metric_interval, wants_bar())
+        progress = Progress(self.stats, checkpoint.counts, self.config.metric_interval, wants_bar())
         try:
             if output is not None:
                 with preemption.raising():
                     output.prepare()
-            preemption.raise_if_told()
+            preemption.raise_if_stop_requested()
             main = self._generate(data, rank, checkpoint, progress, preemption)
             event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
             completed = True
@@ -292,7 +292,7 @@ class InferenceRunner(PipelineStep):
         point = checkpoint.resumed
         if not point.is_fresh:
             logger.info(
-                f"Resuming: {checkpoint.tally.read} documents are done, {len(point.journals)} chunks are unfinished, "
+                f"Resuming: {checkpoint.counts.read} documents are done, {len(point.journals)} chunks are unfinished, "
                 f"{len(point.cached)} documents have answers waiting."
             )
         failures = Failures(
@@ -306,7 +306,7 @@ class InferenceRunner(PipelineStep):
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
             with self._inference_timer(), self._shared(preemption) as shared:
-                generation = Generation(
+                generation = Scheduler(
                     rollout_fn=partial(self.rollout_fn, **shared),
                     config=self.config,
                     checkpoint=checkpoint,
@@ -360,7 +360,7 @@ class InferenceRunner(PipelineStep):
         logger.warning(f"Rank {rank}: ended by {preemption.cause} after {preemption.seconds:.1f} s; {kept}")
 
     def _say_done(self, rank: int, checkpoint: Any, progress: Progress) -> None:
-        tally = checkpoint.tally
+        counts = checkpoint.counts
         where = self.output_writer.output_folder.resolve_paths("")
         resume = (
             "The same command, run again, finds nothing left to do."
@@ -368,10 +368,10 @@ class InferenceRunner(PipelineStep):
             else "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
         )
         logger.success(
-            f"Rank {rank}: {tally.written} of {tally.read} documents written to {where} "
-            f"({tally.dropped} dropped, {tally.dead} dead letters); {tally.requests} requests, of which "
-            f"{progress.requests} were sent in this run, {tally.prompt_tokens} prompt tokens, "
-            f"{tally.completion_tokens} completion tokens. {resume}"
+            f"Rank {rank}: {counts.written} of {counts.read} documents written to {where} "
+            f"({counts.dropped} dropped, {counts.dead} dead letters); {counts.requests} requests, of which "
+            f"{progress.requests} were sent in this run, {counts.prompt_tokens} prompt tokens, "
+            f"{counts.completion_tokens} completion tokens. {resume}"
         )
 
 

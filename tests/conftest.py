@@ -43,7 +43,7 @@ def real_collector() -> None:
 def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run begins with a full collection (see ``collector.py``): longer than most of the thousands of lives here."""
     if "real_collector" not in request.fixturenames:
-        monkeypatch.setattr("datatrove_ckpt.runner.calm_collector", nullcontext)
+        monkeypatch.setattr("datatrove_ckpt.runner.gc_tuned", nullcontext)
 
 
 @pytest.fixture

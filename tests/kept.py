@@ -42,7 +42,7 @@ def _kept(rank: Path) -> int:
     commits = read_commits(rank / "commits.jsonl").values()
     committed = {ordinal for commit in commits for ordinal in range(commit.first_ordinal, commit.next_ordinal)}
     return (
-        sum(commit.tally.requests for commit in commits)
+        sum(commit.counts.requests for commit in commits)
         + sum(requests for ordinal, requests in finished.items() if ordinal not in committed)
         + sum(ordinal not in committed and ordinal not in finished for ordinal in cached)
     )

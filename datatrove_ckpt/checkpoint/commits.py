@@ -23,7 +23,7 @@ class OutputFile:
 
 
 @dataclass(slots=True)
-class Tally:
+class DocumentCounts:
     """What became of documents, and what they cost."""
 
     read: int = 0
@@ -44,7 +44,7 @@ class Tally:
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: DocumentCounts) -> None:
         self.read += other.read
         self.written += other.written
         self.dropped += other.dropped
@@ -65,7 +65,7 @@ class Commit:
 
     chunk_index: int
     first_ordinal: int
-    tally: Tally
+    counts: DocumentCounts
     files: list[OutputFile] = field(default_factory=list)
     position: dict[str, Any] | None = None
     last_input: str = ""
@@ -73,14 +73,19 @@ class Commit:
 
     @property
     def next_ordinal(self) -> int:
-        return self.first_ordinal + self.tally.read
+        return self.first_ordinal + self.counts.read
 
     @classmethod
     def from_json(cls, body: bytes) -> Commit:
         data = orjson.loads(body)
-        data["tally"] = Tally(**data["tally"])
+        counts = DocumentCounts(**data.pop("tally"))
         data["files"] = [OutputFile(**file) for file in data["files"]]
-        return cls(**data)
+        return cls(counts=counts, **data)
+
+    def to_json(self) -> bytes:
+        """The body of the commit's line. There ``counts`` is called "tally", as the format on disk has it since 0.1."""
+        fields = asdict(self)
+        return orjson.dumps({"tally" if name == "counts" else name: value for name, value in fields.items()})
 
 
 def read_commits(path: Path) -> dict[int, Commit]:
@@ -115,8 +120,7 @@ class CommitLog:
 
     def append(self, commit: Commit) -> None:
         """Once this returns, the chunk is done, whatever happens."""
-        body = orjson.dumps(asdict(commit))
-        self._file.append(seal(body))
+        self._file.append(seal(commit.to_json()))
         self._file.sync()
         self.commits[commit.chunk_index] = commit
 

@@ -35,7 +35,7 @@ _LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
 
 
 class Fence:
-    """This process's claim on a rank. See ``Claim``."""
+    """This process's claim on a rank. See ``RunClaim``."""
 
     def __init__(self, path: Path, owner: dict[str, Any]) -> None:
         self._path = path
@@ -81,7 +81,7 @@ class Fence:
         return status.st_ino, status.st_mtime_ns
 
 
-class Claim:
+class RunClaim:
     """An identity that fits the folder; ``take`` makes this process the rank's owner.
 
     ``accept_changes``: a difference is recorded, with the time, instead of refused.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
-from datatrove_ckpt.checkpoint.identity import Claim
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.interval import Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.publishing import Chunk, Publisher, WriteChunk
@@ -34,7 +34,7 @@ MAX_PUBLISHING = 4
 
 
 @dataclass(slots=True)
-class Place:
+class ChunkSlot:
     """A document that is to be processed. ``cached``: an earlier life left answers for it."""
 
     ordinal: int
@@ -69,7 +69,7 @@ class CheckpointManager:
     ) -> None:
         self.root = root
         self.folder = root / f"{rank:05d}"
-        self.tally = Tally()
+        self.counts = DocumentCounts()
         self.error: BaseException | None = None
         self.resumed = ResumePoint()
         self._last_chunk_file = root / "last_chunk" / f"{rank:05d}.txt"
@@ -107,7 +107,7 @@ class CheckpointManager:
             # A run that is refused leaves a finished rank finished.
             refused = undo.enter_context(ExitStack())
             refused.callback(self._lock.release, remove=finished)
-            claim = Claim(self.folder, self._identity, self._accept_changes)
+            claim = RunClaim(self.folder, self._identity, self._accept_changes)
             refused.pop_all()
             undo.callback(self._lock.release)
             interrupted = (self.folder / "replay.sqlite3").exists()  # a rank that ends removes it
@@ -130,7 +130,7 @@ class CheckpointManager:
             undo.pop_all()
         point.interrupted = interrupted
         self.resumed = point
-        self.tally.add(point.tally)
+        self.counts.add(point.counts)
         self._next_chunk = self._unbroken = point.next_chunk
         self._next_ordinal = point.next_ordinal
         self._journals.update(point.journals)
@@ -183,17 +183,17 @@ class CheckpointManager:
         if completed:
             files.disk.sync_dir(self.folder)  # that the rank is finished survives power loss, too
 
-    def hasten(self) -> None:
+    def fast_stop(self) -> None:
         """``close`` takes seconds at most for what is published and mirrored; called again, no time for either.
 
         May be called in a signal handler, so it takes no lock.
         """
-        self._publisher.hasten()
-        self._mirror.hasten()
+        self._publisher.fast_stop()
+        self._mirror.fast_stop()
 
     # the caller's side -----------------------------------------------------------------------------------------
 
-    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> Place | None:
+    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> ChunkSlot | None:
         """The place of the next document of the input; None if it is done already.
 
         ``position`` gives the reader's state right after the document. It is called for the last one of a chunk, when
@@ -218,16 +218,16 @@ class CheckpointManager:
             return None
         cached = ordinal in self.resumed.cached
         self.resumed.cached.discard(ordinal)
-        return Place(ordinal, chunk.index, cached)
+        return ChunkSlot(ordinal, chunk.index, cached)
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         """Reads a document's cached answers; ``receive`` is called in the storage thread."""
         self._storage.call(lambda: receive(self._cache.answers(ordinal)))
 
-    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None:
+    def put_answer(self, place: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         self._storage.put_answer(CachedRequest(place.chunk_index, place.ordinal, doc_id, key, answer))
 
-    def finish(self, place: Place, finished: Finished) -> None:
+    def finish(self, place: ChunkSlot, finished: Finished) -> None:
         """The document is done once its line is written; its chunk is closed if it was the last one missing."""
         self._storage.put_finished(place.chunk_index, finished)
         self._count_finished(self._chunks[place.chunk_index])
@@ -319,7 +319,7 @@ class CheckpointManager:
         self._close_if_complete(chunk)
 
     def _pass_committed(self, chunk: Chunk, committed: Commit) -> None:
-        if chunk.read == committed.tally.read:
+        if chunk.read == committed.counts.read:
             self._expect(committed.last_input, chunk.last_input, committed.next_ordinal - 1)
             self._current = None
             self._next_ordinal = committed.next_ordinal
@@ -381,7 +381,7 @@ class CheckpointManager:
             Commit(
                 chunk_index=chunk.index,
                 first_ordinal=chunk.first_ordinal,
-                tally=chunk.tally,
+                counts=chunk.counts,
                 files=output,
                 position=chunk.position(),
                 last_input=chunk.last_input,
@@ -389,7 +389,7 @@ class CheckpointManager:
             )
         )
         self._forget(chunk)
-        self.tally.add(chunk.tally)
+        self.counts.add(chunk.counts)
         self._committed += 1
         del self._chunks[chunk.index]
 

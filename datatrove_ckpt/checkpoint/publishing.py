@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from datatrove_ckpt.checkpoint.commits import OutputFile, Tally
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -38,7 +38,7 @@ class Chunk:
     full: bool = False
     position: Callable[[], dict[str, Any] | None] = lambda: None
     last_input: str = ""
-    tally: Tally = field(default_factory=Tally)
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
     dead_letters: list[bytes] = field(default_factory=list)
 
 
@@ -85,7 +85,7 @@ class Publisher:
             with suppress(queue.Empty):
                 self._ended.get(timeout=_PATIENCE)
 
-    def hasten(self) -> None:
+    def fast_stop(self) -> None:
         """``stop`` waits a second at most; called again, not at all. Takes no lock: it may be a signal handler's."""
         self._ended.put(False)
 
@@ -104,10 +104,10 @@ class Publisher:
         # Closed at once, also on failure, whose traceback would keep the journal open as long as it is kept.
         with closing(self._written(chunk, journal)) as documents:
             output = self._write_chunk(chunk.index, documents)
-        if chunk.tally.read != chunk.read:
+        if chunk.counts.read != chunk.read:
             raise CheckpointCorrupt(
-                f"The journal {journal.path} holds {chunk.tally.read} documents instead of {chunk.read}; its output is "
-                "not committed."
+                f"The journal {journal.path} holds {chunk.counts.read} documents instead of {chunk.read}; its output "
+                "is not committed."
             )
         self._published(chunk, output)
 
@@ -115,7 +115,7 @@ class Publisher:
         """The chunk's documents that go to the output, counting all of them on the way."""
         with closing(journal.read_in_order()) as documents:
             for finished in documents:
-                chunk.tally.count(
+                chunk.counts.count(
                     finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens
                 )
                 if self._stopping.is_set():

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, Tally
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 
@@ -51,7 +51,7 @@ class ResumePoint:
     done: dict[int, Commit] = field(default_factory=dict)
     journals: dict[int, ChunkJournal] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)
-    tally: Tally = field(default_factory=Tally)
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
     dead_letters_size: int = 0
     dead: int = 0
     """Dead letters of earlier lives, committed or not."""
@@ -77,7 +77,7 @@ def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache,
     _finish_commits(folder, last_chunk, log, cache, point)
     for chunk_index, first_ordinal in _uncommitted(folder, point, records_per_chunk):
         point.journals[chunk_index] = ChunkJournal(journal_path(folder, chunk_index), first_ordinal)
-    point.dead = point.tally.dead + sum(journal.recovered_dead for journal in point.journals.values())
+    point.dead = point.counts.dead + sum(journal.recovered_dead for journal in point.journals.values())
     point.cached = cache.ordinals()
     for journal in point.journals.values():
         point.cached.difference_update(journal.recovered)
@@ -101,7 +101,7 @@ def _resume_point(log: CommitLog) -> ResumePoint:
         point.position = commit.position
         point.milestones[commit.next_ordinal - 1] = commit.last_input
     for commit in log.commits.values():
-        point.tally.add(commit.tally)
+        point.counts.add(commit.counts)
         point.dead_letters_size = commit.dead_letters_size
         if commit.chunk_index >= point.next_chunk:
             point.done[commit.chunk_index] = commit

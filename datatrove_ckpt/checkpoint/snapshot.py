@@ -45,7 +45,7 @@ class Mirror(Protocol):
     def stop(self, completed: bool) -> None:
         """Nothing more will be written, the files are still there. Takes a bounded time. True: all is committed."""
 
-    def hasten(self) -> None:
+    def fast_stop(self) -> None:
         """The rank was told to end: takes less time, or, called again, none. May be called in a signal handler."""
 
 
@@ -56,4 +56,4 @@ class NoMirror:
 
     def stop(self, completed: bool) -> None: ...
 
-    def hasten(self) -> None: ...
+    def fast_stop(self) -> None: ...

@@ -17,11 +17,11 @@ from typing import Any
 
 import orjson
 
-from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.cli.preflight_commands import add_doctor, add_plan
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.maintenance.findings import Report, count, name_place
-from datatrove_ckpt.maintenance.inspect import Summary, find_ranks, summarise
+from datatrove_ckpt.maintenance.inspect import RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, make_plan
 from datatrove_ckpt.maintenance.verify import verify
@@ -93,7 +93,7 @@ def _status(arguments: argparse.Namespace) -> int:
     summaries = [summarise(rank)[0] for rank in ranks]
     tasks = max((_tasks(rank) for rank in ranks if not rank.root), default=0)
     if arguments.json:
-        _print_json({"ranks": [asdict(summary) for summary in summaries], "totals": _totals(summaries, tasks)})
+        _print_json({"ranks": [summary.to_json() for summary in summaries], "totals": _totals(summaries, tasks)})
     else:
         print("\n".join([*(_status_line(summary) for summary in summaries), _total_line(summaries, tasks)]))
     return 1 if any(summary.error for summary in summaries) else 0
@@ -106,7 +106,7 @@ def _tasks(rank: Any) -> int:
         return 0
 
 
-def _status_line(summary: Summary) -> str:
+def _status_line(summary: RankStatus) -> str:
     place = name_place(summary.root, summary.rank)
     if summary.error:
         return f"{place}: damaged: {summary.error}"
@@ -116,39 +116,40 @@ def _status_line(summary: Summary) -> str:
     return f"{place}: {state}, {_numbers([summary])}, last commit {summary.last_commit or 'never'}"
 
 
-def _total_line(summaries: list[Summary], tasks: int) -> str:
+def _total_line(summaries: list[RankStatus], tasks: int) -> str:
     retries = [summary for summary in summaries if summary.root]
     summaries = [summary for summary in summaries if not summary.root]
     states = Counter(summary.state for summary in summaries)
     begun = len(summaries)
     parts = [f"{number} {state}" for state, number in sorted(states.items())]
     parts += [f"{tasks - begun} not begun"] if tasks > begun else []
-    retried = f"; of the dead, retries brought {_tally(retries).written} to the output" if retries else ""
+    retried = f"; of the dead, retries brought {_sum_counts(retries).written} to the output" if retries else ""
     return f"total: {count(max(tasks, begun), 'rank')} ({', '.join(parts)}), {_numbers(summaries)}{retried}"
 
 
-def _numbers(summaries: list[Summary]) -> str:
-    tally = _tally(summaries)
+def _numbers(summaries: list[RankStatus]) -> str:
+    counts = _sum_counts(summaries)
     journals = [number for summary in summaries for number in summary.journals.values()]
     unfinished = f" and {sum(journals)} in {count(len(journals), 'unfinished chunk')}" if journals else ""
     return (
-        f"{count(tally.read, 'document')} done ({tally.written} written, {tally.dropped} dropped, {tally.dead} dead) "
+        f"{count(counts.read, 'document')} done "
+        f"({counts.written} written, {counts.dropped} dropped, {counts.dead} dead) "
         f"in {count(sum(summary.chunks for summary in summaries), 'chunk')}{unfinished}; "
-        f"{count(tally.requests, 'request')}, {tally.prompt_tokens} prompt and {tally.completion_tokens} completion "
+        f"{count(counts.requests, 'request')}, {counts.prompt_tokens} prompt and {counts.completion_tokens} completion "
         "tokens"
     )
 
 
-def _tally(summaries: Iterable[Summary]) -> Tally:
-    total = Tally()
+def _sum_counts(summaries: Iterable[RankStatus]) -> DocumentCounts:
+    total = DocumentCounts()
     for summary in summaries:
-        total.add(summary.tally)
+        total.add(summary.counts)
     return total
 
 
-def _totals(summaries: list[Summary], tasks: int) -> dict[str, Any]:
+def _totals(summaries: list[RankStatus], tasks: int) -> dict[str, Any]:
     """What a retry reads was read before, so retries are counted by themselves."""
-    retried = _tally(summary for summary in summaries if summary.root)
+    retried = _sum_counts(summary for summary in summaries if summary.root)
     summaries = [summary for summary in summaries if not summary.root]
     journals = [number for summary in summaries for number in summary.journals.values()]
     return {
@@ -157,7 +158,7 @@ def _totals(summaries: list[Summary], tasks: int) -> dict[str, Any]:
         "chunks": sum(summary.chunks for summary in summaries),
         "unfinished_chunks": len(journals),
         "documents_in_journals": sum(journals),
-        **asdict(_tally(summaries)),
+        **asdict(_sum_counts(summaries)),
         "retried": asdict(retried),
     }
 
@@ -176,7 +177,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                 "output": report.output,
                 "full": arguments.full,
                 "exit_code": code,
-                "ranks": [asdict(summary) for summary in report.summaries],
+                "ranks": [summary.to_json() for summary in report.summaries],
                 "totals": _totals(report.summaries, tasks) | {"files": report.number_of_files},
                 "problems": [asdict(problem) for problem in report.problems],
                 "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
@@ -188,17 +189,17 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(report: Report, full: bool) -> str:
-    tally = _tally(summary for summary in report.summaries if not summary.root)
+    counts = _sum_counts(summary for summary in report.summaries if not summary.root)
     found = count(len(report.problems), "problem") if report.problems else "no problem"
     if report.unfinished:
         found += f", {count(len(report.unfinished), 'thing')} not finished"
     retries = [summary for summary in report.summaries if summary.root]
-    retried = f", {_tally(retries).written} of which were written by a retry" if retries else ""
+    retried = f", {_sum_counts(retries).written} of which were written by a retry" if retries else ""
     checked = "sizes and contents" if full else "sizes; --full compares contents, too"
     ranks = count(len(report.ranks) - len(retries), "rank")
     return (
-        f"{found}: {ranks}, {count(tally.read, 'document')} ({tally.written} written, "
-        f"{tally.dropped} dropped, {tally.dead} dead letters{retried}) in {count(report.number_of_files, 'file')} of "
+        f"{found}: {ranks}, {count(counts.read, 'document')} ({counts.written} written, "
+        f"{counts.dropped} dropped, {counts.dead} dead letters{retried}) in {count(report.number_of_files, 'file')} of "
         f"{report.output} (checked: {checked})"
     )
 

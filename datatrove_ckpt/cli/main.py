@@ -24,7 +24,7 @@ from typing import Any
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Tally, read_commits
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.commands import add_commands
 from datatrove_ckpt.cli.interruption import Interruption, start_fork_server
@@ -176,22 +176,22 @@ def _retry_dead_letters(executor: Any) -> None:
 
 def _summary(step: InferenceRunner, command: str) -> str:
     """The closing line: all ranks, all lives."""
-    tally, files = Tally(), 0
+    counts, files = DocumentCounts(), 0
     for log in sorted(Path(step.checkpoints_local_dir or "").glob("*/commits.jsonl")):
         for commit in read_commits(log).values():
-            tally.add(commit.tally)
+            counts.add(commit.counts)
             files += len(commit.files)
     for log in sorted(Path(step.checkpoints_local_dir or "").glob("retry-*/*/commits.jsonl")):
         for commit in read_commits(log).values():
-            tally.written += commit.tally.written
-            tally.dropped += commit.tally.dropped
-            tally.dead += commit.tally.dead - commit.tally.read  # they were dead letters before
-            tally.requests += commit.tally.requests
+            counts.written += commit.counts.written
+            counts.dropped += commit.counts.dropped
+            counts.dead += commit.counts.dead - commit.counts.read  # they were dead letters before
+            counts.requests += commit.counts.requests
             files += len(commit.files)
     return (
-        f"{tally.written} of {tally.read} documents are in {files} files in "
-        f"{step.output_writer.output_folder.resolve_paths('')} ({tally.dropped} dropped, {tally.dead} dead letters), "
-        f"for {tally.requests} requests with {tally.prompt_tokens} prompt and {tally.completion_tokens} completion "
+        f"{counts.written} of {counts.read} documents are in {files} files in "
+        f"{step.output_writer.output_folder.resolve_paths('')} ({counts.dropped} dropped, {counts.dead} dead letters), "
+        f"for {counts.requests} requests with {counts.prompt_tokens} prompt and {counts.completion_tokens} completion "
         f"tokens. Whenever it is interrupted, the same line resumes it: {command}"
     )
 

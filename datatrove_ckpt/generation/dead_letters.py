@@ -126,7 +126,7 @@ class Retry:
             yield RetriedDocument(document, letter)
 
     def _is_finished(self) -> bool:
-        done = sum(commit.tally.read for commit in read_commits(self._folder / "commits.jsonl").values())
+        done = sum(commit.counts.read for commit in read_commits(self._folder / "commits.jsonl").values())
         return done == sum(1 for _ in read_letters(self._input)) and not (self._folder / "replay.sqlite3").exists()
 
 

@@ -30,21 +30,21 @@ class Drain:
         self._over = asyncio.Event()
         self._ending = False
 
-    def begins(self) -> None:
+    def document_started(self) -> None:
         """A document is in work."""
         self.documents += 1
 
-    def ends(self) -> None:
+    def document_finished(self) -> None:
         """It is in work no more."""
         self.documents -= 1
         self._changed()
 
-    def asks(self) -> None:
+    def request_started(self) -> None:
         """A document waits for an answer, or for several."""
         self._asking += 1
         self._changed()
 
-    def goes_on(self) -> None:
+    def request_finished(self) -> None:
         """It waits for none any more."""
         self._asking -= 1
 

@@ -12,10 +12,10 @@ from typing import Literal, NoReturn
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.manager import Place
+from datatrove_ckpt.checkpoint.manager import ChunkSlot
 from datatrove_ckpt.errors import CkptError, DocumentFailed, RequestPoisoned, RequestRejected, TooManyDeadLetters
 from datatrove_ckpt.generation.dead_letters import cause_of, dead_letter
-from datatrove_ckpt.generation.prefetch import Read
+from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.readers.positions import position_state
 
 OnDocumentError = Literal["stop", "dead_letter"]
@@ -50,7 +50,9 @@ class Failures:
         """Dead letters are likely enough to keep each document in work as it was read."""
         return self._on_document_error == "dead_letter" or self._skip_bad_requests
 
-    def letter_or_raise(self, read: Read, place: Place, error: BaseException, payload_hashes: list[str]) -> bytes:
+    def letter_or_raise(
+        self, read: SourceDocument, place: ChunkSlot, error: BaseException, payload_hashes: list[str]
+    ) -> bytes:
         """The document's dead letter.
 
         Raises:
@@ -98,7 +100,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _stop(document: Document, place: Place, error: BaseException) -> NoReturn:
+def _stop(document: Document, place: ChunkSlot, error: BaseException) -> NoReturn:
     if isinstance(error, CkptError):
         raise error
     raise DocumentFailed(

@@ -14,7 +14,7 @@ import orjson
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
-from datatrove_ckpt.checkpoint.manager import Place
+from datatrove_ckpt.checkpoint.manager import ChunkSlot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import trim
@@ -27,29 +27,29 @@ from datatrove_ckpt.inference.client.client import CompletionClient
 _PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-class Keeper(Protocol):
+class AnswerStore(Protocol):
     """Where answers are kept. See ``CheckpointManager``."""
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
-    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
+    def put_answer(self, place: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
 
 
-class Listener(Protocol):
+class RequestObserver(Protocol):
     """Is told what becomes of requests."""
 
     def answered(self, completion: Completion) -> None: ...
     def request_failed(self) -> None: ...
 
 
-class Rank(Protocol):
+class RankContext(Protocol):
     """What a request needs of the rank it belongs to. See ``Generation``."""
 
     @property
     def config(self) -> InferenceConfig: ...
     @property
-    def checkpoint(self) -> Keeper: ...
+    def checkpoint(self) -> AnswerStore: ...
     @property
-    def observer(self) -> Listener: ...
+    def observer(self) -> RequestObserver: ...
     @property
     def client(self) -> asyncio.Future[CompletionClient]: ...
     @property
@@ -60,7 +60,7 @@ class Rank(Protocol):
 class Answers:
     """What one document was answered in earlier lives, and whether the server failed it in this one."""
 
-    def __init__(self, rank: Rank, place: Place, doc_id: str) -> None:
+    def __init__(self, rank: RankContext, place: ChunkSlot, doc_id: str) -> None:
         self.place = place
         self.doc_id = doc_id
         self.fatal: ServerError | None = None
@@ -78,17 +78,17 @@ class Answers:
             self._rank.checkpoint.lookup(self.place.ordinal, receive)
         return (await asyncio.shield(self._cached)).get(key)
 
-    def asks(self) -> None:
+    def request_started(self) -> None:
         """A request waits for the server."""
         self._pending += 1
         if self._pending == 1:
-            self._rank.drain.asks()
+            self._rank.drain.request_started()
 
-    def asked(self) -> None:
+    def request_finished(self) -> None:
         """It does no more."""
         self._pending -= 1
         if not self._pending:
-            self._rank.drain.goes_on()
+            self._rank.drain.request_finished()
 
     def raise_fatal(self) -> None:
         if self.fatal is not None:
@@ -98,7 +98,7 @@ class Answers:
 class Requests:
     """The ``generate`` callback of one rollout."""
 
-    def __init__(self, rank: Rank, answers: Answers, rollout_idx: int) -> None:
+    def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
         self.count = 0
         self.last_hash = ""
         self.prompt_tokens = 0
@@ -150,12 +150,12 @@ class Requests:
         return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
 
     async def _complete(self, body: bytes) -> Completion:
-        self._answers.asks()
+        self._answers.request_started()
         try:
             client = await asyncio.shield(self._rank.client)
             return await client.complete(body)
         finally:
-            self._answers.asked()
+            self._answers.request_finished()
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         # Handed over first: an answer that waits for the disk outside its queue would be lost in a kill.

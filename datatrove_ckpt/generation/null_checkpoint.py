@@ -13,9 +13,9 @@ from typing import Any
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.manager import Place
+from datatrove_ckpt.checkpoint.manager import ChunkSlot
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
@@ -26,13 +26,13 @@ from datatrove_ckpt.output.chunk_output import RemoteFiles
 _PATIENCE = 1.0  # seconds
 
 
-class Uncheckpointed:
+class NullCheckpoint:
     """Writes finished documents in a thread of its own, in the order in which they finish."""
 
     def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int) -> None:
         self.has_locks = True  # it needs none
         self.resumed = ResumePoint()
-        self.tally = Tally()
+        self.counts = DocumentCounts()
         self.on_change: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         if not writer.output_folder.is_local():
@@ -45,7 +45,7 @@ class Uncheckpointed:
         self._admitted = 0
         self._handed_over = 0
         self._written = 0
-        self._queue: queue.SimpleQueue[tuple[Place, Finished] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[ChunkSlot, Finished] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt writer", daemon=True)
 
     def open(self) -> ResumePoint:
@@ -61,24 +61,24 @@ class Uncheckpointed:
         else:
             self._abandon()
 
-    def hasten(self) -> None:
+    def fast_stop(self) -> None:
         """``close`` waits a second at most."""
         self._hastened = True
 
-    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> Place | None:
-        place = Place(self._admitted, self._admitted // self._records_per_chunk, cached=False)
+    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> ChunkSlot | None:
+        place = ChunkSlot(self._admitted, self._admitted // self._records_per_chunk, cached=False)
         self._admitted += 1
         return place
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         receive({})
 
-    def put_answer(self, place: Place, doc_id: str, key: AnswerKey, answer: Answer) -> None:
+    def put_answer(self, place: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         pass
 
-    def finish(self, place: Place, finished: Finished) -> None:
+    def finish(self, place: ChunkSlot, finished: Finished) -> None:
         self.raise_failure()
-        self.tally.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+        self.counts.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
         if finished.outcome == "written":
             self._handed_over += len(finished.document)
             self._queue.put((place, finished))
@@ -118,7 +118,7 @@ class Uncheckpointed:
             self.error = error
             self.on_change()
 
-    def _write(self, place: Place, finished: Finished) -> None:
+    def _write(self, place: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)
         try:
             self._writer.write(document, rank=self._rank, chunk_index=f"{place.chunk_index:05d}")

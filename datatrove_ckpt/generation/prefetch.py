@@ -64,7 +64,7 @@ def _is_stateless(step: object) -> bool:
     return getattr(step, "exclusion_writer", None) is None and type(step).__name__ != "SamplerFilter"
 
 
-class Read:
+class SourceDocument:
     """A document, and what was taken from it before anything could change it.
 
     ``as_read`` is the document's bytes, kept only where a dead letter may need them.
@@ -94,20 +94,20 @@ class DocumentSource:
         self._keep_as_read = keep_as_read
         self._reading = Reading()
         self._last: Position | None = None
-        self._held: Read | None = None
-        self._previous: Read | None = None
+        self._held: SourceDocument | None = None
+        self._previous: SourceDocument | None = None
         self._in_order = True
         self._saved: Position | None = None
         self._lowest: Position | None = None
         self._lock = threading.Lock()
-        self._buffer: list[Read] = []
+        self._buffer: list[SourceDocument] = []
         self._characters = 0
         self._change = threading.Condition()
         self._closed = False
         self._ended = False
         self._error: BaseException | None = None
 
-    async def batches(self, point: ResumePoint) -> AsyncIterator[list[Read]]:
+    async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
         """Every document that is not done, in order. Goes to the first of them by seeking, or by passing the others.
 
         Raises:
@@ -135,7 +135,7 @@ class DocumentSource:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._arrived.set)
 
-    def _take(self) -> tuple[bool, list[Read]]:
+    def _take(self) -> tuple[bool, list[SourceDocument]]:
         with self._change:
             stalled = not self._arrived.is_set()
             self._arrived.clear()
@@ -162,7 +162,7 @@ class DocumentSource:
                 self._skip(point)
             with self._reading:
                 for document in self._documents:
-                    if not self._put(Read(self, document, encode(document), self._keep_as_read)):
+                    if not self._put(SourceDocument(self, document, encode(document), self._keep_as_read)):
                         return
             self._release(is_last=True)
         except BaseException as error:  # whatever the reader raised is the rank's to raise
@@ -173,7 +173,7 @@ class DocumentSource:
                 self._ended = True
                 self._wake()
 
-    def _put(self, read: Read) -> bool:
+    def _put(self, read: SourceDocument) -> bool:
         """Hands over the document before this one, and holds this one back until the next. False: nobody waits."""
         self._judge(read)
         with self._change:
@@ -199,7 +199,7 @@ class DocumentSource:
                 self._previous.is_safe = self._in_order and self._last is not None
             self._hand_over()
 
-    def _judge(self, read: Read) -> None:
+    def _judge(self, read: SourceDocument) -> None:
         """Whether the document that is held back may be gone on from, now that the next one is known."""
         position = position_of(read.document)
         last, self._last = self._last, position

@@ -17,7 +17,7 @@ from datatrove.utils.stats import MetricStats, Stats
 from loguru import logger
 from tqdm import tqdm
 
-from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Outcome
 from datatrove_ckpt.inference.client.answers import Completion
 
@@ -40,7 +40,7 @@ class Progress:
         bar: show a progress bar.
     """
 
-    def __init__(self, stats: Stats, before: Tally, interval: float, bar: bool) -> None:
+    def __init__(self, stats: Stats, before: DocumentCounts, interval: float, bar: bool) -> None:
         self.requests = 0
         self.failed_requests = 0
         self.tokens = 0

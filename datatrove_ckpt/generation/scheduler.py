@@ -19,16 +19,16 @@ from typing import Any, Protocol
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
-from datatrove_ckpt.checkpoint.manager import Place
+from datatrove_ckpt.checkpoint.manager import ChunkSlot
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, Keeper, Listener, Requests, call_soon
-from datatrove_ckpt.generation.prefetch import DocumentSource, Read
+from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests, call_soon
+from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.process.preemption import Preemption
@@ -41,15 +41,15 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 """Starts the server; gives a client and a coroutine function that ends, with an error, when the server dies."""
 
 
-class Checkpoint(Keeper, Protocol):
+class Checkpoint(AnswerStore, Protocol):
     """What the core asks of a checkpoint. See ``CheckpointManager``; ``Uncheckpointed`` is its absence."""
 
     resumed: ResumePoint
-    tally: Tally
+    counts: DocumentCounts
     on_change: Callable[[], None]
 
-    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = ...) -> Place | None: ...
-    def finish(self, place: Place, finished: Finished) -> None: ...
+    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = ...) -> ChunkSlot | None: ...
+    def finish(self, place: ChunkSlot, finished: Finished) -> None: ...
     def end_of_input(self) -> None: ...
     def raise_failure(self) -> None: ...
     @property
@@ -62,14 +62,14 @@ class Checkpoint(Keeper, Protocol):
     def all_committed(self) -> bool: ...
 
 
-class Observer(Listener, Protocol):
+class Observer(RequestObserver, Protocol):
     """Is told what happens, for stats and progress."""
 
     def serving(self) -> None: ...
     def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None: ...
 
 
-class Generation:
+class Scheduler:
     """One rank's documents through the rollout function."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Generation:
                 self._raise_if_stopping()  # nothing above need have waited, and so noticed
                 if self.drain.on:
                     await wait_until_cancelled()
-                self.drain.begins()
+                self.drain.document_started()
                 self._idle.clear()
                 documents.create_task(self._process(read, place))
 
@@ -189,7 +189,7 @@ class Generation:
             f"{preemption.cause}: {stats.in_flight} requests in flight have {preemption.drain_seconds:g} s to be "
             "answered; a second signal ends them at once."
         )
-        client.in_haste = not await preemption.wait_for(self._drained(client))
+        client.fast_stop = not await preemption.wait_for(self._drained(client))
         preemption.given_up = stats.in_flight + stats.lost - lost
 
     async def _drained(self, client: CompletionClient | None) -> None:
@@ -218,7 +218,7 @@ class Generation:
 
     # one document ------------------------------------------------------------------------------------------------
 
-    async def _process(self, read: Read, place: Place) -> None:
+    async def _process(self, read: SourceDocument, place: ChunkSlot) -> None:
         try:
             self.checkpoint.finish(place, await self._finish(read, place))
         except BaseException:
@@ -226,11 +226,11 @@ class Generation:
             raise
         finally:
             self._places.release()
-            self.drain.ends()
+            self.drain.document_finished()
             if not self.drain.documents:
                 self._idle.set()
 
-    async def _finish(self, read: Read, place: Place) -> Finished:
+    async def _finish(self, read: SourceDocument, place: ChunkSlot) -> Finished:
         document = read.document
         answers = Answers(self, place, str(document.id))
         requests = [Requests(self, answers, index) for index in range(self._rollouts)]
@@ -270,7 +270,13 @@ class Generation:
                 task.cancel()
 
     def _finished(
-        self, read: Read, place: Place, outcome: Outcome, document: bytes, requests: list[Requests], kept: int = 0
+        self,
+        read: SourceDocument,
+        place: ChunkSlot,
+        outcome: Outcome,
+        document: bytes,
+        requests: list[Requests],
+        kept: int = 0,
     ) -> Finished:
         self.observer.finished(outcome, kept, [request.count for request in requests])
         return Finished(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.maintenance.inspect import Rank, Summary
+from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus
 
 CONDEMNING = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems for which ``repair`` has a chunk made again."""
@@ -33,7 +33,7 @@ class Problem:
 class CommittedChunk:
     """What the output files of a chunk should be, and how many documents they should hold (None: cannot be told)."""
 
-    rank: Rank
+    rank: RankFolder
     index: int
     files: list[OutputFile]
     documents: int | None
@@ -54,18 +54,20 @@ class Report:
     output: str
     folder: Any
     repair_command: str
-    ranks: list[Rank] = field(default_factory=list)
-    summaries: list[Summary] = field(default_factory=list)
+    ranks: list[RankFolder] = field(default_factory=list)
+    summaries: list[RankStatus] = field(default_factory=list)
     chunks: list[CommittedChunk] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unfinished: list[Problem] = field(default_factory=list)
 
     def add_problem(
-        self, kind: str, message: str, rank: Rank | None = None, chunk_index: int | None = None, path: Any = None
+        self, kind: str, message: str, rank: RankFolder | None = None, chunk_index: int | None = None, path: Any = None
     ) -> None:
         self.problems.append(_problem(kind, message, rank, chunk_index, path))
 
-    def add_unfinished(self, message: str, rank: Rank, chunk_index: int | None = None, path: str | None = None) -> None:
+    def add_unfinished(
+        self, message: str, rank: RankFolder, chunk_index: int | None = None, path: str | None = None
+    ) -> None:
         self.unfinished.append(_problem("unfinished", message, rank, chunk_index, path))
 
     @property
@@ -74,11 +76,11 @@ class Report:
 
     @property
     def states(self) -> dict[tuple[str, int], str]:
-        """The state of each rank, by ``Rank.key``."""
+        """The state of each rank, by ``RankFolder.key``."""
         return {(summary.root, summary.rank): summary.state for summary in self.summaries}
 
 
-def _problem(kind: str, message: str, rank: Rank | None, chunk_index: int | None, path: Any) -> Problem:
+def _problem(kind: str, message: str, rank: RankFolder | None, chunk_index: int | None, path: Any) -> Problem:
     root, number = rank.key if rank else ("", None)
     return Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
 

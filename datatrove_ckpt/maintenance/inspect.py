@@ -1,7 +1,7 @@
 """What every rank of a checkpoint left on disk: read, never changed, and also while a run is on.
 
 ``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, in which dead letters were tried again; their
-output goes to the same folder. ``Rank.root`` says which of them a rank belongs to; "" is CHECKPOINTS itself.
+output goes to the same folder. ``RankFolder.root`` says which of them a rank belongs to; "" is CHECKPOINTS itself.
 
 A run removes a rank's lock file and its request cache once every document of the input is committed. So a rank
 without either, and without a journal, is finished; any other is not. ``repair`` leaves the lock file behind: that is
@@ -15,7 +15,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, Tally, read_commits
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.checkpoint.recovery import journal_path
@@ -34,7 +34,7 @@ _JOURNAL_NAME = re.compile(r"chunk_(\d{5,})\.jsonl")
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankFolder:
     """One rank's folder."""
 
     root: str
@@ -159,7 +159,7 @@ def _holder(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"host": "unknown", "pid": None}
 
 
-def find_ranks(checkpoints: Path) -> list[Rank]:
+def find_ranks(checkpoints: Path) -> list[RankFolder]:
     """Every rank that has a folder, those of ``checkpoints`` itself first.
 
     Raises:
@@ -176,18 +176,18 @@ def find_ranks(checkpoints: Path) -> list[Rank]:
     return found
 
 
-def _ranks(root: str, folder: Path) -> Iterable[Rank]:
+def _ranks(root: str, folder: Path) -> Iterable[RankFolder]:
     if not folder.is_dir():
         return []
     numbers = sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"\d{5,}", path.name))
-    return [Rank(root, number, folder / f"{number:05d}") for number in numbers]
+    return [RankFolder(root, number, folder / f"{number:05d}") for number in numbers]
 
 
 @dataclass(slots=True)
-class Summary:
+class RankStatus:
     """One rank in a few numbers.
 
-    ``state``: "running", "finished", "unfinished", or "damaged" (see ``error``). ``tally`` and ``chunks``: what is
+    ``state``: "running", "finished", "unfinished", or "damaged" (see ``error``). ``counts`` and ``chunks``: what is
     committed. ``journals``: how many documents the journal of each uncommitted chunk holds.
     """
 
@@ -195,16 +195,20 @@ class Summary:
     rank: int
     state: str
     chunks: int = 0
-    tally: Tally = field(default_factory=Tally)
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
     journals: dict[int, int] = field(default_factory=dict)
     last_commit: str | None = None
     holder: dict[str, Any] | None = None
     error: str | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``, where ``counts`` has been called "tally" since 0.1."""
+        return {"tally" if name == "counts" else name: value for name, value in asdict(self).items()}
 
-def summarise(rank: Rank) -> tuple[Summary, dict[int, Commit]]:
+
+def summarise(rank: RankFolder) -> tuple[RankStatus, dict[int, Commit]]:
     """One rank in a few numbers, and the commits they come from."""
-    summary = Summary(rank.root, rank.number, "damaged", holder=rank.holder())
+    summary = RankStatus(rank.root, rank.number, "damaged", holder=rank.holder())
     # The state is taken first: what a run finishes meanwhile is then unfinished, which is no problem, rather than lost.
     state = "running" if summary.holder else "finished" if rank.is_finished else "unfinished"
     try:
@@ -216,7 +220,7 @@ def summarise(rank: Rank) -> tuple[Summary, dict[int, Commit]]:
         return summary, {}
     summary.state = state
     for commit in commits.values():
-        summary.tally.add(commit.tally)
+        summary.counts.add(commit.counts)
     summary.chunks = len(commits)
     summary.journals = {index: number for index, number in journals.items() if index not in commits}
     if commits:

@@ -24,21 +24,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit
-from datatrove_ckpt.checkpoint.identity import Claim
+from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointMismatch, OutputFailed
 from datatrove_ckpt.maintenance.findings import Report
-from datatrove_ckpt.maintenance.inspect import Rank
+from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of
 
 _BLOCK = 1 << 20
@@ -58,7 +57,7 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         for redo in plan.redo:
             # An old process without a lock, on a lost node, say, writes nothing any more from here on. It also syncs
             # the folder, and with it the lock file, which says that there is something to do.
-            Claim(redo.rank.folder, redo.rank.settings).take()
+            RunClaim(redo.rank.folder, redo.rank.settings).take()
             commits = redo.rank.commits()
             if any(commits.get(commit.chunk_index) != commit for commit in redo.condemned):
                 raise CheckpointMismatch(
@@ -84,8 +83,8 @@ def _take_back(redo: Redo, output: Any) -> None:
     condemned = {commit.chunk_index for commit in redo.condemned}
     commits = rank.commits()
     kept = [commit for index, commit in commits.items() if index not in condemned]
-    letters_end = max((commit.dead_letters_size for commit in kept if commit.tally.dead), default=0)
-    places = [letters_of(commits.values(), index) for index in condemned if commits[index].tally.dead]
+    letters_end = max((commit.dead_letters_size for commit in kept if commit.counts.dead), default=0)
+    places = [letters_of(commits.values(), index) for index in condemned if commits[index].counts.dead]
     # What lies after the last letter that stays is cut off below, or, after a crash, by the next run.
     if between := [place for place in places if place[0] < letters_end]:
         _blank(rank.dead_letters_file, between)
@@ -126,7 +125,7 @@ def _blanked(path: Path, places: list[tuple[int, int]]) -> Iterator[bytes]:
             at += len(block)
 
 
-def _replace_commits(rank: Rank, commits: dict[int, Commit], condemned: set[int], letters_end: int) -> None:
+def _replace_commits(rank: RankFolder, commits: dict[int, Commit], condemned: set[int], letters_end: int) -> None:
     """Leaves the condemned out, and what they left at the end of the dead letters."""
     lines = []
     for line, commit in zip(read_lines(rank.commits_file), commits.values(), strict=True):
@@ -134,7 +133,7 @@ def _replace_commits(rank: Rank, commits: dict[int, Commit], condemned: set[int]
             continue
         if commit.dead_letters_size > letters_end:
             shorter = replace(commit, dead_letters_size=letters_end)
-            lines.append(seal(orjson.dumps(asdict(shorter))))
+            lines.append(seal(shorter.to_json()))
         else:
             lines.append(seal(line.body))
     files.disk.replace(rank.commits_file, b"".join(lines))
@@ -153,7 +152,7 @@ def _remove(folder: Any, name: str) -> None:
         raise OutputFailed(f"{where} could not be removed: {type(error).__name__}: {error}. Repair again.") from error
 
 
-def _correct_last_chunk(rank: Rank) -> None:
+def _correct_last_chunk(rank: RankFolder) -> None:
     commits = rank.commits()
     unbroken = next(index for index in range(len(commits) + 1) if index not in commits)
     if unbroken:

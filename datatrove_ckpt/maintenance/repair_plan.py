@@ -15,14 +15,14 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.maintenance.findings import CONDEMNING, Problem, Report, count, name_place
-from datatrove_ckpt.maintenance.inspect import Rank
+from datatrove_ckpt.maintenance.inspect import RankFolder
 
 
 @dataclass
 class Redo:
     """What one rank is to make again. ``condemned``: the commits to take back; ``lost``: chunks that have none."""
 
-    rank: Rank
+    rank: RankFolder
     condemned: list[Commit] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
 
@@ -32,9 +32,9 @@ class Redo:
 
     def describe(self) -> Iterator[str]:
         for commit in self.condemned:
-            what = f"take back its commit, to have {count(commit.tally.read, 'document')} processed again"
-            if commit.tally.dead:
-                what += f", {count(commit.tally.dead, 'dead letter')} among them"
+            what = f"take back its commit, to have {count(commit.counts.read, 'document')} processed again"
+            if commit.counts.dead:
+                what += f", {count(commit.counts.dead, 'dead letter')} among them"
             names = ", ".join(file.path for file in commit.files)
             yield f"{name_place(*self.key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
         for index in self.lost:
@@ -93,7 +93,7 @@ def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:
             yield number
 
 
-def _plan_rank(plan: Plan, rank: Rank, problems: list[Problem], shared: set[str | None]) -> None:
+def _plan_rank(plan: Plan, rank: RankFolder, problems: list[Problem], shared: set[str | None]) -> None:
     commits = rank.commits()
     condemned = {problem.chunk_index for problem in problems if problem.kind in CONDEMNING}
     for commit in commits.values():
@@ -118,10 +118,10 @@ def _plan_rank(plan: Plan, rank: Rank, problems: list[Problem], shared: set[str 
         plan.redo.append(redo)
 
 
-def _obstacle(rank: Rank, commits: dict[int, Commit], commit: Commit, shared: set[str | None]) -> str | None:
+def _obstacle(rank: RankFolder, commits: dict[int, Commit], commit: Commit, shared: set[str | None]) -> str | None:
     if any(file.path in shared for file in commit.files):
         return "another commit claims its output, which would be overwritten."
-    if commit.tally.dead and not _letters_are_whole(rank, commits, commit):
+    if commit.counts.dead and not _letters_are_whole(rank, commits, commit):
         return f"its dead letters are not where they should be in {rank.dead_letters_file}. Restore that from a copy."
     return None
 
@@ -136,7 +136,7 @@ def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
     return start, end
 
 
-def _letters_are_whole(rank: Rank, commits: dict[int, Commit], commit: Commit) -> bool:
+def _letters_are_whole(rank: RankFolder, commits: dict[int, Commit], commit: Commit) -> bool:
     """The commit's dead letters are whole lines, or gone, or blanked by a repair that did not get further."""
     start, end = letters_of(commits.values(), commit.chunk_index)
     if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
@@ -144,10 +144,10 @@ def _letters_are_whole(rank: Rank, commits: dict[int, Commit], commit: Commit) -
     first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
     last = b"".join(rank.dead_letters(end - 1, end))
     begins = not start or first in (b"\n", b" ")
-    return begins and last == b"\n" and rank.count_dead_letters(start, end) == commit.tally.dead
+    return begins and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
 
 
-def _holes(rank: Rank, commits: dict[int, Commit], kept: dict[int, Commit]) -> Iterator[tuple[range, bool]]:
+def _holes(rank: RankFolder, commits: dict[int, Commit], kept: dict[int, Commit]) -> Iterator[tuple[range, bool]]:
     """Consecutive chunks without a commit that stays, and whether what a run makes of them ends where it must."""
     per_chunk = rank.identity.get("records_per_chunk") or 0
     ordinal = expected = 0
@@ -160,4 +160,4 @@ def _holes(rank: Rank, commits: dict[int, Commit], kept: dict[int, Commit]) -> I
     if chunks:
         # After the last commit that stays, only journals can be where they would not be any more.
         journals = max(rank.journals(), default=-1)
-        yield chunks, all(commits[i].tally.read == per_chunk for i in chunks if i in commits and i < journals)
+        yield chunks, all(commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals)

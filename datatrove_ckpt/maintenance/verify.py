@@ -33,7 +33,7 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report, count, span
-from datatrove_ckpt.maintenance.inspect import Rank, Summary, find_ranks, summarise
+from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.verify_output import check_output
 
 
@@ -60,14 +60,14 @@ def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> 
     return report
 
 
-def _output_folder(ranks: list[Rank]) -> str:
+def _output_folder(ranks: list[RankFolder]) -> str:
     for rank in ranks:
         if found := _identity(rank).get("output_folder"):
             return str(found)
     raise ConfigError(f"{ranks[0].folder.parent}: no run.json says where the output is. Name it with --output.")
 
 
-def _identity(rank: Rank) -> dict[str, Any]:
+def _identity(rank: RankFolder) -> dict[str, Any]:
     """What run.json holds; nothing if it is damaged, which is reported once, elsewhere."""
     try:
         return rank.identity
@@ -78,7 +78,7 @@ def _identity(rank: Rank) -> dict[str, Any]:
 # one rank ------------------------------------------------------------------------------------------------------------
 
 
-def _check_rank(report: Report, rank: Rank) -> None:
+def _check_rank(report: Report, rank: RankFolder) -> None:
     summary, commits = summarise(rank)
     report.summaries.append(summary)
     if summary.error:
@@ -88,14 +88,14 @@ def _check_rank(report: Report, rank: Rank) -> None:
         report.add_problem("corrupt", f"{rank.folder} holds commits but no run.json. Restore it from a copy.", rank)
     countable = rank.identity.get("output_writer") in ("JsonlWriter", "ParquetWriter")
     for commit in commits.values():
-        documents = commit.tally.written if countable else None
+        documents = commit.counts.written if countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
     _check_ordinals(report, rank, commits, summary)
     _check_dead_letters(report, rank, commits, summary)
     _list_unfinished(report, rank, commits, summary)
 
 
-def _check_ordinals(report: Report, rank: Rank, commits: dict[int, Commit], summary: Summary) -> None:
+def _check_ordinals(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
     """Together the commits must cover every document once."""
     start_over = f"Restore commits.jsonl from a copy, or start this rank over: remove {rank.folder} and its output."
     chunk_index = ordinal = 0
@@ -114,14 +114,14 @@ def _check_ordinals(report: Report, rank: Rank, commits: dict[int, Commit], summ
         chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
 
 
-def _check_dead_letters(report: Report, rank: Rank, commits: dict[int, Commit], summary: Summary) -> None:
+def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
     """Each commit's letters end at its ``dead_letters_size``, and begin where those of the one before it end."""
     path, start = rank.dead_letters_file, 0
     for commit in commits.values():
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
-        if found != commit.tally.dead:
-            message = f"{path} holds {count(found, 'dead letter')} of it, though {commit.tally.dead} were counted."
+        if found != commit.counts.dead:
+            message = f"{path} holds {count(found, 'dead letter')} of it, though {commit.counts.dead} were counted."
             message += " Restore it from a copy; the output is not concerned."
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
@@ -130,7 +130,7 @@ def _check_dead_letters(report: Report, rank: Rank, commits: dict[int, Commit], 
         report.add_problem("dead_letters", message, rank, path=path)
 
 
-def _list_unfinished(report: Report, rank: Rank, commits: dict[int, Commit], summary: Summary) -> None:
+def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
     if summary.state == "finished":
         return
     before = len(report.unfinished)
@@ -149,7 +149,7 @@ def _list_unfinished(report: Report, rank: Rank, commits: dict[int, Commit], sum
 
 def _check_settings(report: Report) -> None:
     """The ranks of one run have one identity; what most of them have is taken for the right one."""
-    variants: dict[str, dict[bytes, list[Rank]]] = defaultdict(lambda: defaultdict(list))
+    variants: dict[str, dict[bytes, list[RankFolder]]] = defaultdict(lambda: defaultdict(list))
     for rank in report.ranks:
         if _identity(rank) and (settings := rank.settings):
             variants[rank.root][orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)].append(rank)
@@ -160,7 +160,7 @@ def _check_settings(report: Report) -> None:
             report.add_problem("identity", message, rank, path=rank.folder / "run.json")
 
 
-def _differences(usual: Rank, other: Rank) -> str:
+def _differences(usual: RankFolder, other: RankFolder) -> str:
     old, new = usual.settings, other.settings
     return "; ".join(
         f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}"
@@ -180,7 +180,7 @@ def _check_number_of_ranks(report: Report) -> None:
     tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
     at_work = not {"running", "unfinished"}.isdisjoint(report.states.values())
     for number in range(tasks):
-        missing = Rank("", number, report.checkpoints / f"{number:05d}")
+        missing = RankFolder("", number, report.checkpoints / f"{number:05d}")
         if number in ranks:
             continue
         if at_work:

@@ -16,7 +16,7 @@ import xxhash
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.maintenance.findings import CONDEMNING, CommittedChunk, Report
-from datatrove_ckpt.maintenance.inspect import Rank
+from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.output.chunk_output import STAGING
 
 _BLOCK = 1 << 20
@@ -179,7 +179,7 @@ class _Unclaimed:
         self._report.add_problem("foreign", message, path=path)
 
 
-def _template(rank: Rank) -> str:
+def _template(rank: RankFolder) -> str:
     try:
         return str(rank.identity.get("output_filename", ""))
     except CheckpointCorrupt:

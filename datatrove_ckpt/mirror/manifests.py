@@ -41,7 +41,7 @@ class _Numbered:
     nonce: str
 
 
-class Generation(_Numbered):
+class Version(_Numbered):
     """A generation's name. Numbers grow, whoever writes; a larger one is newer."""
 
     @property
@@ -49,11 +49,11 @@ class Generation(_Numbered):
         return f"generation-{self.number:08d}-{self.nonce}.json"
 
 
-class Claim(_Numbered):
+class Ownership(_Numbered):
     """The name of an owner's claim. Of two with one number, the larger nonce counts."""
 
     @classmethod
-    def after(cls, others: list[Claim], nonce: str) -> Claim:
+    def after(cls, others: list[Ownership], nonce: str) -> Ownership:
         return cls(1 + max((other.number for other in others), default=0), nonce)
 
     @property
@@ -108,7 +108,7 @@ class Manifest:
         return cls(files=files, answers=[Part(**part) for part in data.pop("answers")], **data)
 
 
-def covers(owner: dict[str, Any], generation: Generation) -> bool:
+def covers(owner: dict[str, Any], generation: Version) -> bool:
     """Whether a checkpoint of this owner holds all that the generation holds. ``owner``: as in ``run.json``."""
     if generation.nonce == owner["nonce"]:
         return True
@@ -154,42 +154,42 @@ class Damaged(Exception):
     """An object that is missing, or is not what was written, in both its copies."""
 
 
-class Generations:
+class Versions:
     """The generations of one rank, by its folder's URL."""
 
     def __init__(self, url: str) -> None:
         self._store = Store(url)
         self.url = self._store.url
 
-    def listing(self) -> tuple[list[Claim], list[Generation]]:
+    def listing(self) -> tuple[list[Ownership], list[Version]]:
         """Both as they were at one moment. The claim that counts comes last, and so does the newest generation."""
         found = [match for match in map(_NAME.fullmatch, self._store.names()) if match]
-        claims = sorted(Claim(int(match[2]), match[3]) for match in found if match[1] == "claim")
-        return claims, sorted(Generation(int(match[2]), match[3]) for match in found if match[1] == "generation")
+        claims = sorted(Ownership(int(match[2]), match[3]) for match in found if match[1] == "claim")
+        return claims, sorted(Version(int(match[2]), match[3]) for match in found if match[1] == "generation")
 
-    def names(self) -> list[Generation]:
+    def names(self) -> list[Version]:
         """Oldest first."""
         return self.listing()[1]
 
-    def claim(self, claim: Claim, owner: dict[str, Any]) -> None:
+    def claim(self, claim: Ownership, owner: dict[str, Any]) -> None:
         """From here on this owner writes, and nobody who came before."""
         self._store.put(claim.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
 
-    def claimant(self, claim: Claim) -> str:
+    def claimant(self, claim: Ownership) -> str:
         """Its host and pid."""
         content = self._store.read(claim.file)
         return content.decode(errors="replace") if content else "unknown"
 
-    def read(self, generation: Generation) -> Manifest | None:
+    def read(self, generation: Version) -> Manifest | None:
         """None if the manifest is damaged, or gone."""
         line = self._store.read(generation.file)
         return None if line is None else Manifest.from_line(line)
 
-    def write(self, generation: Generation, manifest: Manifest, when: str) -> None:
+    def write(self, generation: Version, manifest: Manifest, when: str) -> None:
         """The generation is there once this returns, and its objects must be before."""
         self._store.put(generation.file, manifest.to_line(when))
 
-    def remove(self, name: Generation | Claim) -> None:
+    def remove(self, name: Version | Ownership) -> None:
         self._store.remove(name.file)
 
     def put(self, name: str, data: bytes) -> Part:

@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, Fenced
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT, Generations
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT, Versions
 from datatrove_ckpt.mirror.uploads import Uploads
 
 # The last mirror of a life takes no longer than this.
@@ -92,7 +92,7 @@ class RemoteMirror:
             )
         self._given_up = True
 
-    def hasten(self) -> None:
+    def fast_stop(self) -> None:
         """Mirrors now, while the rank drains, so that little is left for the last time. Called again: no last time."""
         self._hastened += 1
         self._wake.put(None)
@@ -139,7 +139,7 @@ class RemoteMirror:
 
     def _mirror(self) -> None:
         if self._uploads is None:
-            self._uploads = Uploads(Generations(self._url))
+            self._uploads = Uploads(Versions(self._url))
         uploads, last, start = self._uploads, self._stopping, time.monotonic()
         with ExitStack() as stack:
             self._go_on(last)

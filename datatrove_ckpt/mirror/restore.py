@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, ConfigError, StorageFailed
-from datatrove_ckpt.mirror.manifests import Damaged, Generation, Generations, Manifest, Part, covers, decode_answers
+from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Part, Version, Versions, covers, decode_answers
 from datatrove_ckpt.mirror.object_store import Store
 
 
@@ -78,7 +78,7 @@ def restore(url: str, folder: Path) -> None:
         ConfigError: the bucket does not exist.
     """
     owner = _owner(folder)
-    generations = Generations(url)
+    generations = Versions(url)
     try:
         names = generations.names()
         lost = owner is None and not names and bool(generations.objects())
@@ -121,7 +121,7 @@ def _owner(folder: Path) -> dict[str, Any] | None:
     return read_run(path).get("owner", {"nonce": ""}) if path.exists() else None
 
 
-def _bring_back(generations: Generations, names: list[Generation], folder: Path, owner: dict[str, Any] | None) -> None:
+def _bring_back(generations: Versions, names: list[Version], folder: Path, owner: dict[str, Any] | None) -> None:
     if owner is not None:
         _refuse_unrelated(generations, names, folder, owner)
     files.disk.make_dirs(folder.parent)
@@ -143,7 +143,7 @@ def _bring_back(generations: Generations, names: list[Generation], folder: Path,
         )
 
 
-def _refuse_unrelated(generations: Generations, names: list[Generation], folder: Path, owner: dict[str, Any]) -> None:
+def _refuse_unrelated(generations: Versions, names: list[Version], folder: Path, owner: dict[str, Any]) -> None:
     ours = {owner["nonce"], *owner.get("earlier", ())}
     theirs = {name.nonce for name in names}
     for name in names:
@@ -156,7 +156,7 @@ def _refuse_unrelated(generations: Generations, names: list[Generation], folder:
         )
 
 
-def _build(generations: Generations, names: list[Generation], staging: Path) -> tuple[Generation, Manifest] | None:
+def _build(generations: Versions, names: list[Version], staging: Path) -> tuple[Version, Manifest] | None:
     """The newest whole generation, in the staging folder. None: nothing was ever mirrored.
 
     Raises:
@@ -194,7 +194,7 @@ def _refused(url: str, problems: str) -> CheckpointCorrupt:
     )
 
 
-def _fetch(generations: Generations, manifest: Manifest, names: list[Generation], staging: Path) -> None:
+def _fetch(generations: Versions, manifest: Manifest, names: list[Version], staging: Path) -> None:
     files.disk.remove_tree(staging)
     files.disk.make_dir(staging)
     for file, parts in manifest.files.items():
@@ -216,7 +216,7 @@ def _write(path: Path, blocks: Iterable[bytes]) -> None:
     files.disk.sync(path)
 
 
-def _fill_cache(generations: Generations, answers: list[Part], path: Path) -> None:
+def _fill_cache(generations: Versions, answers: list[Part], path: Path) -> None:
     """An unfinished rank has a request cache, also an empty one."""
     cache = RequestCache(path)
     try:
@@ -227,7 +227,7 @@ def _fill_cache(generations: Generations, answers: list[Part], path: Path) -> No
     files.disk.sync(path)
 
 
-def _new_owner(owner: dict[str, Any], names: list[Generation]) -> dict[str, Any]:
+def _new_owner(owner: dict[str, Any], names: list[Version]) -> dict[str, Any]:
     """Descends from all that is on the mirror. What is damaged there is no reason to look at it again."""
     earlier = dict(owner["earlier"])
     for name in names:

@@ -9,10 +9,10 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import ConfigError, Fenced
-from datatrove_ckpt.mirror.manifests import Claim, Generation, Generations, Manifest, Part, encode_answers
+from datatrove_ckpt.mirror.manifests import Manifest, Ownership, Part, Version, Versions, encode_answers
 
 KEPT = 3
-"""Generations."""
+"""Versions."""
 # A file of this many parts gets its small last ones as one: restoring it should not take a thousand requests.
 _MAX_PARTS = 64
 _SMALL_PART = 8 * 2**20
@@ -25,7 +25,7 @@ class Uploads:
     mirroring, ``add`` what is new, ``publish``. What was added and not published stays, and the next one goes on there.
     """
 
-    def __init__(self, generations: Generations) -> None:
+    def __init__(self, generations: Versions) -> None:
         self.last_answer = 0
         """Number of the last answer that was copied."""
         self._generations = generations
@@ -33,10 +33,10 @@ class Uploads:
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._count = 0
         self._run: dict[str, Any] = {}
-        self._kept: dict[Generation, set[str]] = {}
+        self._kept: dict[Version, set[str]] = {}
         self._garbage: set[tuple[str, str]] = set()
         self._published: Manifest | None = None
-        self._claim: Claim | None = None
+        self._claim: Ownership | None = None
         self._floor: int | None = None
         """Numbers of this life's generations are larger."""
         self.begun = False
@@ -75,7 +75,7 @@ class Uploads:
     def _begin_life(self) -> None:
         """Claims the mirror. Done again after it failed: with one number, which never outdoes a later life's claim."""
         claims, names = self._generations.listing()
-        self._claim = self._claim or Claim.after(claims, self._nonce)
+        self._claim = self._claim or Ownership.after(claims, self._nonce)
         try:
             self._generations.claim(self._claim, self._run["owner"])
         except FileNotFoundError as error:
@@ -85,7 +85,7 @@ class Uploads:
             ) from error
         if not names:
             # So that objects without any generation are damage, and not a first upload that was killed.
-            self._generations.write(Generation(1, self._nonce), Manifest(self._run, {}, [], False), _now())
+            self._generations.write(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())
 
     def add(self, name: str, data: bytes) -> None:
         """The file's next bytes."""
@@ -141,7 +141,7 @@ class Uploads:
             )
         return True
 
-    def _next(self, names: list[Generation]) -> Generation:
+    def _next(self, names: list[Version]) -> Version:
         """A life's first number leaves as many out as there were claims, later ones leave none out.
 
         An owner before us that listed before we claimed may still write one generation, and that must not be newer than
@@ -151,9 +151,9 @@ class Uploads:
             assert self._claim is not None
             self._floor = max((name.number for name in names), default=0) + self._claim.number
         own = [name.number for name in names if name.nonce == self._nonce]
-        return Generation(1 + max([self._floor, *own]), self._nonce)
+        return Version(1 + max([self._floor, *own]), self._nonce)
 
-    def _list(self) -> tuple[list[Claim], list[Generation]]:
+    def _list(self) -> tuple[list[Ownership], list[Version]]:
         """Claims and generations, unless there is a newer claim than ours."""
         claims, names = self._generations.listing()
         if claims and self._claim is not None and claims[-1] > self._claim:
@@ -163,7 +163,7 @@ class Uploads:
             )
         return claims, names
 
-    def _take_stock(self, names: list[Generation]) -> None:
+    def _take_stock(self, names: list[Version]) -> None:
         """What earlier owners left behind. Who is still at work among them stops at the sight of our claim."""
         for name in names:
             manifest = self._generations.read(name)
@@ -171,7 +171,7 @@ class Uploads:
                 self._kept[name] = manifest.objects()
         self._garbage |= self._generations.objects()
 
-    def _tidy(self, names: list[Generation], claims: list[Claim]) -> None:
+    def _tidy(self, names: list[Version], claims: list[Ownership]) -> None:
         """First generations, then what none of the others needs: a kill in between leaves objects too many only."""
         keep = sorted(self._kept)[-KEPT:]
         for name in sorted({*names, *self._kept} - set(keep)):

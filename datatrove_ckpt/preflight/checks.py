@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.output.chunk_output import STAGING
-from datatrove_ckpt.preflight.file_systems import MOUNTS, Nature, find_mount, nature
+from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, find_mount, nature
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,
     SMALL_GROUP,
@@ -45,7 +45,7 @@ _GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Check:
+class PreflightCheck:
     """What was found: about which folder, what was tried, how it went, and what to do."""
 
     state: State
@@ -74,7 +74,7 @@ class Need:
     basis: str
 
 
-def file_system(folder: Path) -> Nature:
+def file_system(folder: Path) -> FilesystemTraits:
     """What the folder lies on."""
     mounts = MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
     return nature(find_mount(existing_part(folder.absolute()).resolve(), mounts))
@@ -85,10 +85,10 @@ def file_system(folder: Path) -> Nature:
 
 def check_checkpoints(
     subject: str, folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
-) -> list[Check]:
+) -> list[PreflightCheck]:
     """``checkpoints_local_dir``. ``moves``: tasks may start again on another node."""
 
-    def check() -> list[Check]:
+    def check() -> list[PreflightCheck]:
         tries = [
             partial(_check_lock, subject),
             partial(_check_sqlite, subject),
@@ -101,63 +101,67 @@ def check_checkpoints(
     return _answered(subject, folder, check)
 
 
-def check_local_output(subject: str, folder: Path, template: str, need: Need, moves: bool = False) -> list[Check]:
+def check_local_output(
+    subject: str, folder: Path, template: str, need: Need, moves: bool = False
+) -> list[PreflightCheck]:
     """A local output folder, whose staging folder lies beside the final files. ``moves``: see there."""
 
-    def check() -> list[Check]:
+    def check() -> list[PreflightCheck]:
         checks = _try_locally(subject, folder, [partial(_check_staging, subject, folder, template)])
         kind = file_system(folder)
         if not kind.lasts:
-            checks.append(Check("warning", subject, "file system", f"{kind.name}. {' '.join(kind.concerns)}"))
+            checks.append(PreflightCheck("warning", subject, "file system", f"{kind.name}. {' '.join(kind.concerns)}"))
         elif moves and not kind.shared:
-            checks.append(Check("warning", subject, "file system", f"{kind.name}. {_ON_ONE_NODE}"))
+            checks.append(PreflightCheck("warning", subject, "file system", f"{kind.name}. {_ON_ONE_NODE}"))
         return [*checks, check_room(subject, folder, need)]
 
     return _answered(subject, folder, check)
 
 
-def _answered(subject: str, folder: Path, check: Callable[[], list[Check]]) -> list[Check]:
+def _answered(subject: str, folder: Path, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
     """A network file system whose server is away makes everything wait, locks above all."""
     try:
         return within(REMOTE_SECONDS, check, str(folder))
     except RemoteFailed as error:
-        return [Check("problem", subject, "reachable", f"{error} Mend the mount, or choose another folder.")]
+        return [PreflightCheck("problem", subject, "reachable", f"{error} Mend the mount, or choose another folder.")]
 
 
-def _try_locally(subject: str, folder: Path, tries: Sequence[Callable[[Path], Check]]) -> list[Check]:
+def _try_locally(subject: str, folder: Path, tries: Sequence[Callable[[Path], PreflightCheck]]) -> list[PreflightCheck]:
     """Whether the folder can be written, and if so what the tries say, which get a probe folder."""
-    checks: list[Check] = []
+    checks: list[PreflightCheck] = []
     try:
         with probe_folder(folder) as probe:
             checks.append(_check_writable(subject, folder, probe))
             checks += [attempt(probe) for attempt in tries]
     except (CheckpointError, OSError) as error:
-        checks.append(Check("problem", subject, "writable", f"{folder}: {error}"))
+        checks.append(PreflightCheck("problem", subject, "writable", f"{folder}: {error}"))
     return checks
 
 
-def _check_writable(subject: str, folder: Path, probe: Path) -> Check:
+def _check_writable(subject: str, folder: Path, probe: Path) -> PreflightCheck:
     files.disk.replace(probe / "written", b"datatrove-ckpt")
     if (probe / "written").read_bytes() != b"datatrove-ckpt":
-        return Check("problem", subject, "writable", f"{folder} gives back something else than was written.")
+        return PreflightCheck("problem", subject, "writable", f"{folder} gives back something else than was written.")
     made = "" if folder.is_dir() else f" (it will be made in {probe.parent})"
-    return Check("ok", subject, "writable", f"{folder}{made}")
+    return PreflightCheck("ok", subject, "writable", f"{folder}{made}")
 
 
-def _check_kind(subject: str, kind: Nature, mirrored: bool, moves: bool) -> Check:
+def _check_kind(subject: str, kind: FilesystemTraits, mirrored: bool, moves: bool) -> PreflightCheck:
     text = " ".join([f"{kind.name}.", *kind.concerns])
     if kind.unfit:
-        return Check("problem", subject, "file system", text)
+        return PreflightCheck("problem", subject, "file system", text)
     if not kind.lasts and mirrored:
-        return Check("ok", subject, "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it.")
+        return PreflightCheck("ok", subject, "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it.")
     if not kind.lasts:
         text += " Or keep a mirror: set checkpoints_remote_dir."
     elif moves and not mirrored and not kind.shared:
-        return Check("warning", subject, "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir.")
-    return Check("warning" if kind.concerns else "ok", subject, "file system", text)
+        return PreflightCheck(
+            "warning", subject, "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
+        )
+    return PreflightCheck("warning" if kind.concerns else "ok", subject, "file system", text)
 
 
-def check_room(subject: str, folder: Path, need: Need) -> Check:
+def check_room(subject: str, folder: Path, need: Need) -> PreflightCheck:
     """Free bytes and inodes against what is needed. A quota is seen only when it is full, by the probe."""
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
@@ -176,10 +180,10 @@ def check_room(subject: str, folder: Path, need: Need) -> Check:
         text += f" At least {need.files} inodes are needed."
     if state != "ok":
         text += " Free some space, choose another folder, or make records_per_chunk smaller."
-    return Check(state, subject, "room", text)
+    return PreflightCheck(state, subject, "room", text)
 
 
-def _check_ranks(subject: str, folder: Path) -> list[Check]:
+def _check_ranks(subject: str, folder: Path) -> list[PreflightCheck]:
     """Folders that an earlier run left and this user cannot write; nothing is said about those of nobody."""
     if not folder.is_dir():
         return []
@@ -192,7 +196,11 @@ def _check_ranks(subject: str, folder: Path) -> list[Check]:
         return []
     more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
     text = f"{refused[0]}{more}: of an earlier run, and not writable for this user."
-    return [Check("problem", subject, "earlier run", f"{text} Make them writable, or go on as the user who made them.")]
+    return [
+        PreflightCheck(
+            "problem", subject, "earlier run", f"{text} Make them writable, or go on as the user who made them."
+        )
+    ]
 
 
 _SECOND_PROCESS = """
@@ -219,53 +227,55 @@ def _second_process(how: str, path: Path) -> str:
     return str(json.loads(ended.stdout)) if ended.returncode == 0 else ended.stderr.strip()[-200:]
 
 
-def _check_lock(subject: str, probe: Path) -> Check:
+def _check_lock(subject: str, probe: Path) -> PreflightCheck:
     lock = files.Lock(probe / "lock")
     try:
         found = _second_process("flock", lock.path) if lock.works else "no locks"
     finally:
         lock.release()
     if found == "kept out":
-        return Check("ok", subject, "locks", "a second process is kept out (tried on this machine only).")
+        return PreflightCheck("ok", subject, "locks", "a second process is kept out (tried on this machine only).")
     if found == "no locks":
         text = (
             "the file system has none. Two processes for one rank are kept apart only by the fence, after the second "
             "has begun: start no rank twice, or choose a folder with locks."
         )
-        return Check("warning", subject, "locks", text)
+        return PreflightCheck("warning", subject, "locks", text)
     text = f"a second process was not kept out ({found}). Choose a folder with working locks, or mount it with them."
-    return Check("problem", subject, "locks", text)
+    return PreflightCheck("problem", subject, "locks", text)
 
 
-def _check_sqlite(subject: str, probe: Path) -> Check:
+def _check_sqlite(subject: str, probe: Path) -> PreflightCheck:
     try:
         cache = RequestCache(probe / "replay.sqlite3")
     except CheckpointError as error:
-        return Check("problem", subject, "SQLite", f"the request cache cannot be opened here: {error}")
+        return PreflightCheck("problem", subject, "SQLite", f"the request cache cannot be opened here: {error}")
     try:
         found = _second_process("sqlite", cache.path)
     finally:
         cache.close()
     if found == "kept out":
-        return Check("ok", subject, "SQLite", "WAL without shared memory works, and a second process is kept out.")
+        return PreflightCheck(
+            "ok", subject, "SQLite", "WAL without shared memory works, and a second process is kept out."
+        )
     text = f"a second process was not kept out of the request cache ({found}): start no rank twice."
-    return Check("warning", subject, "SQLite", text)
+    return PreflightCheck("warning", subject, "SQLite", text)
 
 
-def _check_sync(subject: str, sync_seconds: Seconds, probe: Path) -> Check:
+def _check_sync(subject: str, sync_seconds: Seconds, probe: Path) -> PreflightCheck:
     sync = measure_disk(probe, SMALL_GROUP, seconds=1.0).sync
     text = f"{size_text(SMALL_GROUP)} take {sync}"
     if sync_seconds == 0:
-        return Check("ok", subject, "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
+        return PreflightCheck("ok", subject, "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
     interval = SYNC_TUNING.interval([sync.median]) if sync_seconds == "auto" else sync_seconds
     share = sync.median / interval
     text += f"; every {duration(interval)} (sync_seconds: {sync_seconds}) that is {100 * share:.2g} % of the time"
     if share < _SLOW_SHARE:
-        return Check("ok", subject, "syncs", f"{text}.")
-    return Check("warning", subject, "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
+        return PreflightCheck("ok", subject, "syncs", f"{text}.")
+    return PreflightCheck("warning", subject, "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
 
 
-def _check_staging(subject: str, folder: Path, template: str, probe: Path) -> Check:
+def _check_staging(subject: str, folder: Path, template: str, probe: Path) -> PreflightCheck:
     """A rename publishes a file; it works within one file system."""
     files.disk.make_dir(probe / "staging")
     files.disk.replace(probe / "staging" / "file", b"staged")
@@ -277,14 +287,16 @@ def _check_staging(subject: str, folder: Path, template: str, probe: Path) -> Ch
     elsewhere = [path for path in places if path.is_dir() and path.stat().st_dev != probe.stat().st_dev]
     if elsewhere:
         text = f"{elsewhere[0]} lies on another file system than {folder}: files cannot be renamed into their place."
-        return Check("problem", subject, "staging", f"{text} Name a folder of one file system as output_folder.")
-    return Check("ok", subject, "staging", "a file is renamed into its place, on one file system.")
+        return PreflightCheck(
+            "problem", subject, "staging", f"{text} Name a folder of one file system as output_folder."
+        )
+    return PreflightCheck("ok", subject, "staging", "a file is renamed into its place, on one file system.")
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------
 
 
-def check_remote(subject: str, folder: Any, deletes: bool = False) -> Check:
+def check_remote(subject: str, folder: Any, deletes: bool = False) -> PreflightCheck:
     """A datatrove ``DataFolder`` of any kind: an object is written, its size asked for, and deleted.
 
     Args:
@@ -292,7 +304,9 @@ def check_remote(subject: str, folder: Any, deletes: bool = False) -> Check:
     """
     url = folder.resolve_paths("")
     if commits_each_write(folder):
-        return Check("ok", subject, "reachable", f"{url} is not tried: each write would be a commit in its history.")
+        return PreflightCheck(
+            "ok", subject, "reachable", f"{url} is not tried: each write would be a commit in its history."
+        )
 
     def attempt() -> float:
         with probe_object(folder) as upload:
@@ -302,11 +316,15 @@ def check_remote(subject: str, folder: Any, deletes: bool = False) -> Check:
         seconds = within(REMOTE_SECONDS, attempt, url)
     except NotDeleted as error:
         if deletes:
-            return Check("problem", subject, "reachable", f"{error} Old generations are deleted: allow it.")
-        return Check("warning", subject, "reachable", f"{error} A run deletes nothing there, so it can do without.")
+            return PreflightCheck("problem", subject, "reachable", f"{error} Old generations are deleted: allow it.")
+        return PreflightCheck(
+            "warning", subject, "reachable", f"{error} A run deletes nothing there, so it can do without."
+        )
     except RemoteFailed as error:
-        return Check("problem", subject, "reachable", f"{error} Mend the address, the key or its permissions.")
-    return Check("ok", subject, "reachable", f"{url}: a small object was written in {duration(seconds)}, and deleted.")
+        return PreflightCheck("problem", subject, "reachable", f"{error} Mend the address, the key or its permissions.")
+    return PreflightCheck(
+        "ok", subject, "reachable", f"{url}: a small object was written in {duration(seconds)}, and deleted."
+    )
 
 
 def commits_each_write(folder: Any) -> bool:

@@ -24,8 +24,8 @@ from datatrove_ckpt.inference.client.keys import Key
 from datatrove_ckpt.inference.servers.engines import engine_command
 from datatrove_ckpt.maintenance.findings import count
 from datatrove_ckpt.preflight.checks import (
-    Check,
     Need,
+    PreflightCheck,
     check_checkpoints,
     check_local_output,
     check_remote,
@@ -41,7 +41,7 @@ _FILES_PER_RANK = 20
 _BYTES_PER_TOKEN = 4
 
 
-def examine(executor: Any) -> list[Check]:
+def examine(executor: Any) -> list[PreflightCheck]:
     """Every check of every folder that the executor and its steps name."""
     checks = [check_remote("logging_dir", executor.logging_dir)]
     sample = Sample()
@@ -68,7 +68,9 @@ def _ranks_at_once(executor: Any) -> int:
     return min(executor.world_size, workers) if workers > 0 else int(executor.world_size)
 
 
-def _check_runner(place: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool = False) -> list[Check]:
+def _check_runner(
+    place: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool = False
+) -> list[PreflightCheck]:
     checks = [check_server(f"{place}server", step.config)]
     output = step.output_writer.output_folder
     remote = step.checkpoints_remote_dir
@@ -82,7 +84,7 @@ def _check_runner(place: str, step: InferenceRunner, sample: Sample, ranks: int,
     )
     if step.checkpoints_local_dir is None:
         text = "none are kept: a run that dies starts over. Set checkpoints_local_dir."
-        checks.append(Check("warning", f"{place}checkpoints", "folder", text))
+        checks.append(PreflightCheck("warning", f"{place}checkpoints", "folder", text))
     else:
         folder = Path(step.checkpoints_local_dir).absolute()
         subject = f"{place}checkpoints"
@@ -98,15 +100,15 @@ def _check_runner(place: str, step: InferenceRunner, sample: Sample, ranks: int,
     return checks
 
 
-def _check_mirror(subject: str, remote: Any) -> Check:
+def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
     try:
         folder = get_datafolder(remote)
     except (ImportError, ValueError, OSError) as error:  # no such protocol, or its library is not installed
-        return Check("problem", subject, "reachable", f"checkpoints_remote_dir: {remote}: {error}")
+        return PreflightCheck("problem", subject, "reachable", f"checkpoints_remote_dir: {remote}: {error}")
     return check_remote(subject, folder, deletes=True)
 
 
-def check_server(subject: str, config: Any) -> Check:
+def check_server(subject: str, config: Any) -> PreflightCheck:
     """Whether what the server needs is installed, and its key there; nothing is started or asked."""
     try:
         if config.server_type == "endpoint":
@@ -116,8 +118,8 @@ def check_server(subject: str, config: Any) -> Check:
             engine_command(config, 1, Key("unused"))
             text = f"what {config.server_type} needs is installed here."
     except CkptError as error:
-        return Check("problem", subject, "ready", str(error))
-    return Check("ok", subject, "ready", text)
+        return PreflightCheck("problem", subject, "ready", str(error))
+    return PreflightCheck("ok", subject, "ready", text)
 
 
 # Input ---------------------------------------------------------------------------------------------------------------
@@ -135,25 +137,25 @@ class Sample:
     is_all: bool = False
 
 
-def check_input(subject: str, reader: Any, waits: bool = False) -> tuple[Check, Sample]:
+def check_input(subject: str, reader: Any, waits: bool = False) -> tuple[PreflightCheck, Sample]:
     """Reads the first documents, with a copy of the reader."""
     if waits:
-        return Check("ok", subject, "readable", "is not read: another executor has yet to make it."), Sample()
+        return PreflightCheck("ok", subject, "readable", "is not read: another executor has yet to make it."), Sample()
     if not isinstance(reader, BaseDiskReader):
-        return Check("ok", subject, "readable", "is not read: only readers of files are tried."), Sample()
+        return PreflightCheck("ok", subject, "readable", "is not read: only readers of files are tried."), Sample()
     where = reader.data_folder.resolve_paths("")
     try:
         sample = within(REMOTE_SECONDS, lambda: _read_some(copy.deepcopy(reader)), where)
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {type(error).__name__}: {str(error).rstrip('.')}. "
         text += "Mend the path, its permissions or the reader's arguments."
-        return Check("problem", subject, "readable", text), Sample()
+        return PreflightCheck("problem", subject, "readable", text), Sample()
     if not sample.number:
         text = f"{where} holds no documents for this reader. Check data_folder, glob_pattern and text_key."
-        return Check("problem", subject, "readable", text), sample
+        return PreflightCheck("problem", subject, "readable", text), sample
     which = "all" if sample.is_all else "the first"
     text = f"{where}: {which} {count(sample.number, 'document')} read, {size_text(sample.mean)} on average."
-    return Check("ok", subject, "readable", text), sample
+    return PreflightCheck("ok", subject, "readable", text), sample
 
 
 def _read_some(reader: Any) -> Sample:

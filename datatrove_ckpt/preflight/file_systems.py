@@ -46,7 +46,7 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Nature:
+class FilesystemTraits:
     """What a file system is good for.
 
     Attributes:
@@ -81,23 +81,23 @@ def _unescape(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
-def nature(mount: Mount | None) -> Nature:
+def nature(mount: Mount | None) -> FilesystemTraits:
     """What the mount's kind and options say."""
     if mount is None:
-        return Nature("a file system of unknown kind")
+        return FilesystemTraits("a file system of unknown kind")
     if mount.kind in _IN_MEMORY:
-        return Nature(
+        return FilesystemTraits(
             f"{mount.kind} (memory)", lasts=False, concerns=("It is lost when the machine or container stops.",)
         )
     if mount.kind == "overlay":
         concerns = ["It is lost when the container is removed: mount a volume."]
         if "volatile" in mount.options:
             concerns.append("It is mounted as volatile: syncs do nothing.")
-        return Nature("overlay (a container's own layer)", lasts=False, concerns=tuple(concerns))
+        return FilesystemTraits("overlay (a container's own layer)", lasts=False, concerns=tuple(concerns))
     if mount.kind in _NETWORK:
-        return Nature(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
+        return FilesystemTraits(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
     if mount.kind.startswith("fuse") and _is_object_store(mount):
-        return Nature(
+        return FilesystemTraits(
             f"{mount.kind} (an object store)",
             shared=True,
             concerns=(
@@ -105,7 +105,7 @@ def nature(mount: Mount | None) -> Nature:
             ),
             unfit=True,
         )
-    return Nature(f"{mount.kind} (local)")
+    return FilesystemTraits(f"{mount.kind} (local)")
 
 
 def _is_object_store(mount: Mount) -> bool:

@@ -38,7 +38,7 @@ from datatrove_ckpt.preflight.probes import (
     SMALL_GROUP,
     SMALL_OBJECT,
     DiskCost,
-    Spread,
+    Quantiles,
     UploadCost,
     duration,
     measure_disk,
@@ -97,7 +97,7 @@ class Table:
     """
 
     setting: str
-    cost: Spread
+    cost: Quantiles
     mtbf: float
     young: float
     daly: float
@@ -107,7 +107,7 @@ class Table:
     rows: tuple[Row, ...]
 
 
-def make_table(setting: str, cost: Spread, mtbf: float, now: Seconds | None, tuning: Tuning) -> Table:
+def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, tuning: Tuning) -> Table:
     """The table of a setting that is ``now`` so many seconds (None: not set)."""
     best, low, high = (_best(seconds, mtbf, tuning) for seconds in (cost.median, cost.low, cost.high))
     auto = tuning.interval([cost.median])
@@ -206,8 +206,8 @@ def _measure_uploads(remote: Any) -> tuple[UploadCost, UploadCost]:
     return measure_upload(remote, SMALL_OBJECT, seconds=5.0), measure_upload(remote, LARGE_OBJECT, seconds=10.0)
 
 
-def _times(number: int, spread: Spread) -> Spread:
-    return Spread(number * spread.median, number * spread.low, number * spread.high, spread.number)
+def _times(number: int, spread: Quantiles) -> Quantiles:
+    return Quantiles(number * spread.median, number * spread.low, number * spread.high, spread.number)
 
 
 def describe(advice: Advice) -> Iterator[str]:

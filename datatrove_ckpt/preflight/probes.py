@@ -33,7 +33,7 @@ REMOTE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quantiles:
     """Several measurements of one thing, in seconds; ``low`` and ``high`` are the first and last tenth's borders."""
 
     median: float
@@ -42,7 +42,7 @@ class Spread:
     number: int
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
+    def of(cls, samples: Sequence[float]) -> Quantiles:
         """Of one sample at least."""
         ordered = sorted(samples)
         last = len(ordered) - 1
@@ -57,8 +57,8 @@ class DiskCost:
     """Of a group of answers and finished documents: to write it, and to sync it."""
 
     size: int
-    write: Spread
-    sync: Spread
+    write: Quantiles
+    sync: Quantiles
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class UploadCost:
     """Of an object of ``size`` bytes: to upload it, and to ask for its size."""
 
     size: int
-    upload: Spread
+    upload: Quantiles
 
 
 # The local disk ------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def measure_disk(probe: Path, size: int, seconds: float, at_most: int = 25) -> D
             syncs.append(_timed(sync))
     finally:
         cache.close()
-    return DiskCost(size, Spread.of(writes), Spread.of(syncs))
+    return DiskCost(size, Quantiles.of(writes), Quantiles.of(syncs))
 
 
 def _answer(number: int) -> CachedRequest:
@@ -238,7 +238,7 @@ def measure_upload(folder: Any, size: int, seconds: float, at_most: int = 10) ->
     content = os.urandom(size)
     with probe_object(folder) as upload:
         upload(content[:1])  # connections are made, credentials fetched
-        return UploadCost(size, Spread.of([upload(content) for _ in _repeats(seconds, at_most)]))
+        return UploadCost(size, Quantiles.of([upload(content) for _ in _repeats(seconds, at_most)]))
 
 
 # In general ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ _before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
 
 
 @contextmanager
-def calm_collector() -> Iterator[None]:
+def gc_tuned() -> Iterator[None]:
     """Fewer collections, which leave out what was there before; the settings of before come back in the end.
 
     Settings belong to the process, and ranks may run in threads of one: the last one that ends puts them back. A

@@ -197,7 +197,7 @@ class Preemption:
         if self._wake is not None:
             self._wake()
 
-    def raise_if_told(self) -> None:
+    def raise_if_stop_requested(self) -> None:
         """Where nothing is begun yet.
 
         Raises:

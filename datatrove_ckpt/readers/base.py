@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.output.upload import check_no_secrets, check_options
 from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, short
-from datatrove_ckpt.readers.positions import Place, Position, PositionedDocument, Start, State, begin
+from datatrove_ckpt.readers.positions import FileOfRun, Position, PositionedDocument, Start, State, begin
 
 _VERSION = 1
 
@@ -187,14 +187,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 name, size = inputs.names[index], inputs.size(index)
                 self.stat_update("input_files")
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
-                place = Place(self._identity(start.number, shard, start.earlier, digest, inputs, index))
+                file = FileOfRun(self._identity(start.number, shard, start.earlier, digest, inputs, index))
                 before = documents
                 for document, after in self._read(name, size, at, share):
                     if skipped < self.skip:
                         skipped += 1
                         continue
                     documents += 1
-                    document.position = self._position = (start.number, documents, place, after)
+                    document.position = self._position = (start.number, documents, file, after)
                     self.update_doc_stats(document)
                     yield document
                     documents_bar.update()

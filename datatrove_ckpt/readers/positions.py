@@ -26,7 +26,7 @@ PLAIN_INTEGER = 2**53 - 1  # what any JSON reader keeps exactly
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class FileOfRun:
     """One file of one run: the part of the state that all its documents share."""
 
     shared: State
@@ -35,11 +35,11 @@ class Place:
         _, documents, _, at = position
         return self.shared | {"documents": documents, "at": [number & PLAIN_INTEGER for number in at]}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileOfRun:
         return self
 
 
-Position: TypeAlias = tuple[int, int, Place, tuple[int, ...]]
+Position: TypeAlias = tuple[int, int, FileOfRun, tuple[int, ...]]
 """Number of the reader, documents it yielded so far, file, place in the file.
 
 Positions of one run compare with ``<`` as they were read: the first two numbers decide.

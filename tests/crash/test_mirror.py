@@ -19,7 +19,7 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import files, storage
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.mirror import uploads
-from datatrove_ckpt.mirror.manifests import Generations, Part
+from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
@@ -186,34 +186,34 @@ def test_writing_the_manifest_before_its_objects_is_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     waiting: list[tuple[Any, ...]] = []
-    put, write = Generations.put, Generations.write
+    put, write = Versions.put, Versions.write
 
-    def put_later(self: Generations, name: str, data: bytes) -> Part:
+    def put_later(self: Versions, name: str, data: bytes) -> Part:
         waiting.append((self, name, data))
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)))
 
-    def write_first(self: Generations, *args: Any) -> None:
+    def write_first(self: Versions, *args: Any) -> None:
         write(self, *args)
         for one in waiting:
             put(*one)
         waiting.clear()
 
-    monkeypatch.setattr(Generations, "put", put_later)
-    monkeypatch.setattr(Generations, "write", write_first)
+    monkeypatch.setattr(Versions, "put", put_later)
+    monkeypatch.setattr(Versions, "write", write_first)
     prove(folder, lose_the_node, False, 1)
     assert any("not whole" in line for line in warnings)
 
 
 def test_tidying_up_before_the_manifest_is_written_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: list[tuple[Any, ...]] = []
-    write, tidy = Generations.write, Uploads._tidy
+    write, tidy = Versions.write, Uploads._tidy
 
     def tidy_first(self: Uploads, *args: Any) -> None:
         tidy(self, *args)
         write(*waiting.pop())
 
     monkeypatch.setattr(uploads, "KEPT", 1)
-    monkeypatch.setattr(Generations, "write", lambda *args: waiting.append(args))
+    monkeypatch.setattr(Versions, "write", lambda *args: waiting.append(args))
     monkeypatch.setattr(Uploads, "_tidy", tidy_first)
     with pytest.raises(CheckpointCorrupt, match="There is none, but there are objects"):
         prove(folder, lose_the_node, False, 2)

@@ -458,14 +458,14 @@ class Lives(RuleBasedStateMachine):
         expected = self._check_rank("", self._rank, [(number, 1) for number in range(len(self.texts))], self.ends)
         finished = completed is not None and not completed.retry
         if finished:
-            covered = sum(commit.tally.read for commit in self._commits())
+            covered = sum(commit.counts.read for commit in self._commits())
             assert covered == len(self.texts), f"{covered} of {len(self.texts)} documents are committed"
         taken: Counter[Attempt] = Counter()
         begun = (self.job / "checkpoints").glob("retry-*/00000")
         at_work = any(not (folder / "run.json").exists() for folder in begun)
         for number, folder, attempts in self._passes():
             expected |= self._check_rank(f"retry{number}_", folder, attempts, {len(attempts)})
-            covered = sum(commit.tally.read for commit in self._commits(folder))
+            covered = sum(commit.counts.read for commit in self._commits(folder))
             at_work |= covered < len(attempts) or any((folder / name).exists() for name in ("lock", "replay.sqlite3"))
             taken.update(attempts)
         assert all(number == 1 for number in taken.values()), f"retried twice: {taken}"
@@ -482,14 +482,14 @@ class Lives(RuleBasedStateMachine):
         letters: Counter[Attempt] = Counter()
         covered: list[int] = []
         for commit in self._commits(folder):
-            partial = commit.tally.read < self.records
+            partial = commit.counts.read < self.records
             assert not partial or commit.next_ordinal in ends, f"cut short where no input ended: {commit}"
-            assert 0 < commit.tally.read <= self.records
+            assert 0 < commit.counts.read <= self.records
             covered += range(commit.first_ordinal, commit.next_ordinal)
             chunk = attempts[commit.first_ordinal : commit.next_ordinal]
             outcomes = Counter(outcome(self.texts[number], attempt) for number, attempt in chunk)
-            tally = (commit.tally.written, commit.tally.dropped, commit.tally.dead)
-            assert tally == (outcomes["written"], outcomes["dropped"], outcomes["dead"]), commit
+            counts = (commit.counts.written, commit.counts.dropped, commit.counts.dead)
+            assert counts == (outcomes["written"], outcomes["dropped"], outcomes["dead"]), commit
             letters.update(one for one in chunk if outcome(self.texts[one[0]], one[1]) == "dead")
             content = b"".join(line(self.texts[n], a) for n, a in chunk if outcome(self.texts[n], a) == "written")
             if content:
@@ -543,7 +543,7 @@ class Lives(RuleBasedStateMachine):
 
     def _check_easy_life(self) -> None:
         """A job that nothing disturbs, whose input grew where this one's was seen to end, writes the same bytes."""
-        cut = [c.next_ordinal for c in self._commits() if c.tally.read < self.records] + [len(self.texts)]
+        cut = [c.next_ordinal for c in self._commits() if c.counts.read < self.records] + [len(self.texts)]
         easy = self.folder / "easy"
         here, self.job = self.job, easy
         try:

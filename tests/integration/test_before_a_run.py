@@ -21,9 +21,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import checks, doctor, plan, probes
-from datatrove_ckpt.preflight.checks import Check, check_remote, within
+from datatrove_ckpt.preflight.checks import PreflightCheck, check_remote, within
 from datatrove_ckpt.preflight.doctor import Sample, answer_bytes, estimate
-from datatrove_ckpt.preflight.file_systems import Nature
+from datatrove_ckpt.preflight.file_systems import FilesystemTraits
 from datatrove_ckpt.preflight.probes import PROBE, RemoteFailed
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
@@ -177,7 +177,7 @@ def test_a_folder_that_is_lost_at_reboot_is_a_warning(
 def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
     job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "file_system", lambda folder: Nature("ext4 (local)"))
+    monkeypatch.setattr(checks, "file_system", lambda folder: FilesystemTraits("ext4 (local)"))
     slurm = JOB.replace("LocalPipelineExecutor", "SlurmPipelineExecutor").replace(
         "workers: 1", 'time: "1:00:00", partition: p'.replace(", ", "\n    ")
     )
@@ -326,7 +326,7 @@ def test_answers_are_as_long_as_max_tokens_says(tmp_path: Path, server: FakeServ
 
 
 def test_a_check_is_a_line() -> None:
-    assert str(Check("ok", "output", "room", "9 GB free.")) == "ok       output, room: 9 GB free."
+    assert str(PreflightCheck("ok", "output", "room", "9 GB free.")) == "ok       output, room: 9 GB free."
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["plan", "--mtbf=6h"]])

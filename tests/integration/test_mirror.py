@@ -498,7 +498,7 @@ def test_a_rank_that_is_told_to_end_mirrors_at_once_and_waits_for_the_last_time_
         running = threading.Thread(target=lambda: job.run(server))
         running.start()
         until(lambda: len(mirrored) == 1 and server.asked.total() == 4)
-        opened[0].hasten()
+        opened[0].fast_stop()
         until(lambda: len(mirrored) == 2)
         restore(f"{job.remote}/00000", job.folder / "scratch")
         assert answered(job.folder / "scratch") == up_to("text 1 again")

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight.plan import describe_table, make_table
-from datatrove_ckpt.preflight.probes import Spread
+from datatrove_ckpt.preflight.probes import Quantiles
 from tests.readme import README, blocks, commands
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_the_crash_table_is_the_one_in_the_code() -> None:
 def test_the_table_of_plan_is_laid_out_and_reckoned_as_in_the_code() -> None:
     block = README[README.index("    sync_seconds: a save costs") :].split("\n\n")[0]
     in_readme = [line.removeprefix("    ") for line in block.splitlines()]
-    table = make_table("sync_seconds", Spread(0.0116, 0.0076, 0.0156, 25), 6 * 3600, 1.0, SYNC_TUNING)
+    table = make_table("sync_seconds", Quantiles(0.0116, 0.0076, 0.0156, 25), 6 * 3600, 1.0, SYNC_TUNING)
     in_code = list(describe_table(table))
     assert set(in_readme) <= set(in_code), in_code
     assert len(in_readme) == 7

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile, Tally
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
@@ -162,7 +162,7 @@ def test_more_journals_than_open_files_are_all_written(tmp_path: Path, monkeypat
 
 def commit(chunk_index: int, read: int = 2) -> Commit:
     output = [OutputFile(f"{chunk_index}.jsonl", 10, "ff")]
-    return Commit(chunk_index, chunk_index * 2, Tally(read=read, written=read), output, {"offset": 7}, "abc")
+    return Commit(chunk_index, chunk_index * 2, DocumentCounts(read=read, written=read), output, {"offset": 7}, "abc")
 
 
 def test_commits_come_back_as_they_were_and_the_unbroken_run_ends_at_the_first_gap(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from datatrove_ckpt.process.gc_tuning import calm_collector
+from datatrove_ckpt.process.gc_tuning import gc_tuned
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_settings_come_back_after_a_run_also_one_that_fails() -> None:
         assert gc.get_freeze_count() > 0
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"), calm_collector():
+    with pytest.raises(ValueError, match="no"), gc_tuned():
         fail()
     assert gc.get_threshold() == (701, 11, 12)
     assert gc.get_freeze_count() == 0
@@ -39,14 +39,14 @@ def test_settings_come_back_after_a_run_also_one_that_fails() -> None:
 def test_higher_thresholds_stay_and_so_does_a_collector_that_never_collects() -> None:
     for thresholds in ((10**6, 10**6, 10**6), (0, 10, 10)):
         gc.set_threshold(*thresholds)
-        with calm_collector():
+        with gc_tuned():
             assert gc.get_threshold() == thresholds
         assert gc.get_threshold() == thresholds
 
 
 def test_a_collector_that_is_switched_off_stays_off() -> None:
     gc.disable()
-    with calm_collector():
+    with gc_tuned():
         assert not gc.isenabled()
     assert not gc.isenabled()
 
@@ -54,7 +54,7 @@ def test_a_collector_that_is_switched_off_stays_off() -> None:
 def test_what_a_user_froze_stays_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
-    with calm_collector():
+    with gc_tuned():
         assert gc.get_freeze_count() <= count
     assert count - 100 < gc.get_freeze_count() <= count  # what is freed is no longer counted
 
@@ -64,12 +64,12 @@ def test_ranks_in_threads_share_it_until_the_last_one_ends() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def other_rank() -> None:
-        with calm_collector():
+        with gc_tuned():
             entered.set()
             leave.wait()
 
     thread = threading.Thread(target=other_rank)
-    with calm_collector():
+    with gc_tuned():
         during = gc.get_threshold()
         thread.start()
         entered.wait()
@@ -89,5 +89,5 @@ def test_garbage_of_before_is_collected_and_not_kept_for_the_length_of_a_run() -
 
     freed: list[bool] = []
     Cycle()
-    with calm_collector():
+    with gc_tuned():
         assert freed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.preflight.file_systems import MOUNTS, Mount, Nature, find_mount, nature
+from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, Mount, find_mount, nature
 
 TEXT = """\
 /dev/nvme0n1p1 / ext4 rw,relatime 0 0
@@ -45,13 +45,13 @@ def test_this_machines_own_mounts_can_be_read(tmp_path: Path) -> None:
     assert find_mount(tmp_path, "a line of another kind\n") is None
 
 
-def of(kind: str, options: str = "rw", source: str = "somewhere") -> Nature:
+def of(kind: str, options: str = "rw", source: str = "somewhere") -> FilesystemTraits:
     return nature(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "fuseblk", "apfs"])
 def test_a_local_disk_raises_no_concern(kind: str) -> None:
-    assert of(kind) == Nature(f"{kind} (local)")
+    assert of(kind) == FilesystemTraits(f"{kind} (local)")
 
 
 @pytest.mark.parametrize(

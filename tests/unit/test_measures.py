@@ -12,8 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.preflight.probes import (
     NotDeleted,
+    Quantiles,
     RemoteFailed,
-    Spread,
     duration,
     measure_disk,
     measure_upload,
@@ -25,10 +25,10 @@ from datatrove_ckpt.testing import FailingDisk, disk_in_place
 
 
 def test_a_spread_is_the_middle_and_the_borders_of_the_outer_tenths() -> None:
-    spread = Spread.of([0.011, 0.001, *[0.002] * 8, 1.0])
+    spread = Quantiles.of([0.011, 0.001, *[0.002] * 8, 1.0])
     assert (spread.median, spread.low, spread.high, spread.number) == (0.002, 0.002, 0.011, 11)
     assert str(spread) == "2 ms (2 ms to 11 ms, 11 times)"
-    assert Spread.of([0.5]) == Spread(0.5, 0.5, 0.5, 1)
+    assert Quantiles.of([0.5]) == Quantiles(0.5, 0.5, 0.5, 1)
 
 
 @pytest.mark.parametrize(

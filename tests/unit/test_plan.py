@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
-from datatrove_ckpt.preflight.plan import daly, describe_table, efficiency, make_table, parse_time, young
-from datatrove_ckpt.preflight.probes import Spread
+from datatrove_ckpt.cli.preflight_commands import parse_time
+from datatrove_ckpt.preflight.plan import daly, describe_table, efficiency, make_table, young
+from datatrove_ckpt.preflight.probes import Quantiles
 
 HOUR = 3600.0
 
@@ -47,7 +48,7 @@ def test_the_efficiency_is_that_of_a_simulated_run(interval: float, cost: float)
     assert saves * interval / elapsed == pytest.approx(efficiency(interval, cost, mtbf), rel=0.01)
 
 
-COST = Spread(0.01, 0.008, 0.02, 25)
+COST = Quantiles(0.01, 0.008, 0.02, 25)
 
 
 def test_the_table_has_the_best_interval_between_others_and_what_is_set_now() -> None:
@@ -74,7 +75,7 @@ def test_settings_that_coincide_share_a_row_and_zero_has_none() -> None:
 
 
 def test_a_disk_in_memory_has_a_best_interval_too() -> None:
-    table = make_table("sync_seconds", Spread(0.0, 0.0, 0.0, 25), HOUR, 1.0, SYNC_TUNING)
+    table = make_table("sync_seconds", Quantiles(0.0, 0.0, 0.0, 25), HOUR, 1.0, SYNC_TUNING)
     assert table.best == SYNC_TUNING.shortest
     assert all(0 < row.efficiency <= 1 for row in table.rows)
 

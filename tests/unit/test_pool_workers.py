@@ -299,7 +299,7 @@ def told_while_the_task_is_taken() -> str:
     signal.raise_signal(signal.SIGTERM)
     try:
         with Preemption(["SIGTERM", "SIGUSR1"], 60.0) as preemption:
-            preemption.raise_if_told()
+            preemption.raise_if_stop_requested()
     except Preempted as end:
         return str(end)
     return "it was not told"

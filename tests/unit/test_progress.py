@@ -7,7 +7,7 @@ import random
 import pytest
 from datatrove.utils.stats import MetricStatsDict, Stats
 
-from datatrove_ckpt.checkpoint.commits import Tally
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.inference.client.answers import Completion
 
@@ -16,7 +16,7 @@ def test_stats_are_equal_to_those_made_one_by_one_over_two_ranks_of_one_step() -
     stats, expected = Stats("ours"), MetricStatsDict()
     chance = random.Random(0)
     for _ in range(2):
-        progress = Progress(stats, Tally(), interval=1, bar=False)
+        progress = Progress(stats, DocumentCounts(), interval=1, bar=False)
         for number in range(1000):
             prompt, completion = chance.randrange(5000), chance.randrange(1, 3)
             progress.answered(

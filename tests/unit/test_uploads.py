@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror import uploads
-from datatrove_ckpt.mirror.manifests import Damaged, Generation, Generations, covers, decode_answers, encode_answers
+from datatrove_ckpt.mirror.manifests import Damaged, Version, Versions, covers, decode_answers, encode_answers
 from datatrove_ckpt.mirror.object_store import Store
 from datatrove_ckpt.mirror.uploads import Uploads
 
@@ -68,7 +68,7 @@ class Mirrored:
     """Uploads of an imagined checkpoint of one growing file and some answers."""
 
     def __init__(self, folder: Path | str) -> None:
-        self.generations = Generations(f"{folder}/00000")
+        self.generations = Versions(f"{folder}/00000")
         self.uploads = Uploads(self.generations)
         self.content = b""
         self.rows: list[CachedRequest] = []
@@ -88,7 +88,7 @@ class Mirrored:
         self.uploads.add_answers(snapshot)
         self.uploads.publish(finished=False)
 
-    def whole(self, generation: Generation) -> bool:
+    def whole(self, generation: Version) -> bool:
         manifest = self.generations.read(generation)
         try:
             return manifest is not None and all(map(self.generations.fetch, manifest.parts()))
@@ -130,7 +130,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
 
 
 def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
-    generations = Generations(str(tmp_path / "00000"))
+    generations = Versions(str(tmp_path / "00000"))
     part = generations.put("0" * 16 + "-000000", b"content")
     (tmp_path / "00000" / "objects" / part.name).unlink()
     assert generations.fetch(part) == b"content"
@@ -144,8 +144,8 @@ def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
     [({}, False), ({"b": None}, True), ({"b": 4}, False), ({"b": 5}, True), ({"b": 6}, True), ({"c": None}, False)],
 )
 def test_an_owner_covers_what_its_folder_holds(earlier: dict[str, Any], covered: bool) -> None:
-    assert covers({"nonce": "a", "earlier": earlier}, Generation(5, "b")) is covered
-    assert covers({"nonce": "a", "earlier": earlier}, Generation(5, "a"))
+    assert covers({"nonce": "a", "earlier": earlier}, Version(5, "b")) is covered
+    assert covers({"nonce": "a", "earlier": earlier}, Version(5, "a"))
 
 
 # Two lives of one rank at once ----------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check_mirror(one: Life, other: Life) -> None:
     """What the life with the newer claim has published is the newest, and whole."""
-    claims, names = Generations("memory://mirror/00000").listing()
+    claims, names = Versions("memory://mirror/00000").listing()
     published = [name for name in names if name.number > 1 and claims and name.nonce == claims[-1].nonce]
     assert names[-1].nonce == claims[-1].nonce or not published
     assert one.mirrored.whole(names[-1]) or not published

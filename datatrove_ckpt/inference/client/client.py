@@ -40,7 +40,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.answers import Completion, TryAgain, parse_chat, parse_completion
 from datatrove_ckpt.inference.client.keys import Key
-from datatrove_ckpt.inference.client.routing import Check, Death, Request, Router, ServerLost, Target
+from datatrove_ckpt.inference.client.routing import Death, HealthProbe, Request, Router, ServerLost, Target
 from datatrove_ckpt.inference.client.transport import needs_proxy, post, shown_url, transport_to, under
 
 _DEFAULT_TIMEOUT = 3600.0
@@ -87,7 +87,7 @@ class CompletionClient:
     Attributes:
         stats: counters.
         router: who is up, and who waits.
-        in_haste: there is no time left for servers to end by themselves.
+        fast_stop: there is no time left for servers to end by themselves.
 
     Raises:
         ConfigError: a URL that cannot be used.
@@ -102,7 +102,7 @@ class CompletionClient:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.stats = ClientStats()
-        self.in_haste = False
+        self.fast_stop = False
         self.router = Router(config.max_concurrent_generations)
         self._config = config
         self._sleep = sleep
@@ -129,11 +129,11 @@ class CompletionClient:
             target.up = False
             await _close(target)
 
-    def add(self, check: Check | None = None) -> Target:
+    def add(self, check: HealthProbe | None = None) -> Target:
         """A further target, not up yet.
 
         Args:
-            check: see ``Check``; called after a failure that may mean that the server is dead.
+            check: see ``HealthProbe``; called after a failure that may mean that the server is dead.
         """
         target = Target(check)
         self.router.targets.append(target)

@@ -31,7 +31,7 @@ from datatrove_ckpt.inference.client.transport import Transport
 
 _DEATHS_OF_A_SUSPECT = 2
 
-Check = Callable[[float, bool], Awaitable[None]]
+HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Waits until it is known whether a server lives; if not, the attempt that waits is lost meanwhile. Takes the time at
 which the failed attempt began, and whether to wait on for proof that the server still takes new requests."""
 
@@ -108,10 +108,10 @@ class Target:
         limit: how many may be in flight here.
         alive_at: when the server last gave a sign of life, or was given work after it had none.
         accepted_at: when the youngest request that it answered was sent.
-        check: see ``Check``.
+        check: see ``HealthProbe``.
     """
 
-    def __init__(self, check: Check | None = None) -> None:
+    def __init__(self, check: HealthProbe | None = None) -> None:
         self.url = URL()
         self.transport: Transport | None = None
         self.up = False

@@ -47,7 +47,7 @@ _MAX_CACHES = 256
 
 
 @dataclass
-class Slot:
+class GpuLease:
     """One server's share of the node.
 
     Attributes:
@@ -70,13 +70,13 @@ class Slot:
 
 
 @asynccontextmanager
-async def slots(config: InferenceConfig) -> AsyncIterator[list[Slot]]:
+async def slots(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
     """One slot per replica.
 
     Raises:
         ConfigError: there are GPUs, but too few.
     """
-    taken = [Slot() for _ in range(config.replicas)]
+    taken = [GpuLease() for _ in range(config.replicas)]
     try:
         await _share_gpus(config, taken)
         if config.server_type == "vllm":
@@ -117,7 +117,7 @@ def gpus_per_server(config: InferenceConfig) -> int:
     return tp * pp * (1 if within else size(config.dp, "data-parallel-size", "dp-size", "dp"))
 
 
-async def _share_gpus(config: InferenceConfig, taken: list[Slot]) -> None:
+async def _share_gpus(config: InferenceConfig, taken: list[GpuLease]) -> None:
     visible = visible_gpus()
     ranks_share_them = config.server_type in ("vllm", "sglang") and _executor() == "LOCAL"
     if not visible or not (config.replicas > 1 or ranks_share_them):
@@ -216,7 +216,7 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _take_cache(slot: Slot) -> None:
+def _take_cache(slot: GpuLease) -> None:
     """A vLLM cache folder that no other living server uses."""
     try:
         for folder in _cache_folders():

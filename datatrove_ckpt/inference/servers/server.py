@@ -31,7 +31,7 @@ from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_log, report, shown_command
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
 from datatrove_ckpt.inference.servers.engines import HOST, EngineCommand, engine_command
-from datatrove_ckpt.inference.servers.gpu_slots import Slot
+from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.servers.nodes import ALONE, Nodes
 
@@ -71,7 +71,7 @@ class InferenceServer(Server):
         config: InferenceConfig,
         rank: int,
         replica: int = 0,
-        slot: Slot | None = None,
+        slot: GpuLease | None = None,
         *,
         nodes: Nodes = ALONE,
         on_launch: Callable[[], None] = lambda: None,
@@ -81,7 +81,7 @@ class InferenceServer(Server):
         self.name += f"_node_{nodes.rank}" if nodes.count > 1 else ""
         self._nodes = nodes
         self._on_launch = on_launch
-        self._slot = slot or Slot()
+        self._slot = slot or GpuLease()
         self.urls = []
         self.api_key = None
         self._process: asyncio.subprocess.Process | None = None

@@ -27,7 +27,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Death
-from datatrove_ckpt.inference.servers.gpu_slots import Slot
+from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
 from datatrove_ckpt.inference.servers.multi_node import Leader
@@ -58,7 +58,7 @@ class Replica:
         config: InferenceConfig,
         rank: int,
         index: int,
-        slot: Slot,
+        slot: GpuLease,
         client: CompletionClient,
         leader: Leader | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Replica:
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)
-        await (self.server.kill() if self.client.in_haste else self.server.stop())
+        await (self.server.kill() if self.client.fast_stop else self.server.stop())
 
     async def keep_alive(self) -> NoReturn:
         """Start the server again whenever it ends.

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import os
-import secrets
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.redaction import EnvironmentSecret
 
 ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"]
-
-
-class Secret:
-    """A secret that lives in this process's environment.
-
-    What gets copied, pickled, printed or written to ``executor.json`` is the name of the environment variable, which
-    child processes and cluster jobs inherit, never the value.
-    """
-
-    __slots__ = ("variable",)
-
-    def __init__(self, value: str) -> None:
-        self.variable = f"DATATROVE_CKPT_SECRET_{secrets.token_hex(4).upper()}"
-        os.environ[self.variable] = value
-
-    def reveal(self) -> str:
-        """The value.
-
-        Raises:
-            ConfigError: the environment variable did not reach this process.
-        """
-        value = os.environ.get(self.variable)
-        if value is None:
-            raise ConfigError(
-                "api_key: the key given in Python or YAML did not reach this process (keys are never pickled). "
-                "Export it as an environment variable on the worker and name that variable in api_key_env."
-            )
-        return value
-
-    def __repr__(self) -> str:
-        return "***"
 
 
 @dataclass
@@ -102,7 +71,7 @@ class InferenceConfig:
     model_max_context: int = 8192
     use_chat: bool = True
     endpoint_url: str | list[str] | None = None
-    api_key: str | Secret | None = None
+    api_key: str | EnvironmentSecret | None = None
     metric_interval: int = 120
     tp: int = 1
     dp: int = 1
@@ -137,7 +106,7 @@ class InferenceConfig:
         if self.max_concurrent_documents is None:
             self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
         if isinstance(self.api_key, str):
-            self.api_key = Secret(self.api_key)
+            self.api_key = EnvironmentSecret(self.api_key)
 
     def _check_choices(self) -> None:
         if self.server_type not in get_args(ServerType):
@@ -206,7 +175,7 @@ class InferenceConfig:
             if not key:
                 raise ConfigError(f"api_key_env: the environment variable {self.api_key_env} is not set.")
             return key
-        return self.api_key.reveal() if isinstance(self.api_key, Secret) else None
+        return self.api_key.reveal() if isinstance(self.api_key, EnvironmentSecret) else None
 
     @classmethod
     def from_datatrove(cls, config: Any) -> InferenceConfig:

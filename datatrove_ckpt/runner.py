@@ -21,6 +21,7 @@ from datatrove.utils.stats import TimingStats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
+from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
@@ -249,7 +250,7 @@ class InferenceRunner(PipelineStep):
     def _checkpoint(
         self, root: Path, rank: int, world_size: int, prefix: str = ""
     ) -> tuple[CheckpointManager, ChunkOutput]:
-        folder = root / f"{rank:05d}"
+        folder = rank_folder(root, rank)
         output = ChunkOutput(self.output_writer, rank, folder, prefix)
         identity = run_identity(
             code_identity(self.rollout_fn, self.shared_context),

@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 
 FORMAT = 1
@@ -92,7 +93,7 @@ class RunClaim:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any], accept_changes: bool = False) -> None:
-        self._path = folder / "run.json"
+        self._path = folder / RUN
         # Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0.
         self._identity = orjson.loads(orjson.dumps({"format": FORMAT, **identity}))
         self._fence = 0
@@ -142,7 +143,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    foreign = [name for name in ("commits.jsonl", "replay.sqlite3", "chunk_00000.jsonl") if (folder / name).exists()]
+    foreign = [name for name in (COMMITS, CACHE, "chunk_00000.jsonl") if (folder / name).exists()]
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no run.json: another program made it (datatrove's own "

@@ -22,8 +22,19 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts,
 from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.interval import Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    COMMITS,
+    DEAD_LETTERS,
+    LOCK,
+    RETRY_INPUT,
+    RUN,
+    journal_path,
+    last_chunk_file,
+    rank_folder,
+)
 from datatrove_ckpt.checkpoint.publishing import Chunk, Publisher, WriteChunk
-from datatrove_ckpt.checkpoint.recovery import ResumePoint, journal_path, recover, write_last_chunk
+from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Mirror, NoMirror, Snapshot
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, Storage
@@ -68,11 +79,11 @@ class CheckpointManager:
         mirror: Mirror | None = None,
     ) -> None:
         self.root = root
-        self.folder = root / f"{rank:05d}"
+        self.folder = rank_folder(root, rank)
         self.counts = DocumentCounts()
         self.error: BaseException | None = None
         self.resumed = ResumePoint()
-        self._last_chunk_file = root / "last_chunk" / f"{rank:05d}.txt"
+        self._last_chunk_file = last_chunk_file(root, rank)
         self._records_per_chunk = records_per_chunk
         self._identity = identity
         self._write_chunk = write_chunk
@@ -101,8 +112,8 @@ class CheckpointManager:
         """
         files.disk.make_dirs(self.folder)
         files.disk.make_dirs(self._last_chunk_file.parent)
-        finished = not (self.folder / "lock").exists()  # a rank that ends removes it, too
-        self._lock = files.Lock(self.folder / "lock")
+        finished = not (self.folder / LOCK).exists()  # a rank that ends removes it, too
+        self._lock = files.Lock(self.folder / LOCK)
         with ExitStack() as undo:
             # A run that is refused leaves a finished rank finished.
             refused = undo.enter_context(ExitStack())
@@ -110,23 +121,23 @@ class CheckpointManager:
             claim = RunClaim(self.folder, self._identity, self._accept_changes)
             refused.pop_all()
             undo.callback(self._lock.release)
-            interrupted = (self.folder / "replay.sqlite3").exists()  # a rank that ends removes it
+            interrupted = (self.folder / CACHE).exists()  # a rank that ends removes it
             if self._lock.works and not claim.is_first:
                 # SQLite has a lock of its own: whoever holds that one is left in peace, too.
-                self._cache = RequestCache(self.folder / "replay.sqlite3")
+                self._cache = RequestCache(self.folder / CACHE)
                 undo.callback(self._cache.close)
                 self._fence = claim.take()
             else:
                 self._fence = claim.take()
                 if not self._lock.works:
                     self._detach()
-                self._cache = RequestCache(self.folder / "replay.sqlite3")
+                self._cache = RequestCache(self.folder / CACHE)
                 undo.callback(self._cache.close)
-            self._log = CommitLog(self.folder / "commits.jsonl")
+            self._log = CommitLog(self.folder / COMMITS)
             if self._retry_errors:
                 self._cache.forget_errors()
             point = recover(self.folder, self._last_chunk_file, self._log, self._cache, self._records_per_chunk)
-            self._dead_letters = files.AppendFile(self.folder / "dead_letters.jsonl")
+            self._dead_letters = files.AppendFile(self.folder / DEAD_LETTERS)
             undo.pop_all()
         point.interrupted = interrupted
         self.resumed = point
@@ -151,9 +162,9 @@ class CheckpointManager:
 
     def _detach(self) -> None:
         """Without locks, an earlier owner may still have these files open, until it looks at the fence."""
-        for path in sorted(self.folder.glob("chunk_*.jsonl")) + sorted(self.folder.glob("replay.sqlite3*")):
+        for path in sorted(self.folder.glob("chunk_*.jsonl")) + sorted(self.folder.glob(f"{CACHE}*")):
             files.disk.detach(path)
-        files.disk.detach(self.folder / "commits.jsonl")
+        files.disk.detach(self.folder / COMMITS)
 
     @property
     def has_locks(self) -> bool:
@@ -354,13 +365,13 @@ class CheckpointManager:
     def _snapshot(self, since: int) -> Snapshot:
         self._fence.check(thorough=True)
         sizes = {journal.path.name: journal.size for journal in self._journals.values()}
-        sizes |= {"commits.jsonl": self._log.size, "dead_letters.jsonl": self._dead_letters.size}
-        retried = self.folder / "input.jsonl"
+        sizes |= {COMMITS: self._log.size, DEAD_LETTERS: self._dead_letters.size}
+        retried = self.folder / RETRY_INPUT
         if retried.exists():
-            sizes["input.jsonl"] = retried.stat().st_size
+            sizes[RETRY_INPUT] = retried.stat().st_size
         unfinished = frozenset(self._storage.unfinished)
         return Snapshot(
-            run=(self.folder / "run.json").read_bytes(),
+            run=(self.folder / RUN).read_bytes(),
             sizes={name: size for name, size in sizes.items() if size},
             unfinished=unfinished,
             answers=self._cache.answers_since(since, unfinished),

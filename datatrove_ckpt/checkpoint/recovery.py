@@ -21,7 +21,6 @@ is written once the reader has come past its documents again and found them unch
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,8 @@ from typing import Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
+from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, journal_indices, journal_path
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-
-_JOURNAL_NAME = re.compile(r"chunk_(\d{5,})\.jsonl")
 
 
 @dataclass(slots=True)
@@ -84,10 +82,6 @@ def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache,
     return point
 
 
-def journal_path(folder: Path, chunk_index: int) -> Path:
-    return folder / f"chunk_{chunk_index:05d}.jsonl"
-
-
 def write_last_chunk(path: Path, chunk_index: int) -> None:
     """For people and other tools; recovery does not depend on it."""
     files.disk.replace(path, b"%d\n" % chunk_index)
@@ -110,14 +104,14 @@ def _resume_point(log: CommitLog) -> ResumePoint:
 
 def _finish_commits(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
     """Step 5 for every chunk whose life ended between steps 4 and 5, and dead letters of commits that never came."""
-    for chunk_index in _journals(folder):
+    for chunk_index in journal_indices(folder):
         if chunk_index in log.commits:
             files.disk.remove(journal_path(folder, chunk_index))
     for chunk_index in cache.chunks() & log.commits.keys():
         cache.drop_chunk(chunk_index)
     if point.next_chunk and _read_last_chunk(last_chunk) != point.next_chunk - 1:
         write_last_chunk(last_chunk, point.next_chunk - 1)
-    dead_letters = folder / "dead_letters.jsonl"
+    dead_letters = folder / DEAD_LETTERS
     if dead_letters.exists() and dead_letters.stat().st_size > point.dead_letters_size:
         files.disk.truncate(dead_letters, point.dead_letters_size)
 
@@ -129,13 +123,9 @@ def _read_last_chunk(path: Path) -> int | None:
         return None
 
 
-def _journals(folder: Path) -> list[int]:
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _JOURNAL_NAME.fullmatch(path.name)))
-
-
 def _uncommitted(folder: Path, point: ResumePoint, records_per_chunk: int) -> Iterator[tuple[int, int]]:
     """The journals to go on with, and the ordinal each of their chunks starts at."""
-    waiting = [chunk_index for chunk_index in _journals(folder) if chunk_index not in point.done]
+    waiting = [chunk_index for chunk_index in journal_indices(folder) if chunk_index not in point.done]
     chunk_index, ordinal = point.next_chunk, point.next_ordinal
     while waiting:
         if chunk_index == waiting[0]:

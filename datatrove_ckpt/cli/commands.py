@@ -20,7 +20,8 @@ import orjson
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.cli.preflight_commands import add_doctor, add_plan
 from datatrove_ckpt.errors import CheckpointCorrupt
-from datatrove_ckpt.maintenance.findings import Report, count, name_place
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.maintenance.findings import Report, name_place
 from datatrove_ckpt.maintenance.inspect import RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, make_plan
@@ -124,19 +125,19 @@ def _total_line(summaries: list[RankStatus], tasks: int) -> str:
     parts = [f"{number} {state}" for state, number in sorted(states.items())]
     parts += [f"{tasks - begun} not begun"] if tasks > begun else []
     retried = f"; of the dead, retries brought {_sum_counts(retries).written} to the output" if retries else ""
-    return f"total: {count(max(tasks, begun), 'rank')} ({', '.join(parts)}), {_numbers(summaries)}{retried}"
+    return f"total: {plural(max(tasks, begun), 'rank')} ({', '.join(parts)}), {_numbers(summaries)}{retried}"
 
 
 def _numbers(summaries: list[RankStatus]) -> str:
     counts = _sum_counts(summaries)
     journals = [number for summary in summaries for number in summary.journals.values()]
-    unfinished = f" and {sum(journals)} in {count(len(journals), 'unfinished chunk')}" if journals else ""
+    unfinished = f" and {sum(journals)} in {plural(len(journals), 'unfinished chunk')}" if journals else ""
     return (
-        f"{count(counts.read, 'document')} done "
+        f"{plural(counts.read, 'document')} done "
         f"({counts.written} written, {counts.dropped} dropped, {counts.dead} dead) "
-        f"in {count(sum(summary.chunks for summary in summaries), 'chunk')}{unfinished}; "
-        f"{count(counts.requests, 'request')}, {counts.prompt_tokens} prompt and {counts.completion_tokens} completion "
-        "tokens"
+        f"in {plural(sum(summary.chunks for summary in summaries), 'chunk')}{unfinished}; "
+        f"{plural(counts.requests, 'request')}, {counts.prompt_tokens} prompt and {counts.completion_tokens} "
+        "completion tokens"
     )
 
 
@@ -190,17 +191,17 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _verdict(report: Report, full: bool) -> str:
     counts = _sum_counts(summary for summary in report.summaries if not summary.root)
-    found = count(len(report.problems), "problem") if report.problems else "no problem"
+    found = plural(len(report.problems), "problem") if report.problems else "no problem"
     if report.unfinished:
-        found += f", {count(len(report.unfinished), 'thing')} not finished"
+        found += f", {plural(len(report.unfinished), 'thing')} not finished"
     retries = [summary for summary in report.summaries if summary.root]
     retried = f", {_sum_counts(retries).written} of which were written by a retry" if retries else ""
     checked = "sizes and contents" if full else "sizes; --full compares contents, too"
-    ranks = count(len(report.ranks) - len(retries), "rank")
+    ranks = plural(len(report.ranks) - len(retries), "rank")
     return (
-        f"{found}: {ranks}, {count(counts.read, 'document')} ({counts.written} written, "
-        f"{counts.dropped} dropped, {counts.dead} dead letters{retried}) in {count(report.number_of_files, 'file')} of "
-        f"{report.output} (checked: {checked})"
+        f"{found}: {ranks}, {plural(counts.read, 'document')} ({counts.written} written, "
+        f"{counts.dropped} dropped, {counts.dead} dead letters{retried}) in {plural(report.number_of_files, 'file')} "
+        f"of {report.output} (checked: {checked})"
     )
 
 

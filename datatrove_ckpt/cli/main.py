@@ -25,6 +25,7 @@ from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
+from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.commands import add_commands
 from datatrove_ckpt.cli.interruption import Interruption, start_fork_server
@@ -177,11 +178,11 @@ def _retry_dead_letters(executor: Any) -> None:
 def _summary(step: InferenceRunner, command: str) -> str:
     """The closing line: all ranks, all lives."""
     counts, files = DocumentCounts(), 0
-    for log in sorted(Path(step.checkpoints_local_dir or "").glob("*/commits.jsonl")):
+    for log in sorted(Path(step.checkpoints_local_dir or "").glob(f"*/{COMMITS}")):
         for commit in read_commits(log).values():
             counts.add(commit.counts)
             files += len(commit.files)
-    for log in sorted(Path(step.checkpoints_local_dir or "").glob("retry-*/*/commits.jsonl")):
+    for log in sorted(Path(step.checkpoints_local_dir or "").glob(f"{RETRIES}/*/{COMMITS}")):
         for commit in read_commits(log).values():
             counts.written += commit.counts.written
             counts.dropped += commit.counts.dropped

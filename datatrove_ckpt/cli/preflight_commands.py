@@ -17,7 +17,7 @@ from loguru import logger
 
 from datatrove_ckpt.cli.overrides import add_config_command, make_executor
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.maintenance.findings import count
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.preflight.doctor import examine
 from datatrove_ckpt.preflight.plan import advise, describe
 from datatrove_ckpt.runner import InferenceRunner
@@ -75,8 +75,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
     else:
         warnings = sum(check.state == "warning" for check in checks)
-        found = count(problems, "problem") if problems else "no problem"
-        total = f"{found}, {count(warnings, 'warning') if warnings else 'no warning'}: {count(len(checks), 'check')}"
+        found = plural(problems, "problem") if problems else "no problem"
+        total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
         print("\n".join([*map(str, checks), total]))
     return code
 

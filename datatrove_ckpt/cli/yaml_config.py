@@ -32,7 +32,7 @@ import jsonargparse
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.output.upload import check_options
+from datatrove_ckpt.redaction import HIDDEN, check_options, names_secret
 
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig",
@@ -171,7 +171,7 @@ def _judged(hint: Any, kinds: list[Any], value: Any, label: str, key: str) -> An
     with contextlib.suppress(jsonargparse.ArgumentError):
         if value is not None or type(None) in kinds:  # jsonargparse takes null for an int
             return parser.parse_object({"value": value}).value
-    shown = "***" if re.search("key|secret|password", key) else show(value)
+    shown = HIDDEN if names_secret(key) else show(value)
     raise ConfigError(f"{label}: {key}: {shown} is not {_words(kinds)}{_did_you_mean(value, _choices(kinds)) or '.'}")
 
 

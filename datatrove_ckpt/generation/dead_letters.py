@@ -8,7 +8,6 @@ letter again, with one attempt more, for the next retry.
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,18 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    COMMITS,
+    DEAD_LETTERS,
+    RETRY_INPUT,
+    is_finished,
+    rank_folder,
+    retry_folder,
+    retry_number,
+)
 from datatrove_ckpt.documents import decode, encode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentNotSerializable
-
-_RETRY = re.compile(r"retry-(\d{5,})")
 
 
 def cause_of(error: BaseException) -> str:
@@ -79,7 +86,7 @@ class Retry:
     """One pass over a rank's dead letters: ``Retry.next`` goes on with one that was interrupted, or starts another."""
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
-        self.root = root / f"retry-{number:05d}"
+        self.root = retry_folder(root, number)
         """Its ``checkpoints_local_dir``."""
         self.prefix = f"retry{number}_"
         """Before the chunk index in its output files' names."""
@@ -87,11 +94,11 @@ class Retry:
 
     @property
     def _folder(self) -> Path:
-        return self.root / f"{self._rank:05d}"
+        return rank_folder(self.root, self._rank)
 
     @property
     def _input(self) -> Path:
-        return self._folder / "input.jsonl"
+        return self._folder / RETRY_INPUT
 
     @classmethod
     def next(cls, root: Path, rank: int) -> Retry | None:
@@ -100,8 +107,8 @@ class Retry:
         Raises:
             CheckpointMismatch: the rank itself is not finished; its own documents come first.
         """
-        folder = root / f"{rank:05d}"
-        if any((folder / name).exists() for name in ("lock", "replay.sqlite3")) or not (folder / "run.json").exists():
+        folder = rank_folder(root, rank)
+        if not is_finished(folder):
             raise CheckpointMismatch(
                 f"Rank {rank} in {root} is not finished. Run it to its end first, without retry_dead_letters."
             )
@@ -109,7 +116,7 @@ class Retry:
         for retry in passes:
             if retry._input.exists() and not retry._is_finished():
                 return retry
-        letters = _untaken(root / f"{rank:05d}", passes)
+        letters = _untaken(folder, passes)
         if not letters:
             return None
         # A pass of another rank may be the last one; this rank's next pass has the next number of its own.
@@ -126,8 +133,8 @@ class Retry:
             yield RetriedDocument(document, letter)
 
     def _is_finished(self) -> bool:
-        done = sum(commit.counts.read for commit in read_commits(self._folder / "commits.jsonl").values())
-        return done == sum(1 for _ in read_letters(self._input)) and not (self._folder / "replay.sqlite3").exists()
+        done = sum(commit.counts.read for commit in read_commits(self._folder / COMMITS).values())
+        return done == sum(1 for _ in read_letters(self._input)) and not (self._folder / CACHE).exists()
 
 
 class RetriedDocument(Document):  # type: ignore[misc]
@@ -141,7 +148,7 @@ class RetriedDocument(Document):  # type: ignore[misc]
 
 
 def _last_retry(root: Path) -> int:
-    numbers = [int(match[1]) for path in root.iterdir() if (match := _RETRY.fullmatch(path.name))]
+    numbers = [number for path in root.iterdir() if (number := retry_number(path.name)) is not None]
     return max(numbers, default=0)
 
 
@@ -149,7 +156,7 @@ def _untaken(rank_folder: Path, passes: list[Retry]) -> list[dict[str, Any]]:
     """The letters that no pass has taken. One document has a letter for each of its attempts."""
     taken = {(letter["ordinal"], letter["attempts"]) for retry in passes for letter in read_letters(retry._input)}
     folders = [rank_folder, *(retry._folder for retry in passes)]
-    letters = [letter for folder in folders for letter in read_letters(folder / "dead_letters.jsonl")]
+    letters = [letter for folder in folders for letter in read_letters(folder / DEAD_LETTERS)]
     untaken = [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]
     # Letters lie in the order in which chunks were committed, which is another one in every run.
     return sorted(untaken, key=lambda letter: (letter["ordinal"], letter["attempts"]))

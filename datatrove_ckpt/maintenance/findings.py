@@ -90,12 +90,3 @@ def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> s
     parts += [f"rank {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
     return ", ".join(parts)
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def span(start: int, end: int) -> str:
-    """A range of numbers; ``end`` is not in it."""
-    return f"{start}" if end - start <= 1 else f"{start} to {end - 1}"

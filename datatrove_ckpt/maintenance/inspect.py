@@ -25,12 +25,22 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.layout import (
+    COMMITS,
+    DEAD_LETTERS,
+    LOCK,
+    RETRIES,
+    RUN,
+    is_finished,
+    journal_indices,
+    journal_path,
+    last_chunk_file,
+    rank_folder,
+)
 from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.checkpoint.recovery import journal_path
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 
 _BLOCK = 1 << 20
-_JOURNAL_NAME = re.compile(r"chunk_(\d{5,})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -47,15 +57,15 @@ class RankFolder:
 
     @property
     def commits_file(self) -> Path:
-        return self.folder / "commits.jsonl"
+        return self.folder / COMMITS
 
     @property
     def dead_letters_file(self) -> Path:
-        return self.folder / "dead_letters.jsonl"
+        return self.folder / DEAD_LETTERS
 
     @property
     def last_chunk_file(self) -> Path:
-        return self.folder.parent / "last_chunk" / f"{self.number:05d}.txt"
+        return last_chunk_file(self.folder.parent, self.number)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -64,7 +74,7 @@ class RankFolder:
         Raises:
             CheckpointCorrupt: it cannot be read.
         """
-        path = self.folder / "run.json"
+        path = self.folder / RUN
         if not path.exists():
             return {}
         try:
@@ -114,7 +124,7 @@ class RankFolder:
 
     def journals(self) -> list[int]:
         """The chunks that have a journal."""
-        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _JOURNAL_NAME.fullmatch(path.name)))
+        return journal_indices(self.folder)
 
     def documents_in_journal(self, chunk_index: int) -> int:
         """How many finished documents a journal holds; 0 if a run has just removed it.
@@ -130,13 +140,12 @@ class RankFolder:
 
     @property
     def is_finished(self) -> bool:
-        open_ends = any((self.folder / name).exists() for name in ("lock", "replay.sqlite3"))
-        return (self.folder / "run.json").exists() and not open_ends and not self.journals()
+        return is_finished(self.folder) and not self.journals()
 
     def holder(self) -> dict[str, Any] | None:
         """Host and pid of the process that works on this rank now; None if there is none."""
         try:
-            fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         try:
@@ -166,7 +175,7 @@ def find_ranks(checkpoints: Path) -> list[RankFolder]:
         ConfigError: there is none.
     """
     found = list(_ranks("", checkpoints))
-    for retry in sorted(checkpoints.glob("retry-*")):
+    for retry in sorted(checkpoints.glob(RETRIES)):
         found += _ranks(retry.name, retry)
     if not found:
         raise ConfigError(
@@ -180,7 +189,7 @@ def _ranks(root: str, folder: Path) -> Iterable[RankFolder]:
     if not folder.is_dir():
         return []
     numbers = sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"\d{5,}", path.name))
-    return [RankFolder(root, number, folder / f"{number:05d}") for number in numbers]
+    return [RankFolder(root, number, rank_folder(folder, number)) for number in numbers]
 
 
 @dataclass(slots=True)

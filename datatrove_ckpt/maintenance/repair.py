@@ -33,12 +33,15 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointMismatch, OutputFailed
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of
+from datatrove_ckpt.remote_errors import io_errors
 
 _BLOCK = 1 << 20
 
@@ -53,7 +56,7 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
     """
     with ExitStack() as locks:
         for redo in plan.redo:
-            locks.callback(files.Lock(redo.rank.folder / "lock").release)
+            locks.callback(files.Lock(redo.rank.folder / LOCK).release)
         for redo in plan.redo:
             # An old process without a lock, on a lost node, say, writes nothing any more from here on. It also syncs
             # the folder, and with it the lock file, which says that there is something to do.
@@ -147,9 +150,9 @@ def _remove(folder: Any, name: str) -> None:
         folder.rm_file(name)
     except FileNotFoundError:
         return
-    except Exception as error:  # a remote file system raises what it likes
+    except io_errors() as error:
         where = folder.resolve_paths(name)
-        raise OutputFailed(f"{where} could not be removed: {type(error).__name__}: {error}. Repair again.") from error
+        raise OutputFailed(f"{where} could not be removed: {error_text(error)}. Repair again.") from error
 
 
 def _correct_last_chunk(rank: RankFolder) -> None:

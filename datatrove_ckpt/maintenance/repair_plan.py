@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
-from datatrove_ckpt.maintenance.findings import CONDEMNING, Problem, Report, count, name_place
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.maintenance.findings import CONDEMNING, Problem, Report, name_place
 from datatrove_ckpt.maintenance.inspect import RankFolder
 
 
@@ -32,9 +33,9 @@ class Redo:
 
     def describe(self) -> Iterator[str]:
         for commit in self.condemned:
-            what = f"take back its commit, to have {count(commit.counts.read, 'document')} processed again"
+            what = f"take back its commit, to have {plural(commit.counts.read, 'document')} processed again"
             if commit.counts.dead:
-                what += f", {count(commit.counts.dead, 'dead letter')} among them"
+                what += f", {plural(commit.counts.dead, 'dead letter')} among them"
             names = ", ".join(file.path for file in commit.files)
             yield f"{name_place(*self.key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
         for index in self.lost:

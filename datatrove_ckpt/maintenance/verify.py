@@ -31,8 +31,10 @@ import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.checkpoint.layout import RUN
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
-from datatrove_ckpt.maintenance.findings import CommittedChunk, Report, count, span
+from datatrove_ckpt.formatting import number_range, plural
+from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.verify_output import check_output
 
@@ -100,16 +102,16 @@ def _check_ordinals(report: Report, rank: RankFolder, commits: dict[int, Commit]
     start_over = f"Restore commits.jsonl from a copy, or start this rank over: remove {rank.folder} and its output."
     chunk_index = ordinal = 0
     for _, commit in sorted(commits.items()):
-        gap = f"no commit covers documents {span(ordinal, commit.first_ordinal)}"
+        gap = f"no commit covers documents {number_range(ordinal, commit.first_ordinal)}"
         if commit.first_ordinal < ordinal:
-            twice = span(commit.first_ordinal, min(ordinal, commit.next_ordinal))
+            twice = number_range(commit.first_ordinal, min(ordinal, commit.next_ordinal))
             message = f"an earlier commit, too, covers documents {twice}. {start_over}"
             report.add_problem("overlap", message, rank, commit.chunk_index)
         elif commit.chunk_index == chunk_index and commit.first_ordinal > ordinal:
             report.add_problem("lost", f"{gap}. {start_over}", rank)
         elif commit.chunk_index > chunk_index and summary.state == "finished":
             advice = f"To have them made: {report.repair_command}, then run again."
-            message = f"{gap} (chunks {span(chunk_index, commit.chunk_index)}). {advice}"
+            message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
             report.add_problem("lost", message, rank, chunk_index)
         chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
 
@@ -121,7 +123,7 @@ def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Com
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
         if found != commit.counts.dead:
-            message = f"{path} holds {count(found, 'dead letter')} of it, though {commit.counts.dead} were counted."
+            message = f"{path} holds {plural(found, 'dead letter')} of it, though {commit.counts.dead} were counted."
             message += " Restore it from a copy; the output is not concerned."
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
@@ -139,7 +141,7 @@ def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit
         if index not in commits and index not in summary.journals:
             report.add_unfinished("is not begun, though later chunks are.", rank, index)
     for index, number in summary.journals.items():
-        report.add_unfinished(f"is not finished; its journal holds {count(number, 'document')}.", rank, index)
+        report.add_unfinished(f"is not finished; its journal holds {plural(number, 'document')}.", rank, index)
     if len(report.unfinished) == before:
         report.add_unfinished("is not finished: the run is still on, or has to be run again.", rank)
 
@@ -157,7 +159,7 @@ def _check_settings(report: Report) -> None:
         usual, *others = sorted(found.values(), key=len, reverse=True)
         for rank in (rank for variant in others for rank in variant):
             message = f"was run with other settings than rank {usual[0].number}: {_differences(usual[0], rank)}."
-            report.add_problem("identity", message, rank, path=rank.folder / "run.json")
+            report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
 def _differences(usual: RankFolder, other: RankFolder) -> str:
@@ -190,4 +192,4 @@ def _check_number_of_ranks(report: Report) -> None:
             report.add_problem("rank", message, missing, path=missing.folder)
     for number, rank in ranks.items():
         if tasks and number >= tasks:
-            report.add_problem("rank", f"is one too many: the run has {count(tasks, 'task')}.", rank, path=rank.folder)
+            report.add_problem("rank", f"is one too many: the run has {plural(tasks, 'task')}.", rank, path=rank.folder)

@@ -15,9 +15,11 @@ import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.maintenance.findings import CONDEMNING, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.output.chunk_output import STAGING
+from datatrove_ckpt.remote_errors import io_errors
 
 _BLOCK = 1 << 20
 _NUMBERS = {"rank": r"\d{5,}", "chunk_index": r"(?:retry\d+_)?\d{5,}"}
@@ -48,8 +50,8 @@ def _list(report: Report, folder_is_given: bool) -> dict[str, int] | None:
         folder.invalidate_cache()
         listed = folder.find("", detail=True)
         there = bool(listed) or folder.exists("")
-    except Exception as error:  # a remote file system raises what it likes
-        report.add_problem("output", f"{report.output} cannot be listed: {type(error).__name__}: {error}")
+    except io_errors() as error:
+        report.add_problem("output", f"{report.output} cannot be listed: {error_text(error)}")
         return None
     if not there and not folder_is_given and report.number_of_files:
         report.add_problem(
@@ -112,8 +114,8 @@ def _wrong(folder: Any, file: OutputFile, size: int | None, full: bool) -> tuple
         actual = _content_hash(folder, file.path)
     except FileNotFoundError:
         return "missing", "is missing"
-    except Exception as error:  # a remote file system raises what it likes
-        return "output", f"cannot be read: {type(error).__name__}: {error}"
+    except io_errors() as error:
+        return "output", f"cannot be read: {error_text(error)}"
     if actual != file.xxh128:
         return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
     return None

@@ -28,11 +28,14 @@ from typing import IO
 import orjson
 from loguru import logger
 
+from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
-from datatrove_ckpt.errors import ConfigError, Fenced
+from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT, Versions
 from datatrove_ckpt.mirror.uploads import Uploads
+from datatrove_ckpt.remote_errors import io_errors
 
 # The last mirror of a life takes no longer than this.
 LAST_SECONDS = 15.0
@@ -119,19 +122,17 @@ class RemoteMirror:
             self._mirror()
         except _Interrupted:
             pass
-        except Fenced:
-            raise
-        except Exception as error:  # fsspec's file systems raise what their libraries do
+        except io_errors(ConfigError, StorageFailed) as error:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.begun):
                 raise
             if not self._given_up:
                 self._failures += 1
                 after = "." if self._stopping else "; the run goes on, and tries again later."
                 logger.warning(
-                    f"Could not mirror the checkpoint to {self._url}: {type(error).__name__}: {error}. What came since "
+                    f"Could not mirror the checkpoint to {self._url}: {error_text(error)}. What came since "
                     f"the last generation lives on this node only{after}"
                 )
-            return int(min(2 ** (self._failures - 1), _MAX_BACKOFF))
+            return int(backoff_seconds(self._failures, 1, _MAX_BACKOFF))
         if self._failures:
             logger.info(f"The checkpoint is mirrored to {self._url} again.")
         self._failures = 0

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.redaction import holds_credentials
+from datatrove_ckpt.remote_errors import s3_code
 
 
 class Effects:
@@ -77,7 +78,7 @@ class Store:
         try:
             return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in self._fs.ls(path, detail=False))
         except FileNotFoundError as error:
-            if _code_of_s3(error) == "NoSuchBucket":
+            if s3_code(error) == "NoSuchBucket":
                 raise ConfigError(
                     f"checkpoints_remote_dir: {self.url} lies in a bucket that does not exist. Make the bucket, or "
                     "correct the setting (on S3 also AWS_ENDPOINT_URL), and run the same command again."
@@ -88,19 +89,13 @@ class Store:
         return f"{self._root}/{name}".rstrip("/")
 
 
-def _code_of_s3(error: Exception) -> str:
-    """What S3 answered: s3fs raises Python's own errors, caused by botocore's."""
-    response = getattr(error.__cause__, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
-
-
 def check_url(key: str, url: str) -> None:
     """Refuses what cannot work, without touching the network.
 
     Raises:
         ConfigError: no file system of fsspec's is called that, its package is not installed, or the URL holds a secret.
     """
-    if "://" in url and (urlsplit(url).password or urlsplit(url).username):
+    if holds_credentials(url):
         raise ConfigError(
             f"{key}: holds a user or a password, which would end up in files. Give credentials by the environment."
         )

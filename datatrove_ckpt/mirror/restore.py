@@ -37,10 +37,13 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import CACHE, LOCK, RUN, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Part, Version, Versions, covers, decode_answers
 from datatrove_ckpt.mirror.object_store import Store
+from datatrove_ckpt.remote_errors import io_errors
 
 
 def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
@@ -50,17 +53,15 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
         url: ``checkpoints_remote_dir``. ``root``: ``checkpoints_local_dir``.
         retries: also the rank's passes over dead letters.
     """
-    folder = f"{rank:05d}"
+    folder = rank_folder(root, rank).name
     restore(f"{url}/{folder}", root / folder)
     if retries:
         try:
             names = Store(url).names()
-        except ConfigError:
-            raise
-        except Exception as error:  # what the file system's library raises
+        except io_errors() as error:
             raise _unreadable(url, error) from error
         for name in names:
-            if name.startswith("retry-"):
+            if retry_number(name) is not None:
                 restore(f"{url}/{name}/{folder}", root / name / folder)
 
 
@@ -82,12 +83,10 @@ def restore(url: str, folder: Path) -> None:
     try:
         names = generations.names()
         lost = owner is None and not names and bool(generations.objects())
-    except ConfigError:
-        raise
-    except Exception as error:  # what the file system's library raises
+    except io_errors() as error:
         if owner is None:
             raise _unreadable(url, error) from error
-        logger.warning(f"Could not look at the mirror {url} ({_text(error)}); going on with {folder} as it is.")
+        logger.warning(f"Could not look at the mirror {url} ({error_text(error)}); going on with {folder} as it is.")
         return
     if lost:
         raise _refused(url, "There is none, but there are objects.")
@@ -98,26 +97,20 @@ def restore(url: str, folder: Path) -> None:
         return
     try:
         _bring_back(generations, names, folder, owner)
-    except CkptError:
-        raise
-    except Exception as error:
+    except io_errors() as error:
         raise _unreadable(url, error) from error
 
 
 def _unreadable(url: str, error: Exception) -> StorageFailed:
     return StorageFailed(
-        f"Could not read the mirror {url}: {_text(error)}. Mend that (network, credentials) and run the same command "
-        "again; or leave out checkpoints_remote_dir, to start without what it holds."
+        f"Could not read the mirror {url}: {error_text(error)}. Correct that (network, credentials) and run the same "
+        "command again; or leave out checkpoints_remote_dir, to start without what it holds."
     )
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _owner(folder: Path) -> dict[str, Any] | None:
     """None: there is no checkpoint."""
-    path = folder / "run.json"
+    path = folder / RUN
     return read_run(path).get("owner", {"nonce": ""}) if path.exists() else None
 
 
@@ -200,9 +193,9 @@ def _fetch(generations: Versions, manifest: Manifest, names: list[Version], stag
     for file, parts in manifest.files.items():
         _write(staging / file, (generations.fetch(part) for part in parts))
     if not manifest.finished:
-        _fill_cache(generations, manifest.answers, staging / "replay.sqlite3")
+        _fill_cache(generations, manifest.answers, staging / CACHE)
     run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], names)}
-    _write(staging / "run.json", [orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)])
+    _write(staging / RUN, [orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)])
     files.disk.sync_dir(staging)
 
 
@@ -246,7 +239,7 @@ def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
     """Moves away what is in the folder's place, unless a process works there."""
     if not folder.exists():
         return None
-    stack.callback(files.Lock(folder / "lock").release)
+    stack.callback(files.Lock(folder / LOCK).release)
     number = 1
     while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
         number += 1

@@ -9,7 +9,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import ConfigError, Fenced
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.mirror.manifests import Manifest, Ownership, Part, Version, Versions, encode_answers
+from datatrove_ckpt.remote_errors import io_errors
 
 KEPT = 3
 """Versions."""
@@ -132,11 +134,9 @@ class Uploads:
             # whoever does next, however long this process stands still from here on.
             self._list()
             self._tidy([name for name in names if name < new], claims)
-        except Fenced:
-            raise
-        except Exception as error:  # what the file system's library raises
+        except io_errors() as error:
             logger.warning(
-                f"Could not remove old generations at {self._generations.url}: {type(error).__name__}: {error}. They "
+                f"Could not remove old generations at {self._generations.url}: {error_text(error)}. They "
                 "take room and do no harm; the next mirroring tries again."
             )
         return True

@@ -33,7 +33,8 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.output.adapter import use_shallow_adapter
-from datatrove_ckpt.output.upload import RemoteFolder, check_no_secrets
+from datatrove_ckpt.output.upload import RemoteFolder
+from datatrove_ckpt.redaction import check_no_secrets
 
 STAGING = ".datatrove-ckpt-staging"
 _BUFFER = 1 << 20

@@ -19,7 +19,6 @@ is up to them: those of object stores can't.
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +29,11 @@ from typing import Any, TypeVar
 
 from loguru import logger
 
+from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.checkpoint.publishing import Stopping
-from datatrove_ckpt.errors import ConfigError, OutputFailed
+from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.remote_errors import http_status, io_errors, is_permanent, lacks_credentials, s3_code
 
 PATIENCE = 300.0
 """Seconds from a file's first failure on in which it is tried again. Generation goes on meanwhile, until
@@ -44,15 +46,6 @@ send so much again for each reset, and hold ten of them in memory."""
 _FIRST_DELAY = 0.5  # seconds
 _LONGEST_DELAY = 20.0
 _MAX_PARTS = 10_000
-
-# What another attempt cannot change. Everything else may pass, and costs no more than PATIENCE if it does not.
-_PERMANENT_STATUS = {401, 403, 404, 405, 501}
-_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-
-_SECRETS = {
-    "account_key", "aws_access_key_id", "aws_secret_access_key", "aws_session_token", "client_secret",
-    "connection_string", "key", "password", "private_key", "sas_token", "secret", "token",
-}  # fmt: skip
 
 T = TypeVar("T")
 
@@ -129,8 +122,8 @@ class RemoteFolder:
             if not is_permanent(error.__cause__):
                 raise
             logger.warning(
-                f"{self._where}: uploads that were interrupted stay open ({_short(error.__cause__ or error)}). Allow "
-                "s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
+                f"{self._where}: uploads that were interrupted stay open ({error_text(error.__cause__ or error)}). "
+                "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
             )
 
     def _persist(self, what: str, attempt: Callable[[], T]) -> T:
@@ -139,19 +132,19 @@ class RemoteFolder:
         Raises:
             OutputFailed: caused by what went wrong last.
         """
-        deadline, delay = None, _FIRST_DELAY
+        deadline, failures = None, 0
         while True:
             try:
                 return self._unless_stopped(attempt)
-            except Exception as error:
+            except io_errors() as error:
                 now = time.monotonic()
                 deadline = deadline or now + PATIENCE
                 if is_permanent(error) or now >= deadline:
-                    raise OutputFailed(f"{what}: {_short(error)}. {_advice(error)}") from error
-                pause = min(delay * random.uniform(0.5, 1), deadline - now)
-                logger.warning(f"{what}: {_short(error)}. Trying again, for {deadline - now:.0f} s at most.")
+                    raise OutputFailed(f"{what}: {error_text(error)}. {_advice(error)}") from error
+                failures += 1
+                pause = min(backoff_seconds(failures, _FIRST_DELAY, _LONGEST_DELAY, jitter=0.5), deadline - now)
+                logger.warning(f"{what}: {error_text(error)}. Trying again, for {deadline - now:.0f} s at most.")
             wait([self._stopped], timeout=pause)
-            delay = min(2 * delay, _LONGEST_DELAY)
 
     def _unless_stopped(self, call: Callable[[], T]) -> T:
         """In a thread that nobody need wait for: a file system can't be told to give up an upload of minutes."""
@@ -224,7 +217,7 @@ class _S3(_Store):
         try:
             self._call("abort_multipart_upload", name, UploadId=upload)
         except FileNotFoundError as error:
-            if _code(error) != "NoSuchUpload":
+            if s3_code(error) != "NoSuchUpload":
                 raise
 
     def put(self, local: Path, name: str) -> int:
@@ -244,76 +237,13 @@ class _S3(_Store):
 # What errors mean -----------------------------------------------------------------------------------------------------
 
 
-def is_permanent(error: BaseException | None) -> bool:
-    """Whether another attempt can't succeed: no permission, no bucket, no credentials."""
-    if _code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
-        return False
-    if isinstance(error, PermissionError | FileNotFoundError | NotImplementedError | TypeError | ImportError):
-        return True
-    return _status(error) in _PERMANENT_STATUS or type(error).__name__ in _NO_CREDENTIALS
-
-
 def _advice(error: BaseException) -> str:
     kept = "Nothing that was saved is lost: run the same command again"
-    if type(error).__name__ in _NO_CREDENTIALS:
+    if lacks_credentials(error):
         return f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE. {kept}."
-    if isinstance(error, PermissionError) or _status(error) in (401, 403):
+    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
         needs = "On S3 they need s3:PutObject, s3:GetObject, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads"
         return f"Check the credentials, and what they allow. {needs}. {kept}."
-    if isinstance(error, FileNotFoundError) or _status(error) == 404:
+    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
         return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."
     return f"Mend the connection. {kept}."
-
-
-def _response(error: BaseException | None) -> dict[str, Any]:
-    """What S3 answered: s3fs raises Python's own errors, caused by botocore's."""
-    for found in (error, getattr(error, "__cause__", None)):
-        response = getattr(found, "response", None)
-        if isinstance(response, dict):
-            return response
-    return {}
-
-
-def _code(error: BaseException | None) -> str:
-    return str(_response(error).get("Error", {}).get("Code", ""))
-
-
-def _status(error: BaseException | None) -> int | None:
-    """The HTTP status, as botocore, requests and aiohttp (and what uses them) keep it."""
-    answer = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    response = getattr(error, "response", None)
-    for status in (answer, getattr(response, "status_code", None), getattr(error, "status", None)):
-        if isinstance(status, int):
-            return status
-    return None
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(" .:")
-
-
-# Secrets --------------------------------------------------------------------------------------------------------------
-
-
-def check_no_secrets(folder: Any, where: str) -> None:
-    """Of a datatrove ``DataFolder``. It is pickled with its executor, into the logging folder on a cluster.
-
-    Raises:
-        ConfigError: the storage options hold a secret.
-    """
-    check_options(getattr(folder.fs, "storage_options", {}), folder.resolve_paths(""), where)
-
-
-def check_options(options: Any, url: str, where: str) -> None:
-    """Of the file system for ``url``. Raises as ``check_no_secrets`` does."""
-    if not isinstance(options, dict):
-        return
-    for name, value in options.items():
-        is_path = name == "token" and url.startswith(("gs:", "gcs:"))  # of a file, or "anon"
-        if name in _SECRETS and isinstance(value, str) and not is_path:
-            raise ConfigError(
-                f"{where}: the storage option {name!r} is a secret, and would be pickled with the executor, into a "
-                "file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-                "AWS_PROFILE, in the environment."
-            )
-        check_options(value, url, where)

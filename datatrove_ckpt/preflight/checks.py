@@ -18,8 +18,10 @@ from typing import Any, Literal, TypeVar
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
+from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointError
+from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.output.chunk_output import STAGING
 from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, find_mount, nature
 from datatrove_ckpt.preflight.probes import (
@@ -27,12 +29,10 @@ from datatrove_ckpt.preflight.probes import (
     SMALL_GROUP,
     NotDeleted,
     RemoteFailed,
-    duration,
     existing_part,
     measure_disk,
     probe_folder,
     probe_object,
-    size_text,
 )
 
 State = Literal["ok", "warning", "problem"]
@@ -166,14 +166,14 @@ def check_room(subject: str, folder: Path, need: Need) -> PreflightCheck:
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
     state: State = "ok"
-    text = f"{size_text(free)} free"
+    text = f"{byte_size(free)} free"
     if status.f_files:  # some file systems count none
         text += f", {status.f_favail} inodes"
     if need.least is None or need.most is None:
         text += f"; what is needed cannot be estimated: {need.basis}."
     else:
-        least = f"{size_text(need.least)} to " if need.least else "up to "
-        text += f"; {least}{size_text(need.most)} needed at once: {need.basis}."
+        least = f"{byte_size(need.least)} to " if need.least else "up to "
+        text += f"; {least}{byte_size(need.most)} needed at once: {need.basis}."
         state = "problem" if free < need.least else "warning" if free < need.most else "ok"
     if status.f_files and status.f_favail < need.files:
         state = "problem"
@@ -228,7 +228,7 @@ def _second_process(how: str, path: Path) -> str:
 
 
 def _check_lock(subject: str, probe: Path) -> PreflightCheck:
-    lock = files.Lock(probe / "lock")
+    lock = files.Lock(probe / LOCK)
     try:
         found = _second_process("flock", lock.path) if lock.works else "no locks"
     finally:
@@ -247,7 +247,7 @@ def _check_lock(subject: str, probe: Path) -> PreflightCheck:
 
 def _check_sqlite(subject: str, probe: Path) -> PreflightCheck:
     try:
-        cache = RequestCache(probe / "replay.sqlite3")
+        cache = RequestCache(probe / CACHE)
     except CheckpointError as error:
         return PreflightCheck("problem", subject, "SQLite", f"the request cache cannot be opened here: {error}")
     try:
@@ -264,7 +264,7 @@ def _check_sqlite(subject: str, probe: Path) -> PreflightCheck:
 
 def _check_sync(subject: str, sync_seconds: Seconds, probe: Path) -> PreflightCheck:
     sync = measure_disk(probe, SMALL_GROUP, seconds=1.0).sync
-    text = f"{size_text(SMALL_GROUP)} take {sync}"
+    text = f"{byte_size(SMALL_GROUP)} take {sync}"
     if sync_seconds == 0:
         return PreflightCheck("ok", subject, "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
     interval = SYNC_TUNING.interval([sync.median]) if sync_seconds == "auto" else sync_seconds

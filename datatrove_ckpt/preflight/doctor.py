@@ -20,9 +20,8 @@ from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from datatrove_ckpt.checkpoint.manager import MAX_PUBLISHING
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.inference.client.keys import Key
+from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.inference.servers.engines import engine_command
-from datatrove_ckpt.maintenance.findings import count
 from datatrove_ckpt.preflight.checks import (
     Need,
     PreflightCheck,
@@ -31,7 +30,8 @@ from datatrove_ckpt.preflight.checks import (
     check_remote,
     within,
 )
-from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, size_text
+from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
+from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.runner import InferenceRunner
 
 _SAMPLE_DOCUMENTS = 100
@@ -154,7 +154,7 @@ def check_input(subject: str, reader: Any, waits: bool = False) -> tuple[Preflig
         text = f"{where} holds no documents for this reader. Check data_folder, glob_pattern and text_key."
         return PreflightCheck("problem", subject, "readable", text), sample
     which = "all" if sample.is_all else "the first"
-    text = f"{where}: {which} {count(sample.number, 'document')} read, {size_text(sample.mean)} on average."
+    text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
     return PreflightCheck("ok", subject, "readable", text), sample
 
 
@@ -216,9 +216,9 @@ def estimate(
         records, chunks = min(records, sample.number), min(chunks, math.ceil(sample.number / records))
     staged = int(ranks * records * with_answer)
     most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
-    basis = f"{count(ranks, 'rank')} at once, chunks of {count(records, 'document')} of {size_text(sample.mean)}, "
-    basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {size_text(answer)}"
-    here = f"{basis}, up to {count(chunks, 'unfinished chunk')}"
+    basis = f"{plural(ranks, 'rank')} at once, chunks of {plural(records, 'document')} of {byte_size(sample.mean)}, "
+    basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    here = f"{basis}, up to {plural(chunks, 'unfinished chunk')}"
     here += ", and a chunk each that is staged for its upload" if stages_remotely else ""
     return Needs(
         Need(int(ranks * records * sample.mean), most, inodes, here),

@@ -30,6 +30,7 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, SYNC_TUNING, Seconds, Tuning
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.preflight.checks import commits_each_write, file_system, within
 from datatrove_ckpt.preflight.probes import (
     LARGE_GROUP,
@@ -40,11 +41,9 @@ from datatrove_ckpt.preflight.probes import (
     DiskCost,
     Quantiles,
     UploadCost,
-    duration,
     measure_disk,
     measure_upload,
     probe_folder,
-    size_text,
 )
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -214,14 +213,14 @@ def describe(advice: Advice) -> Iterator[str]:
     """What was measured, the tables, and the settings to use, as lines of text."""
     yield f"{advice.place} checkpoints: {advice.folder}, {advice.file_system}"
     for disk in advice.disk:
-        yield f"  {size_text(disk.size):>6}  write {disk.write}"
+        yield f"  {byte_size(disk.size):>6}  write {disk.write}"
         yield f"  {'':>6}  sync  {disk.sync}"
     if advice.remote is not None:
         yield f"remote: {advice.remote}"
         for upload in advice.uploads:
-            yield f"  {size_text(upload.size):>6}  upload {upload.upload}"
+            yield f"  {byte_size(upload.size):>6}  upload {upload.upload}"
         large = advice.uploads[-1]
-        yield f"  more than {size_text(large.size / large.upload.median)} of new answers a second would fall behind"
+        yield f"  more than {byte_size(large.size / large.upload.median)} of new answers a second would fall behind"
         yield f"  a save is some {MIRROR_REQUESTS} small requests; bytes travel once, whatever the interval"
     for table in advice.tables:
         yield ""

@@ -19,6 +19,8 @@ from typing import Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import CkptError, StorageFailed
+from datatrove_ckpt.formatting import duration, error_text
+from datatrove_ckpt.remote_errors import io_errors
 
 PROBE = ".datatrove-ckpt-probe-"
 
@@ -224,9 +226,8 @@ def _remove_made(folder: Any, made: list[str]) -> None:
 def _told(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # each of fsspec's file systems raises errors of its own
-        text = str(error).rstrip(".")
-        raise kind(f"{what}: {type(error).__name__}: {text}.") from error
+    except io_errors() as error:
+        raise kind(f"{what}: {error_text(error)}.") from error
 
 
 def measure_upload(folder: Any, size: int, seconds: float, at_most: int = 10) -> UploadCost:
@@ -256,27 +257,3 @@ def _timed(function: Callable[[], None]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
-
-
-def duration(seconds: float) -> str:
-    """Seconds in a unit that people read: "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
-    units = (("d", 86400.0, 2 * 86400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 120.0), ("s", 1.0, 0.1))
-    for unit, size, least in units:
-        if seconds >= least:
-            return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds * 1000)} ms"
-
-
-def size_text(size: float) -> str:
-    """Bytes in a unit that people read: "64 kB", "1.5 GB"."""
-    for unit, factor in (("TB", 2**40), ("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
-        if size >= factor:
-            return f"{_digits(size / factor)} {unit}"
-    return f"{size:.0f} B"
-
-
-def _digits(number: float) -> str:
-    """Two or three digits that count."""
-    if number >= 100:
-        return f"{number:.0f}"
-    return f"{number:.3g}" if number >= 10 else f"{number:.2g}"

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.output.upload import check_no_secrets, check_options
 from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, short
 from datatrove_ckpt.readers.positions import FileOfRun, Position, PositionedDocument, Start, State, begin
+from datatrove_ckpt.redaction import check_no_secrets, check_options
 
 _VERSION = 1
 

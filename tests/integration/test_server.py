@@ -22,12 +22,12 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.keys import HiddenDict, Key
 from datatrove_ckpt.inference.servers import endpoint, guardian, installed, server
 from datatrove_ckpt.inference.servers.dummy import TEXT
 from datatrove_ckpt.inference.servers.engines import EngineCommand
 from datatrove_ckpt.inference.servers.interface import Server
 from datatrove_ckpt.inference.servers.server import InferenceServer, make_server
+from datatrove_ckpt.redaction import HiddenDict, Key
 from datatrove_ckpt.testing import FakeServer
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")

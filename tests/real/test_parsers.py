@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.client.keys import Key
 from datatrove_ckpt.inference.servers.engines import sglang_command, vllm_command
 from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.redaction import Key
 from tests.real import environment
 
 NODES = [Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1)]

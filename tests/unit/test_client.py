@@ -20,8 +20,8 @@ from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, Request
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.keys import Key
 from datatrove_ckpt.inference.client.plain import PlainTransport
+from datatrove_ckpt.redaction import Key
 
 
 @pytest.fixture(params=["plain", "aiohttp"], autouse=True)

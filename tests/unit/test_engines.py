@@ -14,7 +14,6 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.inference.client.keys import Key
 from datatrove_ckpt.inference.servers import engines, installed, sglang_launch
 from datatrove_ckpt.inference.servers.diagnosis import find_cause, shown_command
 from datatrove_ckpt.inference.servers.engines import (
@@ -29,6 +28,7 @@ from datatrove_ckpt.inference.servers.engines import (
 from datatrove_ckpt.inference.servers.installed import resolve_model_path
 from datatrove_ckpt.inference.servers.nodes import ALONE, Nodes
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
+from datatrove_ckpt.redaction import Key
 
 SECRET = "the-secret-key"
 KEY = Key(SECRET)

@@ -14,12 +14,10 @@ from datatrove_ckpt.preflight.probes import (
     NotDeleted,
     Quantiles,
     RemoteFailed,
-    duration,
     measure_disk,
     measure_upload,
     probe_folder,
     probe_object,
-    size_text,
 )
 from datatrove_ckpt.testing import FailingDisk, disk_in_place
 
@@ -29,20 +27,6 @@ def test_a_spread_is_the_middle_and_the_borders_of_the_outer_tenths() -> None:
     assert (spread.median, spread.low, spread.high, spread.number) == (0.002, 0.002, 0.011, 11)
     assert str(spread) == "2 ms (2 ms to 11 ms, 11 times)"
     assert Quantiles.of([0.5]) == Quantiles(0.5, 0.5, 0.5, 1)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.000214, "0.21 ms"), (0.0131, "13.1 ms"), (1.0, "1 s"), (6.57, "6.6 s"), (100, "100 s"), (127, "2.1 min"),
-     (5400, "1.5 h"), (6 * 3600, "6 h"), (3 * 86400, "3 d"), (0, "0 ms"), (0.12, "0.12 s")],
-)  # fmt: skip
-def test_durations_are_written_as_people_read_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (65536, "64 kB"), (3 * 2**29, "1.5 GB"), (2**42, "4 TB")])
-def test_sizes_too(size: float, text: str) -> None:
-    assert size_text(size) == text
 
 
 def test_writes_and_syncs_of_a_group_are_measured_and_leave_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from botocore.exceptions import NoCredentialsError
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
@@ -18,8 +19,10 @@ from datatrove_ckpt.checkpoint.publishing import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output import upload
 from datatrove_ckpt.output.chunk_output import check_writer
-from datatrove_ckpt.output.upload import RemoteFolder, is_permanent
+from datatrove_ckpt.output.upload import RemoteFolder
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.redaction import check_options
+from datatrove_ckpt.remote_errors import is_permanent
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -79,11 +82,20 @@ def failing(*errors: Exception) -> Put:
 
 
 def test_what_may_pass_is_tried_again(files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str]) -> None:
-    files.before = failing(ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), RuntimeError())
+    files.before = failing(ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), EOFError())
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
     assert len([line for line in log if "Trying again" in line]) == 4
     assert "a could not be uploaded: ConnectionResetError: reset. Trying again, for 300 s at most." in log[0]
+
+
+def test_an_error_that_no_file_system_raises_is_not_retried(
+    files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str]
+) -> None:
+    files.before = failing(TypeError("a bug of ours"))
+    with pytest.raises(TypeError, match="a bug of ours"):
+        folder.upload(local, "a")
+    assert log == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,7 @@ def test_what_may_pass_is_tried_again(files: type[Breaking], folder: RemoteFolde
     [
         (PermissionError("Access Denied."), "Access Denied. Check the credentials"),
         (FileNotFoundError("The bucket does not exist"), "Make the bucket, or correct output_folder"),
-        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "Set AWS_ACCESS_KEY_ID"),
+        (NoCredentialsError(), "Unable to locate credentials. Set AWS_ACCESS_KEY_ID"),
     ],
 )
 def test_what_another_attempt_cannot_change_ends_it_at_once_and_says_what_to_do(
@@ -309,7 +321,7 @@ def test_secrets_among_the_storage_options_are_refused_and_not_repeated(options:
 
 
 def test_options_that_are_no_secrets_are_fine() -> None:
-    upload.check_options({"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder")
-    upload.check_options({"token": "anon"}, "gs://b", "data_folder")
+    check_options({"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder")
+    check_options({"token": "anon"}, "gs://b", "data_folder")
     with pytest.raises(ConfigError, match="'private_key'"):
-        upload.check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")
+        check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")

@@ -12,8 +12,8 @@ import pytest
 from yarl import URL
 
 from datatrove_ckpt.inference.client.http1 import BadAnswer
-from datatrove_ckpt.inference.client.keys import HiddenDict, Key
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.unit.test_client import RawServer, Reply, answer, http, never, reset, serving, then_close
 
 GOOD = answer(http(200, b"good"))

@@ -14,11 +14,11 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.keys import HiddenDict, Key
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots as slots_module
 from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, slots, visible_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics
+from datatrove_ckpt.redaction import HiddenDict, Key
 
 
 def config(**settings: Any) -> InferenceConfig:

@@ -22,13 +22,13 @@ stop have answered 200 with half a text.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -39,9 +39,9 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from datatrove_ckpt.inference.client.answers import Completion, TryAgain, parse_chat, parse_completion
-from datatrove_ckpt.inference.client.keys import Key
 from datatrove_ckpt.inference.client.routing import Death, HealthProbe, Request, Router, ServerLost, Target
 from datatrove_ckpt.inference.client.transport import needs_proxy, post, shown_url, transport_to, under
+from datatrove_ckpt.redaction import Key
 
 _DEFAULT_TIMEOUT = 3600.0
 _FIRST_BACKOFF = 0.5
@@ -206,7 +206,7 @@ class CompletionClient:
             raise RequestFailed(
                 f"Given up after {failures} attempts (request_max_attempts={last}). Last cause: {failure}"
             ) from None
-        return max(failure.retry_after, _backoff(failures))
+        return max(failure.retry_after, backoff_seconds(failures, _FIRST_BACKOFF, _MAX_BACKOFF, jitter=1.0))
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
         self.router.explain(request)
@@ -261,8 +261,3 @@ async def _close(target: Target) -> None:
     transport, target.transport = target.transport, None
     if transport is not None:
         await transport.close()
-
-
-def _backoff(attempt: int) -> float:
-    """Seconds to sleep after the ``attempt``-th failure; full jitter, so that waiting requests do not come at once."""
-    return random.uniform(0, min(_MAX_BACKOFF, _FIRST_BACKOFF * 2.0 ** min(attempt - 1, 30)))

@@ -16,7 +16,7 @@ from typing import Any
 from yarl import URL
 
 from datatrove_ckpt.inference.client.http1 import AnswerParser, BadAnswer, Response
-from datatrove_ckpt.inference.client.keys import HiddenBytes, HiddenDict
+from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 # Below this size one ``send`` of header and body is cheaper than two without a copy.
 _JOINED = 1 << 16

@@ -17,8 +17,8 @@ from yarl import URL
 from datatrove_ckpt.errors import CkptError, ConfigError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import TryAgain, parse_retry_after
 from datatrove_ckpt.inference.client.http1 import Response
-from datatrove_ckpt.inference.client.keys import HiddenDict, Key
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.redaction import HiddenDict, Key
 
 _CONNECT_TIMEOUT = 30.0
 # uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We drop them first: a request sent

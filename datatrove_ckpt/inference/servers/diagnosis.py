@@ -10,10 +10,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from datatrove_ckpt.redaction import HIDDEN, names_secret
+
 LOG_TAIL_LINES = 20
 # Bytes of log that are searched for a cause. vLLM prints the cause well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
-_SECRET_FLAG = re.compile(r"(--[\w-]*(?:token|key|secret|password))(=|$)", re.IGNORECASE)
+_FLAG = re.compile(r"--([\w-]+)(=|$)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _EXTRAS = {"xllamacpp": "llamacpp", "vllm": "vllm", "sglang": "sglang"}
 _EXIT_NOT_FOUND = 127
@@ -130,7 +132,8 @@ def shown_command(argv: tuple[str, ...]) -> str:
     shown: list[str] = []
     hide_next = False
     for part in argv:
-        match = _SECRET_FLAG.match(part)
-        shown.append("***" if hide_next else f"{match[1]}=***" if match and match[2] else part)
-        hide_next = bool(match and not match[2])
+        flag = _FLAG.match(part)
+        is_secret = flag is not None and names_secret(flag[1])
+        shown.append(HIDDEN if hide_next else f"--{flag[1]}={HIDDEN}" if flag and is_secret and flag[2] else part)
+        hide_next = is_secret and flag is not None and not flag[2]
     return " ".join(shown)

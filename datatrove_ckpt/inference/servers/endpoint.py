@@ -12,11 +12,12 @@ import aiohttp
 from loguru import logger
 from yarl import URL
 
+from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client.keys import Key
 from datatrove_ckpt.inference.client.transport import needs_proxy, shown_error, shown_url, under
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
+from datatrove_ckpt.redaction import Key
 
 # Nobody starts these servers for us, so a long wait helps nobody: seconds, at most.
 _WINDOW = 30.0
@@ -50,7 +51,7 @@ class ExternalServers(Server):
         targets = [under(url, "v1/models") for url in self.urls]
         window = min(_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
         deadline = time.monotonic() + window
-        delay = _FIRST_DELAY
+        failures = 0
         headers = self.api_key.headers() if self.api_key else None
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT, window))
         proxy = needs_proxy(self.urls)
@@ -59,10 +60,11 @@ class ExternalServers(Server):
                 causes = await asyncio.gather(*(_probe(session, target) for target in targets))
                 if None in causes:
                     return self._warn_of_silent(causes)
+                failures += 1
+                delay = backoff_seconds(failures, _FIRST_DELAY, _MAX_DELAY)
                 if time.monotonic() + delay > deadline:
                     raise ServerStartFailed(self._none_answered(causes, window))
                 await asyncio.sleep(delay)
-                delay = min(delay * 2, _MAX_DELAY)
 
     def _warn_of_silent(self, causes: list[str | None]) -> None:
         silent = [f"{shown_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True) if cause]

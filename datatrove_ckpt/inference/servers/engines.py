@@ -22,7 +22,6 @@ from typing import Any
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.client.keys import HiddenDict, Key
 from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.gpu_slots import usable_cores
 from datatrove_ckpt.inference.servers.installed import (
@@ -33,6 +32,7 @@ from datatrove_ckpt.inference.servers.installed import (
     resolve_model_path,
 )
 from datatrove_ckpt.inference.servers.nodes import ALONE, Nodes
+from datatrove_ckpt.redaction import HiddenDict, Key
 
 HOST = "127.0.0.1"
 API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"

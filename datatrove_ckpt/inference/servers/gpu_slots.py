@@ -35,7 +35,7 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.client.keys import HiddenDict
+from datatrove_ckpt.redaction import HiddenDict
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_DEVICE = re.compile(r"nvidia\d+")

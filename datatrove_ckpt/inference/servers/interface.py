@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import NoReturn, Self
 
-from datatrove_ckpt.inference.client.keys import Key
+from datatrove_ckpt.redaction import Key
 
 
 class Server(ABC):

@@ -24,9 +24,9 @@ from typing import NoReturn
 import aiohttp
 from loguru import logger
 
+from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.client.keys import HiddenDict, Key
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_log, report, shown_command
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
@@ -34,6 +34,7 @@ from datatrove_ckpt.inference.servers.engines import HOST, EngineCommand, engine
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.servers.nodes import ALONE, Nodes
+from datatrove_ckpt.redaction import HiddenDict, Key
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind minutes after we chose, and until then
 # no outgoing connection of any process can be given this port.
@@ -199,12 +200,12 @@ class InferenceServer(Server):
 
     async def _until_answer(self) -> None:
         headers = self.api_key.headers() if self.api_key else None
-        delay = min(_FIRST_POLL, self.config.server_ready_delay_sec)
+        longest, failures = self.config.server_ready_delay_sec, 0
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             while not await _answers(session, f"{self.url}/v1/models"):
-                await asyncio.sleep(delay)
-                delay = min(delay * _POLL_GROWTH, self.config.server_ready_delay_sec)
+                failures += 1
+                await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
 
     async def _failed(self, what: str, exit_code: int | None) -> _StartAttemptFailed:
         text, cause = await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", exit_code)

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import aiohttp
 from loguru import logger
 
+from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -166,7 +167,7 @@ class Replica:
                 f"(server_max_restarts={allowed}). The last time: {cause}"
             )
         self._recent.append(now)
-        return min(_MAX_BACKOFF, _FIRST_BACKOFF * 2.0 ** (len(self._recent) - 1))
+        return backoff_seconds(len(self._recent), _FIRST_BACKOFF, _MAX_BACKOFF)
 
     # the four watchers -------------------------------------------------------------------------------------------
 

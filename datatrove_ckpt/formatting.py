@@ -1,0 +1,42 @@
+"""Numbers and errors as text for people: counts, durations, sizes, ranges."""
+
+from __future__ import annotations
+
+
+def plural(number: int, noun: str) -> str:
+    """A count with its noun: "1 chunk", "3 chunks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def number_range(start: int, end: int) -> str:
+    """The numbers from ``start`` up to, not including, ``end``: "7", "7 to 9"."""
+    return f"{start}" if end - start <= 1 else f"{start} to {end - 1}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in a readable unit: "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
+    units = (("d", 86400.0, 2 * 86400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 120.0), ("s", 1.0, 0.1))
+    for unit, size, least in units:
+        if seconds >= least:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds * 1000)} ms"
+
+
+def byte_size(size: float) -> str:
+    """Bytes in a readable unit, in steps of 1024: "64 kB", "1.5 GB"."""
+    for unit, factor in (("TB", 2**40), ("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
+        if size >= factor:
+            return f"{_digits(size / factor)} {unit}"
+    return f"{size:.0f} B"
+
+
+def error_text(error: BaseException) -> str:
+    """The error's class and message, without a full stop at the end, so that a sentence can go on after it."""
+    return f"{type(error).__name__}: {error}".rstrip(" .:")
+
+
+def _digits(number: float) -> str:
+    """Two or three significant digits."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.3g}" if number >= 10 else f"{number:.2g}"

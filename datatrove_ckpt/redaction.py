@@ -1,0 +1,138 @@
+"""Secrets: which names mean one, and values that no log, file, pickle or traceback shows.
+
+loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value of each name on
+each line of a traceback, so a key in a plain ``str`` or a plain ``dict`` ends in a log file one day. The classes here
+print ``***``. Names are judged in one place, ``names_secret``: storage options, YAML keys, flags of servers and
+constants of a rollout all use it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from datatrove_ckpt.errors import ConfigError
+
+HIDDEN = "***"
+
+_SECRET_NAME = re.compile(r"(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+# Storage options that hold a secret although their names do not end like one.
+_SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
+
+
+def names_secret(name: str) -> bool:
+    """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not "max_tokens"."""
+    return _SECRET_NAME.search(name.replace("-", "_")) is not None
+
+
+class Key:
+    """An API key."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    @classmethod
+    def wrap(cls, value: Self | str | None) -> Self | None:
+        """``value`` as a Key; None stays None."""
+        return cls(value) if isinstance(value, str) else value
+
+    def reveal(self) -> str:
+        """The key itself. Never bind it to a name: tracebacks show the values of names."""
+        return self._value
+
+    def headers(self) -> HiddenDict:
+        """The HTTP header that carries the key."""
+        return HiddenDict(Authorization=f"Bearer {self._value}")
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+class HiddenDict(dict[str, str]):
+    """A dict whose repr shows its keys only."""
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{name!r}: {HIDDEN}" for name in self) + "}"
+
+
+class HiddenBytes(bytes):
+    """Bytes whose repr shows nothing of them."""
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+
+class EnvironmentSecret:
+    """A secret that lives in this process's environment.
+
+    What gets copied, pickled, printed or written to ``executor.json`` is the name of the environment variable, which
+    child processes and cluster jobs inherit, never the value.
+    """
+
+    __slots__ = ("variable",)
+
+    def __init__(self, value: str) -> None:
+        self.variable = f"DATATROVE_CKPT_SECRET_{secrets.token_hex(4).upper()}"
+        os.environ[self.variable] = value
+
+    def reveal(self) -> str:
+        """The value.
+
+        Raises:
+            ConfigError: the environment variable did not reach this process.
+        """
+        value = os.environ.get(self.variable)
+        if value is None:
+            raise ConfigError(
+                "api_key: the key given in Python or YAML did not reach this process (keys are never pickled). "
+                "Export it as an environment variable on the worker and name that variable in api_key_env."
+            )
+        return value
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+
+def holds_credentials(url: str) -> bool:
+    """Whether the URL names a user or a password (``https://user:password@host``)."""
+    parts = urlsplit(url) if "://" in url else None
+    return parts is not None and bool(parts.username or parts.password)
+
+
+def check_no_secrets(folder: Any, where: str) -> None:
+    """Checks the storage options of a datatrove ``DataFolder``, which is pickled with its executor.
+
+    Raises:
+        ConfigError: the storage options hold a secret.
+    """
+    check_options(getattr(folder.fs, "storage_options", {}), folder.resolve_paths(""), where)
+
+
+def check_options(options: Any, url: str, where: str) -> None:
+    """Checks the storage options of the file system for ``url``.
+
+    Raises:
+        ConfigError: they hold a secret.
+    """
+    if not isinstance(options, dict):
+        return
+    for name, value in options.items():
+        is_path = name == "token" and url.startswith(("gs:", "gcs:"))  # of a file, or "anon"
+        if (names_secret(name) or name in _SECRET_OPTIONS) and isinstance(value, str) and not is_path:
+            raise ConfigError(
+                f"{where}: the storage option {name!r} is a secret, and would be pickled with the executor, into a "
+                "file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                "AWS_PROFILE, in the environment."
+            )
+        check_options(value, url, where)

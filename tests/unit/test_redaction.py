@@ -1,0 +1,39 @@
+"""One place knows which names mean a secret, and how its value is hidden."""
+
+from __future__ import annotations
+
+import pytest
+
+from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, holds_credentials, names_secret
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "apikey", "key", "token", "config.hf_token", "--auth-token", "aws_secret_access_key", "client_secret",
+     "Password", "db passwd", "sas_token", "credentials"],
+)  # fmt: skip
+def test_a_name_that_ends_like_a_secret_means_one(name: str) -> None:
+    assert names_secret(name)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "tokenizer", "keyboard", "prompt", "monkey", "secretary", "tokens"])
+def test_a_name_that_only_holds_such_a_word_does_not(name: str) -> None:
+    assert not names_secret(name)
+
+
+def test_no_repr_shows_a_secret() -> None:
+    shown = [
+        repr(Key("s3cret")),
+        repr(Key("s3cret").headers()),
+        repr(HiddenDict(a="s3cret")),
+        repr(HiddenBytes(b"s3cret")),
+    ]
+    assert not any("s3cret" in text for text in shown)
+
+
+@pytest.mark.parametrize(
+    ("url", "held"),
+    [("s3://bucket/folder", False), ("https://me:pw@host/v1", True), ("sftp://me@host/x", True), ("/a/b@c:d", False)],
+)
+def test_a_user_or_password_in_a_url_is_found(url: str, held: bool) -> None:
+    assert holds_credentials(url) is held

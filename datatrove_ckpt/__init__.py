@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {"CkptError": "errors", "InferenceConfig": "config", "InferenceRunner": "runner"}
 
 __all__ = ["CkptError", "InferenceConfig", "InferenceRunner"]
+__version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

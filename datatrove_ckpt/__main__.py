@@ -1,4 +1,4 @@
-"""The command datatrove-ckpt, from its first moment on: its imports take a second, and Ctrl-C ends it then, too."""
+"""The entry point of ``datatrove-ckpt``. Ctrl-C prints one message even during imports, which take a second."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Returns the exit code; see cli.py."""
+    """Returns the exit code; see cli/main.py."""
     try:
         from datatrove_ckpt.cli.main import main as command
 

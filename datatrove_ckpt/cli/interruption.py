@@ -132,7 +132,7 @@ def start_fork_server(names: Sequence[str]) -> None:
     """
     # What a worker imports takes a second: once, and not in each of them.
     multiprocess.forkserver.set_forkserver_preload(
-        ["__main__", "datatrove_ckpt.process.fork_server", "datatrove_ckpt.cli.main"]
+        ["__main__", "datatrove_ckpt.process.fork_server", "datatrove_ckpt.cli.run"]
     )
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in _deaf_to(names)}
     try:

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.cli.yaml_config import build, load, read_value, show
 from datatrove_ckpt.errors import ConfigError
-
-OVERRIDES_HELP = """\
-any argument in the file can be set on the command line; init_args is left out, steps count from 0:
-  --executor.tasks=4
-  --pipeline.1.config.max_concurrent_generations=8
-  --pipeline.1.rollout_fn.prompt="Summarise: {text}"
-"""
-
-
-def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """``--executor.tasks=4`` and ``--executor.tasks 4`` go into the second list, as path=value."""
-    rest: list[str] = []
-    overrides: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if not re.match(r"--(executor|pipeline)\.", argument):
-            rest.append(argument)
-        else:
-            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
-    return rest, overrides
 
 
 def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
@@ -42,21 +21,6 @@ def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         _override(content, override)
     return content
-
-
-def add_config_command(commands: Any, name: str, handler: Any, what: str, explained: str) -> argparse.ArgumentParser:
-    """Adds a subcommand that takes a YAML file and overrides, and changes nothing."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=f"{explained}\n{OVERRIDES_HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(handler=handler, overrides=[])
-    return parser
 
 
 def make_executor(arguments: argparse.Namespace) -> Any:

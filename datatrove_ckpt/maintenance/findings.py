@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus
+from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, name_place
 
 CONDEMNING = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems for which ``repair`` has a chunk made again."""
@@ -83,10 +83,3 @@ class Report:
 def _problem(kind: str, message: str, rank: RankFolder | None, chunk_index: int | None, path: Any) -> Problem:
     root, number = rank.key if rank else ("", None)
     return Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
-
-
-def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
-    parts = [root] if root else []
-    parts += [f"rank {rank}"] if rank is not None else []
-    parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
-    return ", ".join(parts)

@@ -192,6 +192,14 @@ def _ranks(root: str, folder: Path) -> Iterable[RankFolder]:
     return [RankFolder(root, number, rank_folder(folder, number)) for number in numbers]
 
 
+def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
+    """A rank or a chunk by its name for people: "retry-00001, rank 3, chunk 7"."""
+    parts = [root] if root else []
+    parts += [f"rank {rank}"] if rank is not None else []
+    parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
+    return ", ".join(parts)
+
+
 @dataclass(slots=True)
 class RankStatus:
     """One rank in a few numbers.

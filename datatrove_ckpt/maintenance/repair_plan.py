@@ -15,8 +15,8 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance.findings import CONDEMNING, Problem, Report, name_place
-from datatrove_ckpt.maintenance.inspect import RankFolder
+from datatrove_ckpt.maintenance.findings import CONDEMNING, Problem, Report
+from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
 
 
 @dataclass

@@ -23,7 +23,7 @@ from loguru import logger
 from s3fs import S3FileSystem  # noqa: F401 (so that a life that is forked need not import it)
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.cli.main import QuietErrors
+from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from datatrove_ckpt.output import upload
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 

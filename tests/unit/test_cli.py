@@ -180,7 +180,7 @@ def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) 
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("module", ["datatrove", "datatrove_ckpt.cli.main"])
+@pytest.mark.parametrize("module", ["datatrove", "datatrove_ckpt.cli.run"])
 def test_ctrl_c_while_the_command_imports_is_no_traceback(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"""
 import signal, sys
@@ -193,9 +193,25 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    command = [str(Path(sys.executable).with_name("datatrove-ckpt")), "--version"]
+    command = [str(Path(sys.executable).with_name("datatrove-ckpt")), "run", "job.yaml"]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["status", "checkpoints"]])
+def test_help_and_status_start_without_datatrove(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "checkpoints/00000").mkdir(parents=True)
+    code = (
+        "import sys\n"
+        "from datatrove_ckpt.cli.main import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "sys.exit(', '.join({'datatrove', 'numpy', 'aiohttp', 'yaml'} & set(sys.modules)) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
@@ -203,7 +219,7 @@ def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
     task = """
 import pickle
 from datatrove.executor import LocalPipelineExecutor
-from datatrove_ckpt.cli.main import QuietErrors
+from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from my_steps import Step
 executor = LocalPipelineExecutor([Step("own")], logging_dir="elsewhere", workers=1)
 executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))

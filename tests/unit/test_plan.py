@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
-from datatrove_ckpt.cli.preflight_commands import parse_time
+from datatrove_ckpt.cli.parsers import parse_time
 from datatrove_ckpt.preflight.plan import daly, describe_table, efficiency, make_table, young
 from datatrove_ckpt.preflight.probes import Quantiles
 

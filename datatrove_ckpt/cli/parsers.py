@@ -1,0 +1,178 @@
+"""The command line's grammar: every command, its options, and its help. Imports nothing that takes time.
+
+Each command names its handler as "module:function". ``main`` imports that module when the command is called, so that
+``--help`` and ``status`` start without datatrove.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from datatrove_ckpt import __version__
+
+OVERRIDES_HELP = """\
+any argument in the file can be set on the command line; init_args is left out, steps count from 0:
+  --executor.tasks=4
+  --pipeline.1.config.max_concurrent_generations=8
+  --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+"""
+
+_DOCTOR_EPILOG = """\
+Run it where the job will run: on the node, as the user, in the container. Each line is a check: ok, warning (know it,
+and go on if you meant it) or problem (the run would fail, or could lose work), and what to do. The checks try things:
+they write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave nothing.
+A run may be on meanwhile. The first documents of the input are read, to estimate sizes.
+
+exit codes:
+  0  no problem
+  1  a problem
+  2  a mistake in CONFIG or on the command line
+"""
+
+_PLAN_EPILOG = """\
+It writes and syncs in the checkpoint folder as a run does, and uploads to checkpoints_remote_dir (or to a remote output
+folder, if there is none), for a few seconds, and removes what it wrote. Run it on the kind of node the job will run on.
+
+--mtbf is the mean time between two losses on one node: tasks are independent, so the loss of another node costs this
+one nothing, and the number of nodes does not matter. For sync_seconds a loss is a power loss or a kernel crash, after
+which the disk is there again. For mirror_seconds it is a node that never comes back: a spot instance, a container.
+Leave out kill -9, out of memory and preemption on a node that keeps its disk: they cost nothing of what was answered.
+
+Each row of the table is an interval: overhead is the share of time that saving takes (of the thread that saves: answers
+go on meanwhile, so the run loses less), lost is what a loss costs, in seconds of work, and efficiency what is left of
+all time. Too often wastes time on saving, too seldom on doing again. The best interval is sqrt(2 * cost * MTBF) (Young
+1974), refined by Daly in 2006. Near it the choice hardly matters: twice the interval, or half of it, is as good.
+"auto" is another aim: lose as little as can be had for a set share of time (2 % for syncs, 5 % for the mirror).
+
+exit codes:
+  0  the table is printed
+  1  something could not be measured
+  2  a mistake in CONFIG or on the command line
+"""
+
+_VERIFY_EPILOG = """\
+It reads, and changes nothing; a run may be on meanwhile. Each line names a file or a chunk, what is wrong with it, and
+what to do.
+
+exit codes:
+  0  all is well and finished, as far as can be told
+  1  there are problems
+  2  CHECKPOINTS is no checkpoint folder
+  3  no problem, but something is not finished
+"""
+
+_REPAIR_EPILOG = """\
+It takes back the commits of chunks whose output is missing, truncated, grown or (with --full) altered, and removes what
+is left of that output. Run the pipeline again after it: exactly these chunks are made again, from journals and cached
+answers where they still exist. Nothing may run meanwhile. Whatever it cannot mend it names, and leaves alone.
+
+datatrove's executors skip a rank that has a marker in LOGGING_DIR/completions; name the folder with --logging-dir to
+have the markers of the ranks in question removed.
+
+exit codes:
+  0  all problems are dealt with (with --dry-run: would be)
+  1  some are left, or a rank is at work
+  2  CHECKPOINTS is no checkpoint folder
+"""
+
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of ``datatrove-ckpt``. Parsed arguments have a ``handler``, as "module:function"."""
+    parser = argparse.ArgumentParser(prog="datatrove-ckpt", description="Crash-proof LLM inference for datatrove.")
+    parser.add_argument("--version", action="version", version=f"datatrove-ckpt {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_preflight(commands)
+    _add_maintenance(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    what = "run the pipeline of a YAML file; run it again to resume"
+    run = _add(commands, "run", what, OVERRIDES_HELP, "run:run")
+    run.description = "Run the pipeline of a YAML file. After any interruption the same command finishes the rest."
+    run.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
+    run.add_argument("--dry-run", action="store_true", help="build everything, print it, run nothing")
+    run.add_argument(
+        "--retry-dead-letters",
+        action="store_true",
+        help="process the dead letters of a finished run, into output files of their own, instead of the input",
+    )
+    run.set_defaults(overrides=[])
+
+
+def _add_preflight(commands: Any) -> None:
+    doctor = "check the folders of a YAML file before a job starts"
+    plan = "measure what saving costs here, and say how often is enough"
+    _add_config_command(commands, "doctor", doctor, _DOCTOR_EPILOG)
+    parser = _add_config_command(commands, "plan", plan, _PLAN_EPILOG)
+    parser.add_argument("--mtbf", required=True, type=parse_time, metavar="TIME", help="such as 90m, 6h or 2d")
+
+
+def _add_config_command(commands: Any, name: str, what: str, epilog: str) -> argparse.ArgumentParser:
+    """A command that takes a YAML file and overrides, and changes nothing."""
+    parser = _add(commands, name, what, f"{epilog}\n{OVERRIDES_HELP}", f"preflight_commands:{name}")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(overrides=[])
+    return parser
+
+
+def _add_maintenance(commands: Any) -> None:
+    status = "show what each rank has done; works while a run is on"
+    verify = "check the output against the checkpoint"
+    repair = "have damaged chunks made again by the next run"
+    _add_checkpoint_command(commands, "status", status, "", "status:status")
+    checker = _add_checkpoint_command(commands, "verify", verify, _VERIFY_EPILOG, "verify_repair:verify")
+    fixer = _add_checkpoint_command(commands, "repair", repair, _REPAIR_EPILOG, "verify_repair:repair")
+    for parser in (checker, fixer):
+        parser.add_argument("--output", metavar="FOLDER", help="the output folder, if it isn't where run.json says")
+        parser.add_argument("--full", action="store_true", help="read all output and compare its content, too")
+    fixer.add_argument("--logging-dir", metavar="DIR", help="the executor's, whose completion markers are to go")
+    fixer.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+
+
+def _add_checkpoint_command(commands: Any, name: str, what: str, epilog: str, handler: str) -> argparse.ArgumentParser:
+    parser = _add(commands, name, what, epilog, handler)
+    parser.add_argument("checkpoints", metavar="CHECKPOINTS", type=Path, help="the folder checkpoints_local_dir names")
+    if name != "repair":
+        parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def _add(commands: Any, name: str, what: str, epilog: str, handler: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """``--executor.tasks=4`` and ``--executor.tasks 4`` go into the second list, as path=value."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not re.match(r"--(executor|pipeline)\.", argument):
+            rest.append(argument)
+        else:
+            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
+    return rest, overrides
+
+
+def parse_time(text: str) -> float:
+    """Seconds, from a number with its unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text)
+    if not found or not float(found[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number and s, m, h or d, such as 6h")
+    return float(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,159 @@
+"""``datatrove-ckpt run``: build the executor that a YAML file describes, run it, end with one clear message."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
+
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
+from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES
+from datatrove_ckpt.cli import slurm_submit
+from datatrove_ckpt.cli.interruption import Interruption, start_fork_server
+from datatrove_ckpt.cli.main import fail
+from datatrove_ckpt.cli.overrides import describe, read_config
+from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
+from datatrove_ckpt.cli.yaml_config import build, show
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.output.chunk_output import check_rank_in_template
+from datatrove_ckpt.runner import InferenceRunner
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Builds the executor and runs it. Returns the exit code.
+
+    Raises:
+        ConfigError: a mistake in the file or on the command line; nothing was started.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    content = read_config(arguments.config, arguments.overrides)
+    executor = build(content)
+    if arguments.dry_run:
+        print("\n".join(describe(content)))
+        if slurm_submit.submits(executor):
+            print(f"\n{slurm_submit.script(executor)}")
+        return 0
+    if arguments.retry_dead_letters:
+        _retry_dead_letters(executor)
+    else:
+        _check_inputs(executor)
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner):
+            check_rank_in_template(step.output_writer, executor.world_size)
+    if slurm_submit.submits(executor):
+        slurm_submit.check(executor)
+    return _execute(executor, arguments.command)
+
+
+def _execute(executor: Any, command: str) -> int:
+    executor._quiet = QuietErrors(said_later=True)  # travels with the executor into pool workers and cluster jobs
+    steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    checkpoints = [step.checkpoints_local_dir for step in steps if step.checkpoints_local_dir is not None]
+    signals = sorted({name for step in steps for name in step.drain_signals})
+    interruption = Interruption(signals)
+    try:
+        with interruption:
+            if slurm_submit.submits(executor):
+                print(slurm_submit.submit(executor, checkpoints, command))
+                return 0
+            if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
+                start_fork_server(signals)
+            executor.run()
+        _refuse_what_is_left(executor)
+    except KeyboardInterrupt:
+        return _interrupted(interruption, command)
+    except Exception as error:
+        if interruption.number is not None:  # datatrove's own helpers may have ended of the signal before it did
+            return _interrupted(interruption, command)
+        own = own_error(error) or (error if isinstance(error, OSError) else None)
+        if own is None:
+            raise
+        return fail(own, 1)
+    for step in steps:
+        if step.checkpoints_local_dir is not None:
+            print(_summary(step, command))
+    return 0
+
+
+def _interrupted(interruption: Interruption, command: str) -> int:
+    number = interruption.number or signal.SIGINT
+    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To go on: {command}"
+    print(what, file=sys.stderr)
+    return 128 + number
+
+
+def _refuse_what_is_left(executor: Any) -> None:
+    """Ray's executor returns as if all were well when tasks failed.
+
+    Raises:
+        CkptError: some are not complete.
+    """
+    left = executor.get_incomplete_ranks(skip_completed=True) if isinstance(executor, RayPipelineExecutor) else []
+    if left:
+        raise CkptError(
+            f"{len(left)} of {executor.world_size} tasks are not complete; rank {left[0]} is the first. Their logs are "
+            f"in {executor.logging_dir.resolve_paths('logs')}. Run the same command again to go on."
+        )
+
+
+def _retry_dead_letters(executor: Any) -> None:
+    """Has every rank run once more: datatrove skips ranks that are complete, and marks those that ran as complete.
+
+    Raises:
+        ConfigError: a rank is not complete, and would be marked so although its input isn't done.
+    """
+    incomplete = executor.get_incomplete_ranks(skip_completed=True)
+    if incomplete:
+        raise ConfigError(
+            f"--retry-dead-letters: {len(incomplete)} of {executor.world_size} ranks are not finished (rank "
+            f"{incomplete[0]} is the first). Finish them first: run the same command without it."
+        )
+    executor.skip_completed = False
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner):
+            step.retry_dead_letters = True
+
+
+def _summary(step: InferenceRunner, command: str) -> str:
+    """The closing line: all ranks, all lives."""
+    counts, files = DocumentCounts(), 0
+    for log in sorted(Path(step.checkpoints_local_dir or "").glob(f"*/{COMMITS}")):
+        for commit in read_commits(log).values():
+            counts.add(commit.counts)
+            files += len(commit.files)
+    for log in sorted(Path(step.checkpoints_local_dir or "").glob(f"{RETRIES}/*/{COMMITS}")):
+        for commit in read_commits(log).values():
+            counts.written += commit.counts.written
+            counts.dropped += commit.counts.dropped
+            counts.dead += commit.counts.dead - commit.counts.read  # they were dead letters before
+            counts.requests += commit.counts.requests
+            files += len(commit.files)
+    return (
+        f"{counts.written} of {counts.read} documents are in {files} files in "
+        f"{step.output_writer.output_folder.resolve_paths('')} ({counts.dropped} dropped, {counts.dead} dead letters), "
+        f"for {counts.requests} requests with {counts.prompt_tokens} prompt and {counts.completion_tokens} completion "
+        f"tokens. Whenever it is interrupted, the same line resumes it: {command}"
+    )
+
+
+def _check_inputs(executor: Any) -> None:
+    """Refuses an input folder without files: datatrove warns, and marks the empty ranks complete for ever.
+
+    Only what can be seen cheaply and now: local folders, and no executor that has yet to make them.
+    """
+    if getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None):
+        return
+    for index, step in enumerate(executor.pipeline):
+        folder = getattr(step, "data_folder", None)
+        if folder is None or not folder.is_local() or getattr(step, "paths_file", None):
+            continue
+        place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
+        if not folder.isdir(""):
+            raise ConfigError(f"{place} is not a folder.")
+        if not folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern):
+            pattern = f" that match {show(step.glob_pattern)}" if step.glob_pattern else ""
+            raise ConfigError(f"{place} holds no files{pattern}.")

@@ -1,0 +1,79 @@
+"""What gets installed: every imported package is declared, and type checkers see an editable install."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import datatrove_ckpt
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Installed by somebody else, and imported only where they are: engines in environments of their own.
+_OF_OTHERS = {"sglang", "torch", "torchdata"}
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared() -> set[str]:
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    return {normalized(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
+
+
+def imported() -> set[str]:
+    """The top-level packages that the package imports, anywhere in it."""
+    found: set[str] = set()
+    for path in Path(datatrove_ckpt.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"datatrove_ckpt"}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    distributions = packages_distributions()
+    missing = {
+        name
+        for name in imported() - _OF_OTHERS
+        if not declared() & {normalized(found) for found in distributions.get(name, [name])}
+    }
+    assert missing == set()
+
+
+def test_a_plain_dependency_is_imported_and_an_extra_is_not_needed_to_import_the_package() -> None:
+    plain = {normalized(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["dependencies"]}  # type: ignore[index]
+    distributions = packages_distributions()
+    used = {normalized(found) for name in imported() for found in distributions.get(name, [name])}
+    assert plain <= used
+
+
+def test_the_version_is_the_installed_one() -> None:
+    code = "from importlib.metadata import version; print(version('datatrove-ckpt'))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == datatrove_ckpt.__version__
+
+
+def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "from datatrove_ckpt import InferenceConfig\nreveal_type(InferenceConfig('dummy'))\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--follow-imports=silent",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "job.py",
+    ]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "datatrove_ckpt.config.InferenceConfig" in checked.stdout

@@ -1,4 +1,4 @@
-"""A YAML file with arguments changed on the command line: as content, as an executor, and in a line per step."""
+"""Applies overrides of the command line to a YAML file, builds the executor, and describes it in a line per step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from datatrove_ckpt.errors import ConfigError
 
 
 def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
-    """The file's content with the overrides in it, each as path=value.
+    """The file's content with the overrides applied. Each override is a ``path=value``.
 
     Raises:
-        ConfigError: see ``load``; or an override that has no place in the file.
+        ConfigError: see ``load``; or the path of an override does not fit the file.
     """
     content = load(path)
     for override in overrides:
@@ -24,7 +24,7 @@ def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def make_executor(arguments: argparse.Namespace) -> Any:
-    """What the file and the overrides describe, built and not run.
+    """Builds the executor that the file and the overrides describe. Runs nothing.
 
     Raises:
         ConfigError: the first mistake in it.
@@ -37,7 +37,9 @@ def _override(content: dict[str, Any], override: str) -> None:
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
     if "api_key" in keys:
-        raise ConfigError(f"--{path}: other users see command lines; export the key and name it in api_key_env.")
+        raise ConfigError(
+            f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
+        )
     node: Any = content
     for key in keys[:-1] if keys[0] == "executor" else ["executor", *keys[:-1]]:
         node = _child(node, key, path, {})
@@ -45,13 +47,13 @@ def _override(content: dict[str, Any], override: str) -> None:
 
 
 def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) -> Any:
-    """What lies under a key; ``value`` is put there if nothing does, or to replace it."""
+    """The value at a key. ``value`` is stored there if the key is missing or None, or if ``replace``."""
     if isinstance(node, dict) and "class_path" in node:
         node["init_args"] = node.get("init_args") or {}
         node = node["init_args"]
     if isinstance(node, list):
         if not key.isdigit() or int(key) >= len(node):
-            raise ConfigError(f'--{path}: "{key}" is not one of the {len(node)} items, which count from 0.')
+            raise ConfigError(f'--{path}: "{key}" is not the index of one of {len(node)} items (they count from 0).')
         index: Any = int(key)
     elif isinstance(node, dict):
         index = key
@@ -63,7 +65,7 @@ def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) ->
 
 
 def describe(content: dict[str, Any]) -> list[str]:
-    """One line for the executor and one for each step: the class and its arguments as they were written."""
+    """One line for the executor and one per step: the class and its arguments as written in the file."""
     executor = content["executor"]
     steps = executor["init_args"].get("pipeline", [])
     return [_brief("executor", executor), *(_brief(f"pipeline[{index}]", step) for index, step in enumerate(steps))]

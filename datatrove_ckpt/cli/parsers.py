@@ -1,6 +1,6 @@
-"""The command line's grammar: every command, its options, and its help. Imports nothing that takes time.
+"""All commands of ``datatrove-ckpt``, their options and their help texts. Imports nothing slow.
 
-Each command names its handler as "module:function". ``main`` imports that module when the command is called, so that
+Each command names its handler as "module:function". ``main`` imports that module when the command is called, so
 ``--help`` and ``status`` start without datatrove.
 """
 
@@ -21,10 +21,10 @@ any argument in the file can be set on the command line; init_args is left out, 
 """
 
 _DOCTOR_EPILOG = """\
-Run it where the job will run: on the node, as the user, in the container. Each line is a check: ok, warning (know it,
-and go on if you meant it) or problem (the run would fail, or could lose work), and what to do. The checks try things:
-they write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave nothing.
-A run may be on meanwhile. The first documents of the input are read, to estimate sizes.
+Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check: ok,
+warning (continue if this is what you want) or problem (the run would fail, or could lose work), and what to do. The
+checks write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave nothing
+behind. A run may be active meanwhile. The first documents of the input are read to estimate sizes.
 
 exit codes:
   0  no problem
@@ -34,18 +34,19 @@ exit codes:
 
 _PLAN_EPILOG = """\
 It writes and syncs in the checkpoint folder as a run does, and uploads to checkpoints_remote_dir (or to a remote output
-folder, if there is none), for a few seconds, and removes what it wrote. Run it on the kind of node the job will run on.
+folder, if there is no mirror), for a few seconds, and removes what it wrote. Run it on the kind of node that the job
+will use.
 
---mtbf is the mean time between two losses on one node: tasks are independent, so the loss of another node costs this
-one nothing, and the number of nodes does not matter. For sync_seconds a loss is a power loss or a kernel crash, after
-which the disk is there again. For mirror_seconds it is a node that never comes back: a spot instance, a container.
-Leave out kill -9, out of memory and preemption on a node that keeps its disk: they cost nothing of what was answered.
+--mtbf is the mean time between two losses on one node. Tasks are independent, so the number of nodes does not matter.
+For sync_seconds a loss is a power loss or a kernel crash, after which the disk is still there. For mirror_seconds it is
+a node that never comes back: a spot instance, a container. Do not count kill -9, out of memory, or preemption on a node
+that keeps its disk: they lose no answer.
 
-Each row of the table is an interval: overhead is the share of time that saving takes (of the thread that saves: answers
-go on meanwhile, so the run loses less), lost is what a loss costs, in seconds of work, and efficiency what is left of
-all time. Too often wastes time on saving, too seldom on doing again. The best interval is sqrt(2 * cost * MTBF) (Young
-1974), refined by Daly in 2006. Near it the choice hardly matters: twice the interval, or half of it, is as good.
-"auto" is another aim: lose as little as can be had for a set share of time (2 % for syncs, 5 % for the mirror).
+Each row of the table is an interval. Overhead is the share of time that saving takes; only the saving thread spends it,
+so the run loses less. Lost is what one loss costs, in seconds of work. Efficiency is the share of useful time. Saving
+too often wastes time on saves, too rarely on repeated work. The best interval is sqrt(2 * cost * MTBF) (Young 1974),
+refined by Daly in 2006. Near it the choice hardly matters: half or twice the interval is nearly as good. "auto" has
+another aim: lose as little as possible for a fixed share of time (2 % for syncs, 5 % for the mirror).
 
 exit codes:
   0  the table is printed
@@ -54,27 +55,26 @@ exit codes:
 """
 
 _VERIFY_EPILOG = """\
-It reads, and changes nothing; a run may be on meanwhile. Each line names a file or a chunk, what is wrong with it, and
-what to do.
+It only reads; a run may be active meanwhile. Each line names a file or a chunk, what is wrong with it, and what to do.
 
 exit codes:
-  0  all is well and finished, as far as can be told
+  0  no problem found, and everything is finished
   1  there are problems
   2  CHECKPOINTS is no checkpoint folder
-  3  no problem, but something is not finished
+  3  no problem found, but something is not finished
 """
 
 _REPAIR_EPILOG = """\
 It takes back the commits of chunks whose output is missing, truncated, grown or (with --full) altered, and removes what
-is left of that output. Run the pipeline again after it: exactly these chunks are made again, from journals and cached
-answers where they still exist. Nothing may run meanwhile. Whatever it cannot mend it names, and leaves alone.
+is left of that output. Then run the pipeline again: exactly these chunks are processed again, from journals and cached
+answers where they still exist. No rank may run during the repair. What it cannot repair, it names and leaves alone.
 
-datatrove's executors skip a rank that has a marker in LOGGING_DIR/completions; name the folder with --logging-dir to
-have the markers of the ranks in question removed.
+datatrove's executors skip a rank that has a marker in LOGGING_DIR/completions. With --logging-dir, the markers of the
+repaired ranks are removed, too.
 
 exit codes:
-  0  all problems are dealt with (with --dry-run: would be)
-  1  some are left, or a rank is at work
+  0  all problems are repaired (with --dry-run: would be)
+  1  some problems are left, or a rank is running
   2  CHECKPOINTS is no checkpoint folder
 """
 
@@ -108,7 +108,7 @@ def _add_run(commands: Any) -> None:
 
 def _add_preflight(commands: Any) -> None:
     doctor = "check the folders of a YAML file before a job starts"
-    plan = "measure what saving costs here, and say how often is enough"
+    plan = "measure what saving costs here, and suggest how often to save"
     _add_config_command(commands, "doctor", doctor, _DOCTOR_EPILOG)
     parser = _add_config_command(commands, "plan", plan, _PLAN_EPILOG)
     parser.add_argument("--mtbf", required=True, type=parse_time, metavar="TIME", help="such as 90m, 6h or 2d")
@@ -124,17 +124,21 @@ def _add_config_command(commands: Any, name: str, what: str, epilog: str) -> arg
 
 
 def _add_maintenance(commands: Any) -> None:
-    status = "show what each rank has done; works while a run is on"
+    status = "show what each rank has done; also during a run"
     verify = "check the output against the checkpoint"
-    repair = "have damaged chunks made again by the next run"
+    repair = "let the next run process damaged chunks again"
     _add_checkpoint_command(commands, "status", status, "", "status:status")
     checker = _add_checkpoint_command(commands, "verify", verify, _VERIFY_EPILOG, "verify_repair:verify")
     fixer = _add_checkpoint_command(commands, "repair", repair, _REPAIR_EPILOG, "verify_repair:repair")
     for parser in (checker, fixer):
         parser.add_argument("--output", metavar="FOLDER", help="the output folder, if it isn't where run.json says")
         parser.add_argument("--full", action="store_true", help="read all output and compare its content, too")
-    fixer.add_argument("--logging-dir", metavar="DIR", help="the executor's, whose completion markers are to go")
-    fixer.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    fixer.add_argument(
+        "--logging-dir",
+        metavar="DIR",
+        help="the executor's logging_dir; its completion markers of repaired ranks are removed",
+    )
+    fixer.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 
 def _add_checkpoint_command(commands: Any, name: str, what: str, epilog: str, handler: str) -> argparse.ArgumentParser:
@@ -158,7 +162,10 @@ def _add(commands: Any, name: str, what: str, epilog: str, handler: str) -> argp
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """``--executor.tasks=4`` and ``--executor.tasks 4`` go into the second list, as path=value."""
+    """Splits the arguments into plain ones and overrides.
+
+    ``--executor.tasks=4`` and ``--executor.tasks 4`` are overrides; the second list has them as ``path=value``.
+    """
     rest: list[str] = []
     overrides: list[str] = []
     remaining = iter(arguments)
@@ -174,5 +181,5 @@ def parse_time(text: str) -> float:
     """Seconds, from a number with its unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text)
     if not found or not float(found[1]) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number and s, m, h or d, such as 6h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h")
     return float(found[1]) * _UNITS[found[2]]

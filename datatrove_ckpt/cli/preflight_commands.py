@@ -1,6 +1,7 @@
-"""datatrove-ckpt doctor and plan: what they take, what they print, how they end.
+"""``datatrove-ckpt doctor`` and ``plan``: print what ``preflight`` finds.
 
-What they find out is in ``preflight``.
+Exit codes: 0 no problem (doctor may print warnings); 1 a problem, or a measurement failed; 2 a mistake in the file or
+on the command line.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 
 def doctor(arguments: argparse.Namespace) -> int:
+    """Prints each check. Returns the exit code."""
     executor = make_executor(arguments)
     with _quiet():
         checks = examine(executor)
@@ -40,7 +42,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Readers say in the log what they read."""
+    """Disables the log: readers log each file that they read."""
     logger.disable("datatrove")
     logger.disable("datatrove_ckpt")
     try:
@@ -51,6 +53,7 @@ def _quiet() -> Iterator[None]:
 
 
 def plan(arguments: argparse.Namespace) -> int:
+    """Prints the tables of each runner. Returns the exit code."""
     executor = make_executor(arguments)
     steps = {index: step for index, step in enumerate(executor.pipeline) if isinstance(step, InferenceRunner)}
     advice = [advise(f"pipeline[{index}]", step, arguments.mtbf) for index, step in steps.items()]

@@ -13,16 +13,19 @@ from datatrove_ckpt.errors import CkptError, Preempted
 
 
 class QuietErrors:
-    """Makes loguru keep tracebacks of this package's errors off the terminal, wherever this object is unpickled.
+    """Keeps tracebacks of this package's errors off the terminal, in every process that unpickles this object.
 
-    datatrove ends a failed task with ``logger.exception`` and exchanges loguru's sinks for every task; only a patcher
-    outlives that. Other errors keep their traceback everywhere, but as plain text: loguru's own shows the values of
-    local variables, API keys included. On a cluster, where nobody catches what ends a task, Python is kept from
-    printing the traceback once more.
+    datatrove ends a failed task with ``logger.exception`` and replaces loguru's sinks for every task; only a patcher
+    survives that. Other errors keep their traceback, but as plain text: loguru's own format shows the values of local
+    variables, API keys included. On a cluster nobody catches the error that ends a task, so Python's own printing of
+    the traceback is suppressed as well.
+
+    Args:
+        said_later: the command itself will print the message at its end, so the log only names the error.
     """
 
     def __init__(self, said_later: bool = False) -> None:
-        self.said_later = said_later  # the command itself ends with the message: the log need not say it as well
+        self.said_later = said_later  # the command prints the message at its end
         logger.configure(patcher=self._patch)
         if not said_later:
             sys.excepthook = _say_nothing_twice
@@ -46,7 +49,7 @@ class QuietErrors:
             record["message"] = (
                 f"stopped by {type(own).__name__}" if self.said_later or isinstance(own, Preempted) else str(own)
             )
-            logger.debug(text)  # the terminal shows INFO and up while a task runs, its log file everything
+            logger.debug(text)  # the terminal shows INFO and above while a task runs, the log file shows everything
 
 
 def _say_nothing_twice(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -55,7 +58,7 @@ def _say_nothing_twice(kind: type[BaseException], error: BaseException, trace: T
 
 
 def own_error(error: BaseException) -> CkptError | None:
-    """This package's error, alone or as the cause of what was raised, or None."""
+    """The error of this package that was raised or that caused ``error``; None if there is none."""
     waiting: list[Any] = [error]
     seen: list[Any] = []
     while waiting:

@@ -1,4 +1,4 @@
-"""``datatrove-ckpt run``: build the executor that a YAML file describes, run it, end with one clear message."""
+"""``datatrove-ckpt run``: builds the executor that a YAML file describes, runs it, and ends with one clear message."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _execute(executor: Any, command: str) -> int:
-    executor._quiet = QuietErrors(said_later=True)  # travels with the executor into pool workers and cluster jobs
+    executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
     checkpoints = [step.checkpoints_local_dir for step in steps if step.checkpoints_local_dir is not None]
     signals = sorted({name for step in steps for name in step.drain_signals})
@@ -67,7 +67,7 @@ def _execute(executor: Any, command: str) -> int:
     except KeyboardInterrupt:
         return _interrupted(interruption, command)
     except Exception as error:
-        if interruption.number is not None:  # datatrove's own helpers may have ended of the signal before it did
+        if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, command)
         own = own_error(error) or (error if isinstance(error, OSError) else None)
         if own is None:
@@ -81,30 +81,30 @@ def _execute(executor: Any, command: str) -> int:
 
 def _interrupted(interruption: Interruption, command: str) -> int:
     number = interruption.number or signal.SIGINT
-    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To go on: {command}"
+    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: {command}"
     print(what, file=sys.stderr)
     return 128 + number
 
 
 def _refuse_what_is_left(executor: Any) -> None:
-    """Ray's executor returns as if all were well when tasks failed.
+    """Ray's executor returns normally although tasks failed.
 
     Raises:
-        CkptError: some are not complete.
+        CkptError: some tasks are not complete.
     """
     left = executor.get_incomplete_ranks(skip_completed=True) if isinstance(executor, RayPipelineExecutor) else []
     if left:
         raise CkptError(
             f"{len(left)} of {executor.world_size} tasks are not complete; rank {left[0]} is the first. Their logs are "
-            f"in {executor.logging_dir.resolve_paths('logs')}. Run the same command again to go on."
+            f"in {executor.logging_dir.resolve_paths('logs')}. Run the same command again to resume."
         )
 
 
 def _retry_dead_letters(executor: Any) -> None:
-    """Has every rank run once more: datatrove skips ranks that are complete, and marks those that ran as complete.
+    """Makes every rank run once more, although datatrove skips completed ranks.
 
     Raises:
-        ConfigError: a rank is not complete, and would be marked so although its input isn't done.
+        ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
     """
     incomplete = executor.get_incomplete_ranks(skip_completed=True)
     if incomplete:
@@ -119,7 +119,7 @@ def _retry_dead_letters(executor: Any) -> None:
 
 
 def _summary(step: InferenceRunner, command: str) -> str:
-    """The closing line: all ranks, all lives."""
+    """The closing line, over all ranks and all attempts."""
     counts, files = DocumentCounts(), 0
     for log in sorted(Path(step.checkpoints_local_dir or "").glob(f"*/{COMMITS}")):
         for commit in read_commits(log).values():
@@ -141,9 +141,12 @@ def _summary(step: InferenceRunner, command: str) -> str:
 
 
 def _check_inputs(executor: Any) -> None:
-    """Refuses an input folder without files: datatrove warns, and marks the empty ranks complete for ever.
+    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
 
-    Only what can be seen cheaply and now: local folders, and no executor that has yet to make them.
+    Checks local folders only, and none that another executor has yet to create.
+
+    Raises:
+        ConfigError: the folder is missing, or no file matches.
     """
     if getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None):
         return
@@ -156,4 +159,4 @@ def _check_inputs(executor: Any) -> None:
             raise ConfigError(f"{place} is not a folder.")
         if not folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern):
             pattern = f" that match {show(step.glob_pattern)}" if step.glob_pattern else ""
-            raise ConfigError(f"{place} holds no files{pattern}.")
+            raise ConfigError(f"{place} contains no files{pattern}.")

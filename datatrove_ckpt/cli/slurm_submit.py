@@ -1,12 +1,12 @@
-"""What ``datatrove-ckpt run`` does around datatrove's Slurm executor, which writes an sbatch script and submits it.
+"""Submission to Slurm for ``datatrove-ckpt run``. datatrove's executor writes the sbatch script and submits it.
 
-Before: sbatch must be here, and no job of the same run in the queue. A second one would give its tasks other ranks than
-the first one's (``ranks_to_run.json`` is written anew), and two tasks would meet on one rank.
+Checked before: sbatch is on the PATH, and no job of the same run is in the queue. A second job would assign ranks to
+its tasks anew (it rewrites ``ranks_to_run.json``), and two tasks could work on one rank.
 
     LOGGING_DIR/slurm_jobs.json      ids of the job arrays that were submitted last
 
-datatrove submits one more job after the arrays, which merges their statistics. It is of no interest here: where an
-array failed, it may wait in the queue for ever.
+datatrove submits one more job after the arrays, which merges their statistics. That job is ignored here: if an array
+failed, it may stay in the queue without end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from datatrove.executor import SlurmPipelineExecutor
 from datatrove_ckpt.errors import CkptError, ConfigError
 
 _JOBS = "slurm_jobs.json"
-# Seconds; generous, as a controller under load is slow.
+# Seconds. Generous: a controller under load is slow.
 _SQUEUE_TIMEOUT = 120.0
 _FORGOTTEN = "Invalid job id"
 
 
 class JobIds:
-    """Takes the place of the executor's ``job_id_retriever``, and keeps what it finds."""
+    """Wraps the executor's ``job_id_retriever`` and records the ids that it finds."""
 
     def __init__(self, retriever: Any) -> None:
         self._retriever = retriever
@@ -44,12 +44,12 @@ class JobIds:
 
 
 def submits(executor: Any) -> bool:
-    """Whether running it means submitting it; inside of a job it runs."""
+    """Whether running this executor means submitting jobs. Inside a job it runs the task."""
     return isinstance(executor, SlurmPipelineExecutor) and "SLURM_ARRAY_TASK_ID" not in os.environ
 
 
 def script(executor: Any) -> str:
-    """The sbatch script that would be submitted now. Makes no folder, unlike the executor."""
+    """The sbatch script that would be submitted now. Creates no folder, unlike the executor."""
     ranks = executor.get_incomplete_ranks()
     if not ranks:
         return f"# nothing to submit: all {executor.tasks} tasks are complete"
@@ -65,7 +65,11 @@ def script(executor: Any) -> str:
 
 
 def check(executor: Any) -> None:
-    """Raises ConfigError where nothing can be submitted, or what was submitted before is not known to be over."""
+    """Checks that jobs can be submitted.
+
+    Raises:
+        ConfigError: there is no sbatch, or an earlier job of this run is still queued or its state is unknown.
+    """
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on a "
@@ -75,7 +79,7 @@ def check(executor: Any) -> None:
     queued = [job for job in jobs if _is_queued(job, executor)]
     if queued:
         raise ConfigError(
-            f"executor: job {', '.join(queued)} of this run is still in the queue. Wait for its end (squeue -j "
+            f"executor: job {', '.join(queued)} of this run is still in the queue. Wait until it ends (squeue -j "
             f"{','.join(queued)}), or cancel it (scancel {' '.join(queued)}), and run the same command again."
         )
 
@@ -88,7 +92,11 @@ def _submitted_before(executor: Any) -> list[str]:
 
 
 def _is_queued(job: str, executor: Any) -> bool:
-    """Raises ConfigError where squeue does not say. Only a job that it has forgotten is known to be over."""
+    """Whether the job is in the queue. A job that squeue no longer knows has ended.
+
+    Raises:
+        ConfigError: squeue does not tell.
+    """
     try:
         asked = subprocess.run(
             ["squeue", "--noheader", "--jobs", job],
@@ -110,19 +118,19 @@ def _is_queued(job: str, executor: Any) -> bool:
 
 def _unknown(job: str, executor: Any, cause: str) -> ConfigError:
     return ConfigError(
-        f"executor: squeue does not say whether job {job} of this run is still in the queue: {cause}. Nothing was "
+        f"executor: squeue does not tell whether job {job} of this run is still in the queue: {cause}. Nothing was "
         f"submitted. Run the same command again when squeue -j {job} answers, or remove "
-        f"{executor.logging_dir.resolve_paths(_JOBS)} if you know that the job is over."
+        f"{executor.logging_dir.resolve_paths(_JOBS)} if you know that the job has ended."
     )
 
 
 def submit(executor: Any, checkpoints: list[str], command: str) -> str:
-    """Submits, and returns what a person needs to know of it.
+    """Submits the jobs, and returns the closing line for the user.
 
     Raises:
-        CkptError: sbatch refused.
+        CkptError: sbatch failed.
     """
-    # Jobs inherit it: a rollout of a module in this folder must be found on the node, too.
+    # Jobs inherit PYTHONPATH: a node must find the rollout's module, which may be in this folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     executor.job_id_retriever = ids = JobIds(executor.job_id_retriever)
     waiting = len(executor.get_incomplete_ranks())
@@ -138,7 +146,7 @@ def submit(executor: Any, checkpoints: list[str], command: str) -> str:
     if refused is not None:
         there = f" Already submitted: job {', '.join(arrays)}." if arrays else " Nothing was submitted."
         raise CkptError(
-            f"sbatch ended with exit code {refused.returncode}; what it said is above.{there} The script is in "
+            f"sbatch ended with exit code {refused.returncode}; its message is above.{there} The script is in "
             f"{executor.logging_dir.resolve_paths('launch_script.slurm')}."
         ) from refused
     if not arrays:
@@ -151,6 +159,6 @@ def _closing_line(executor: Any, arrays: str, waiting: int, checkpoints: list[st
     logs = Path(executor.slurm_logs_folder).absolute()
     return (
         f"Submitted job {arrays} for {waiting} of {executor.tasks} tasks. Logs: {logs} "
-        f"and {executor.logging_dir.resolve_paths('logs')}. To look at it: {'; '.join(look)}. When it has ended, the "
-        f"same line submits what is not complete: {command}"
+        f"and {executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. When it has ended, the "
+        f"same command submits the tasks that are not complete: {command}"
     )

@@ -16,14 +16,16 @@ import orjson
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance.inspect import RankStatus, find_ranks, name_place, summarise
+from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, name_place, summarise
 
 
 def print_json(content: dict[str, Any]) -> None:
+    """Prints one JSON object."""
     print(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
 
 
 def status(arguments: argparse.Namespace) -> int:
+    """Prints a line per rank and the total. Returns the exit code."""
     ranks = find_ranks(arguments.checkpoints)
     summaries = [summarise(rank)[0] for rank in ranks]
     tasks = max((number_of_tasks(rank) for rank in ranks if not rank.root), default=0)
@@ -34,7 +36,8 @@ def status(arguments: argparse.Namespace) -> int:
     return 1 if any(summary.error for summary in summaries) else 0
 
 
-def number_of_tasks(rank: Any) -> int:
+def number_of_tasks(rank: RankFolder) -> int:
+    """The number of tasks of the run that the rank belongs to; 0 if run.json does not tell."""
     try:
         return int(rank.identity.get("tasks") or 0)
     except CheckpointCorrupt:
@@ -57,8 +60,8 @@ def _total_line(summaries: list[RankStatus], tasks: int) -> str:
     states = Counter(summary.state for summary in summaries)
     begun = len(summaries)
     parts = [f"{number} {state}" for state, number in sorted(states.items())]
-    parts += [f"{tasks - begun} not begun"] if tasks > begun else []
-    retried = f"; of the dead, retries brought {sum_counts(retries).written} to the output" if retries else ""
+    parts += [f"{tasks - begun} not started"] if tasks > begun else []
+    retried = f"; retries wrote {sum_counts(retries).written} of the dead letters" if retries else ""
     return f"total: {plural(max(tasks, begun), 'rank')} ({', '.join(parts)}), {_numbers(summaries)}{retried}"
 
 
@@ -76,6 +79,7 @@ def _numbers(summaries: list[RankStatus]) -> str:
 
 
 def sum_counts(summaries: Iterable[RankStatus]) -> DocumentCounts:
+    """The counts of several ranks as one."""
     total = DocumentCounts()
     for summary in summaries:
         total.add(summary.counts)
@@ -83,7 +87,7 @@ def sum_counts(summaries: Iterable[RankStatus]) -> DocumentCounts:
 
 
 def totals(summaries: list[RankStatus], tasks: int) -> dict[str, Any]:
-    """What a retry reads was read before, so retries are counted by themselves."""
+    """Sums over all ranks. Retries are counted apart, since they read documents that were read before."""
     retried = sum_counts(summary for summary in summaries if summary.root)
     summaries = [summary for summary in summaries if not summary.root]
     journals = [number for summary in summaries for number in summary.journals.values()]

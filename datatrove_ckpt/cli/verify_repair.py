@@ -1,7 +1,7 @@
 """``datatrove-ckpt verify`` and ``repair``: what they print, and how they end.
 
-Exit codes: 0 all is well and finished, as far as can be told; 1 there are problems (repair: something could not be
-repaired); 2 a mistake on the command line; 3 (verify) no problem, but not finished.
+Exit codes: 0 no problem found, everything finished; 1 there are problems (repair: some could not be repaired); 2 a
+mistake on the command line; 3 (verify) no problem found, but not finished.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from datatrove_ckpt.maintenance.repair_plan import Plan, make_plan
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    """Prints each problem and a verdict. Returns the exit code."""
     report = checks.verify(arguments.checkpoints, arguments.output, arguments.full)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
@@ -61,12 +62,13 @@ def _verdict(report: Report, full: bool) -> str:
 
 
 def repair(arguments: argparse.Namespace) -> int:
+    """Prints each step and carries it out. Returns the exit code."""
     report = checks.verify(arguments.checkpoints, arguments.output, arguments.full)
     plan = make_plan(report, arguments.logging_dir)
-    for line in (*(f"not mended: {text}" for text in plan.left), *plan.describe(arguments.logging_dir)):
+    for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(arguments.logging_dir)):
         print(line)
     if not plan.redo and not plan.markers:
-        print("There is nothing that repair can mend." if plan.left else "There is nothing to repair.")
+        print("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
     elif arguments.dry_run:
         print("Nothing was done (--dry-run).")
     else:
@@ -76,7 +78,7 @@ def repair(arguments: argparse.Namespace) -> int:
 
 
 def _what_next(plan: Plan, logging_dir: str | None) -> str:
-    again = "Run the pipeline again to have the rest made"
+    again = "Run the pipeline again to process these chunks"
     again += ", as a retry of dead letters." if all(redo.rank.root for redo in plan.redo) and plan.redo else "."
     if logging_dir is not None or not plan.redo:
         return f"Done. {again}"

@@ -1,4 +1,4 @@
-"""A YAML file into an executor, and every mistake in it into one line that names step, key, value and what is allowed.
+"""Builds an executor from a YAML file. Each mistake is one line that names step, key, value and what is allowed.
 
     executor:
       class_path: LocalPipelineExecutor       a short name of SHORT_NAMES, or any import path
@@ -8,9 +8,9 @@
           - class_path: JsonlReader
             init_args: {data_folder: documents}
 
-The tree is walked here and jsonargparse judges one plain value at a time: given the whole file, its answer to a typo
-in a list of unions runs over pages. YAML is read by the rules of YAML 1.2, because datatrove's values suffer from
-those of 1.1: ``no`` is a language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
+This module walks the tree, and jsonargparse checks one plain value at a time: for a typo in the whole file, with its
+lists of unions, jsonargparse's message is pages long. YAML is read by the rules of YAML 1.2, because those of 1.1 break
+datatrove's values: ``no`` is a language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for na
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The file's content; nothing is built yet.
+    """The file's content. Builds nothing.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or has not the one key "executor".
+        ConfigError: the file cannot be read, is not YAML, or does not have the one key "executor".
     """
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
@@ -71,7 +71,11 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def build(content: dict[str, Any]) -> Any:
-    """The executor, with every step of its pipeline built. Raises ConfigError for the first mistake."""
+    """Builds the executor and every step of its pipeline.
+
+    Raises:
+        ConfigError: the first mistake in the file.
+    """
     from datatrove.executor.base import PipelineExecutor
 
     return _build(content["executor"], "executor", [PipelineExecutor])
@@ -86,7 +90,7 @@ def read_value(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's core schema, and no key twice: the first of two would be lost without a word."""
+    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one."""
 
     yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
 
@@ -112,7 +116,7 @@ for _tag, _first, _pattern in (
 
 
 def _build(node: Any, place: str, kinds: list[Any]) -> Any:
-    """The object that a mapping with class_path and init_args stands for."""
+    """Builds the object that a mapping with class_path and init_args describes."""
     if not isinstance(node, dict) or "class_path" not in node:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
     _refuse_unknown(node, ["class_path", "init_args"], place)
@@ -143,7 +147,7 @@ def _construct(cls: Any, arguments: Any, label: str) -> Any:
 
 
 def _value(hint: Any, value: Any, label: str, key: str) -> Any:
-    """A value as its annotation wants it: built, imported, or judged by jsonargparse."""
+    """A value as its annotation requires it: built, imported, or checked by jsonargparse."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
         check_options(value[1], value[0], _inside(label, key))
     kinds = _alternatives(hint)
@@ -159,15 +163,15 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
         return value
     if isinstance(value, str) and any(map(_is_callable, kinds)):
         return _function(value, label, key)
-    return _judged(hint, kinds, value, label, key)
+    return _checked(hint, kinds, value, label, key)
 
 
-def _judged(hint: Any, kinds: list[Any], value: Any, label: str, key: str) -> Any:
+def _checked(hint: Any, kinds: list[Any], value: Any, label: str, key: str) -> Any:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     try:
         parser.add_argument("--value", type=hint)
     except ValueError:
-        return value  # a type that jsonargparse does not know: the constructor judges
+        return value  # a type that jsonargparse does not know: the constructor checks it
     with contextlib.suppress(jsonargparse.ArgumentError):
         if value is not None or type(None) in kinds:  # jsonargparse takes null for an int
             return parser.parse_object({"value": value}).value
@@ -195,7 +199,7 @@ def _import(path: Any, place: str, what: str = "class") -> Any:
     except ModuleNotFoundError as error:
         advice = "correct the path, or install what is missing"
         raise ConfigError(
-            f'{place}: {what} "{path}" needs module "{error.name}", which is not there; {advice}.'
+            f'{place}: {what} "{path}" needs module "{error.name}", which is not installed; {advice}.'
         ) from None
     except Exception as error:
         raise ConfigError(f'{place}: importing "{module_name}" failed: {type(error).__name__}: {error}') from error
@@ -205,7 +209,7 @@ def _import(path: Any, place: str, what: str = "class") -> Any:
 
 
 def _inside(label: str, key: str) -> str:
-    """The place of an argument; the steps of the pipeline are called pipeline[0], pipeline[1]."""
+    """The path of an argument for messages; pipeline steps are pipeline[0], pipeline[1], ..."""
     return key if re.fullmatch(r"executor \w+", label) and key.startswith("pipeline[") else f"{label}.{key}"
 
 
@@ -213,7 +217,7 @@ def _parameters(cls: Any) -> tuple[dict[str, tuple[Any, bool]], bool]:
     """Each constructor argument's annotation and whether it is required; and whether there may be others (**kwargs)."""
     try:
         hints = typing.get_type_hints(cls.__init__)
-    except NameError:  # an annotation that exists only for type checkers: the constructor judges
+    except NameError:  # an annotation that exists only for type checkers: the constructor checks it
         hints = {}
     arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
     named = [argument for argument in arguments if argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)]
@@ -222,7 +226,8 @@ def _parameters(cls: Any) -> tuple[dict[str, tuple[Any, bool]], bool]:
 
 
 def _hint(hint: Any, default: Any) -> Any:
-    """datatrove writes ``adapter: Callable = None``, ``save_media_bytes=False`` and ``tuple[str]`` for any number."""
+    """Corrects datatrove's annotations: ``adapter: Callable = None``, ``save_media_bytes=False``, ``tuple[str]`` for a
+    tuple of any length."""
     if hint is Any:
         return bool if isinstance(default, bool) else Any
     kinds = _alternatives(hint)
@@ -269,7 +274,7 @@ def _did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value for a message: as JSON, cut when it is long."""
+    """A value for a message: as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -277,7 +282,7 @@ def show(value: Any) -> str:
 def _words(kinds: list[Any]) -> str:
     """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = _choices(kinds)
-    if str in kinds:  # then nobody writes a DataFolder or a file system object
+    if str in kinds:  # a user who can give a string gives no DataFolder or file system object
         kinds = [k for k in kinds if k is type(None) or not any(map(_is_class, (k, *typing.get_args(k))))]
     words = [f"one of {', '.join(choices)}"] if choices else []
     words += [_word(kind) for kind in kinds if not (choices and (kind is type(None) or _origin(kind) is Literal))]

@@ -1,4 +1,5 @@
-"""What a checkpoint says afterwards, and what puts a damaged one right: inspect, verify, repair.
+"""Inspects, verifies and repairs a checkpoint on disk, during or after a run.
 
-It may import ``checkpoint`` and ``output``; it never starts a server or a rank. Start at ``inspect.py``.
+It may import ``checkpoint`` and ``output``. It starts no server and no rank, and it prints nothing: ``cli`` does. Start
+at ``inspect.py`` (one rank's folder, read only), then ``verify.py`` and ``repair.py``.
 """

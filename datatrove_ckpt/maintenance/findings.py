@@ -1,4 +1,4 @@
-"""What a verification finds: problems, work that is not finished, and numbers."""
+"""The result of ``verify``: problems, unfinished work, and counts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, name_place
 
-CONDEMNING = frozenset({"missing", "truncated", "grown", "altered"})
-"""The kinds of problems for which ``repair`` has a chunk made again."""
+REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
+"""The kinds of problems after which ``repair`` lets a chunk be processed again."""
 
 
 @dataclass(slots=True)
 class Problem:
-    """Something that is wrong, or, in ``Report.unfinished``, only not done yet. Its text says what to do."""
+    """One problem, or, in ``Report.unfinished``, work that is not done yet. The message says what to do."""
 
     kind: str
     message: str
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass(slots=True)
 class CommittedChunk:
-    """What the output files of a chunk should be, and how many documents they should hold (None: cannot be told)."""
+    """A committed chunk: its output files, and the number of documents in them (None: unknown)."""
 
     rank: RankFolder
     index: int
@@ -44,10 +44,12 @@ class CommittedChunk:
 
 @dataclass
 class Report:
-    """What was found.
+    """What ``verify`` found.
 
-    ``output`` is the output folder by name, ``folder`` as datatrove opens it. ``repair_command`` mends what this
-    report condemns.
+    Attributes:
+        output: the output folder's name.
+        folder: the same as datatrove's ``DataFolder``.
+        repair_command: the command that repairs the chunks to redo.
     """
 
     checkpoints: Path

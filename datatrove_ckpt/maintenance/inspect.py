@@ -1,11 +1,10 @@
-"""What every rank of a checkpoint left on disk: read, never changed, and also while a run is on.
+"""Reads what each rank of a checkpoint has on disk. Changes nothing, and works during a run.
 
-``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, in which dead letters were tried again; their
-output goes to the same folder. ``RankFolder.root`` says which of them a rank belongs to; "" is CHECKPOINTS itself.
+``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters. Their output goes to
+the same folder. ``RankFolder.root`` names the retry that a rank belongs to; "" is CHECKPOINTS itself.
 
-A run removes a rank's lock file and its request cache once every document of the input is committed. So a rank
-without either, and without a journal, is finished; any other is not. ``repair`` leaves the lock file behind: that is
-how a rank that has something to do again is told from one that is done.
+A rank is finished if it has neither lock file, nor request cache, nor journal: a run removes the first two when all
+documents are committed. ``repair`` leaves the lock file in place, which marks the rank as unfinished.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class RankFolder:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What ``run.json`` holds; nothing if there is none.
+        """The content of ``run.json``; empty if there is none.
 
         Raises:
             CheckpointCorrupt: it cannot be read.
@@ -85,16 +84,16 @@ class RankFolder:
         if not isinstance(found, dict):
             raise CheckpointCorrupt(f"{path} holds no JSON object. Restore it from a copy.")
         if found.get("format") != FORMAT:
-            raise CheckpointCorrupt(f"{path} is of another version of this program. Use that version.")
+            raise CheckpointCorrupt(f"{path} was written by another version of this program. Use that version.")
         return found
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of what ``run.json`` holds, the identity: what all ranks of a run have in common."""
+        """The identity in ``run.json``: the settings that all ranks of a run share."""
         return {name: value for name, value in self.identity.items() if name not in ("owner", "accepted_changes")}
 
     def commits(self) -> dict[int, Commit]:
-        """The commits, by chunk index, in the order in which they came.
+        """The commits by chunk index, in the order in which they were written.
 
         Raises:
             CheckpointCorrupt: the log is damaged.
@@ -109,7 +108,7 @@ class RankFolder:
             ) from error
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
-        """What lies between these places of the dead letters, in blocks."""
+        """The bytes from ``start`` to ``end`` of the dead letters file, in blocks."""
         if end <= start or not self.dead_letters_file.exists():
             return
         with files.explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
@@ -119,7 +118,7 @@ class RankFolder:
                 start += len(block)
 
     def count_dead_letters(self, start: int, end: int) -> int:
-        """How many lie between these places."""
+        """The number of dead letters between two byte offsets."""
         return sum(block.count(b"\n") for block in self.dead_letters(start, end))
 
     def journals(self) -> list[int]:
@@ -127,7 +126,7 @@ class RankFolder:
         return journal_indices(self.folder)
 
     def documents_in_journal(self, chunk_index: int) -> int:
-        """How many finished documents a journal holds; 0 if a run has just removed it.
+        """The number of finished documents in a journal; 0 if a run has just removed it.
 
         Raises:
             CheckpointCorrupt: the journal is damaged.
@@ -149,12 +148,12 @@ class RankFolder:
         except OSError:
             return None
         try:
-            # Shared, and for microseconds: two that look at once do not see each other.
+            # A shared lock for microseconds: two commands that look at once do not see each other.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
             return _holder(os.pread(fd, 1000, 0))
-        except OSError:  # no locks on this file system, so no run either
+        except OSError:  # no locks on this file system, so the holder is unknown
             return None
         finally:
             os.close(fd)
@@ -163,23 +162,23 @@ class RankFolder:
 def _holder(content: bytes) -> dict[str, Any]:
     try:
         found = orjson.loads(content)
-    except orjson.JSONDecodeError:  # it has the lock, and is about to write its name
+    except orjson.JSONDecodeError:  # the process has the lock and is about to write its name
         found = None
     return found if isinstance(found, dict) else {"host": "unknown", "pid": None}
 
 
 def find_ranks(checkpoints: Path) -> list[RankFolder]:
-    """Every rank that has a folder, those of ``checkpoints`` itself first.
+    """All ranks that have a folder, those of ``checkpoints`` itself first.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no rank.
     """
     found = list(_ranks("", checkpoints))
     for retry in sorted(checkpoints.glob(RETRIES)):
         found += _ranks(retry.name, retry)
     if not found:
         raise ConfigError(
-            f"{checkpoints} holds no checkpoint: there is no folder like 00000 in it. Give the folder that "
+            f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "
             "checkpoints_local_dir names."
         )
     return found
@@ -202,7 +201,7 @@ def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> s
 
 @dataclass(slots=True)
 class RankStatus:
-    """One rank in a few numbers.
+    """The state and counts of one rank.
 
     ``state``: "running", "finished", "unfinished", or "damaged" (see ``error``). ``counts`` and ``chunks``: what is
     committed. ``journals``: how many documents the journal of each uncommitted chunk holds.
@@ -224,9 +223,9 @@ class RankStatus:
 
 
 def summarise(rank: RankFolder) -> tuple[RankStatus, dict[int, Commit]]:
-    """One rank in a few numbers, and the commits they come from."""
+    """The status of one rank, and its commits."""
     summary = RankStatus(rank.root, rank.number, "damaged", holder=rank.holder())
-    # The state is taken first: what a run finishes meanwhile is then unfinished, which is no problem, rather than lost.
+    # The state is read first: a chunk that a run finishes meanwhile then counts as unfinished, not as lost.
     state = "running" if summary.holder else "finished" if rank.is_finished else "unfinished"
     try:
         _ = rank.identity

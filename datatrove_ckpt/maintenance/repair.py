@@ -1,22 +1,22 @@
-"""Has a rank make again the chunks that ``verify`` condemns: takes back their commits; the next run does the rest.
+"""Takes back the commits of the chunks to redo. The next run processes these chunks again.
 
-The next run takes a chunk without a commit for one that is not done. It makes it from its journal and its cached
-answers if they are still there, else from new answers, and passes the chunks after it, which are committed.
+To the next run a chunk without a commit is not done. It makes the chunk from its journal and its cached answers where
+they still exist, else from new answers, and skips the later chunks, which are committed.
 
-The effects on one rank, each of which leaves what a run, ``verify`` and ``repair`` can go on with:
+The effects on one rank. After each of them, a run, ``verify`` and ``repair`` can continue:
 
-    0. take the lock and the fence            no process is at work, or will be before the end
-    1. remove datatrove's completion marker   the executor would skip the rank for ever after
-    2. blank the chunks' dead letters, if others follow them: the redone chunk appends them again
-    3. replace commits.jsonl                  <- from here on the chunks are to be made again
-    4. cut off the chunks' dead letters, if none follow them
-    5. remove the output files                the next run may give its files other names (from metadata, say)
+    0. take the lock and the fence            no other process works on the rank until the end
+    1. remove datatrove's completion marker   else the executor skips the rank
+    2. overwrite the chunks' dead letters with spaces, if others follow them: the redone chunk appends them again
+    3. replace commits.jsonl                  <- from here on the next run redoes the chunks
+    4. cut off the chunks' dead letters, if no others follow them
+    5. remove the output files                the next run may choose other names (from metadata, for example)
     6. correct last_chunk
 
-Dead letters are blanked, not cut out: a commit keeps the size that dead_letters.jsonl had after it, by which a run cuts
-off what a crash left behind it. Cutting letters out changes two files that must agree, and a crash in between would
-have the next run cut in the wrong place. Spaces before a line's JSON value are no part of it, and change no size.
-The lock file stays behind: it says that the rank is not finished.
+Dead letters are overwritten, not cut out: each commit records the size of dead_letters.jsonl after it, and a run cuts
+the file to that size after a crash. Cutting letters out would change two files that must agree, and after a crash in
+between the next run would cut at the wrong place. Spaces before a line's JSON value change neither the value nor the
+size. The lock file stays: it marks the rank as unfinished.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _BLOCK = 1 << 20
 
 
 def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> None:
-    """Does what the plan says.
+    """Carries out the plan.
 
     Raises:
         CheckpointLocked: a process works on one of the ranks; nothing was changed.
         CheckpointMismatch: a rank was changed since it was verified; no commit was taken back.
-        OutputFailed, StorageFailed: a file could not be changed; the same command goes on from there.
+        OutputFailed, StorageFailed: a file could not be changed; the same command continues from there.
     """
     with ExitStack() as locks:
         for redo in plan.redo:
             locks.callback(files.Lock(redo.rank.folder / LOCK).release)
         for redo in plan.redo:
-            # An old process without a lock, on a lost node, say, writes nothing any more from here on. It also syncs
-            # the folder, and with it the lock file, which says that there is something to do.
+            # From here on an old process without a lock (on a lost node, for example) writes nothing. ``take`` also
+            # syncs the folder, and so the lock file, which marks the rank as unfinished.
             RunClaim(redo.rank.folder, redo.rank.settings).take()
             commits = redo.rank.commits()
-            if any(commits.get(commit.chunk_index) != commit for commit in redo.condemned):
+            if any(commits.get(commit.chunk_index) != commit for commit in redo.commits):
                 raise CheckpointMismatch(
                     f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
                 )
@@ -81,33 +81,33 @@ def _remove_marker(logging_dir: str, number: int) -> None:
 
 def _take_back(redo: Redo, output: Any) -> None:
     rank = redo.rank
-    if not redo.condemned:
+    if not redo.commits:
         return
-    condemned = {commit.chunk_index for commit in redo.condemned}
+    to_redo = {commit.chunk_index for commit in redo.commits}
     commits = rank.commits()
-    kept = [commit for index, commit in commits.items() if index not in condemned]
+    kept = [commit for index, commit in commits.items() if index not in to_redo]
     letters_end = max((commit.dead_letters_size for commit in kept if commit.counts.dead), default=0)
-    places = [letters_of(commits.values(), index) for index in condemned if commits[index].counts.dead]
-    # What lies after the last letter that stays is cut off below, or, after a crash, by the next run.
-    if between := [place for place in places if place[0] < letters_end]:
+    ranges = [letters_of(commits.values(), index) for index in to_redo if commits[index].counts.dead]
+    # Letters after the last one to keep are cut off below, or, after a crash, by the next run.
+    if between := [place for place in ranges if place[0] < letters_end]:
         _blank(rank.dead_letters_file, between)
-    _replace_commits(rank, commits, condemned, letters_end)
+    _replace_commits(rank, commits, to_redo, letters_end)
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)
-    for commit in redo.condemned:
+    for commit in redo.commits:
         for file in commit.files:
             _remove(output, file.path)
     _correct_last_chunk(rank)
 
 
-def _blank(path: Path, places: list[tuple[int, int]]) -> None:
-    """Puts spaces in these places of the file, atomically."""
+def _blank(path: Path, ranges: list[tuple[int, int]]) -> None:
+    """Overwrites these byte ranges of the file with spaces, atomically."""
     if not path.exists():
         return
     new = path.with_name(path.name + ".new")
     fd = files.disk.create(new)
     try:
-        for block in _blanked(path, places):
+        for block in _blanked(path, ranges):
             files.disk.write(fd, block, new)
     finally:
         os.close(fd)
@@ -116,11 +116,11 @@ def _blank(path: Path, places: list[tuple[int, int]]) -> None:
     files.disk.sync_dir(path.parent)
 
 
-def _blanked(path: Path, places: list[tuple[int, int]]) -> Iterator[bytes]:
+def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
     at = 0
     with files.explained("read", path), path.open("rb") as file:
         while block := bytearray(file.read(_BLOCK)):
-            for start, end in places:
+            for start, end in ranges:
                 first, last = max(start - at, 0), min(end - at, len(block))
                 if first < last:
                     block[first:last] = b" " * (last - first)
@@ -128,11 +128,11 @@ def _blanked(path: Path, places: list[tuple[int, int]]) -> Iterator[bytes]:
             at += len(block)
 
 
-def _replace_commits(rank: RankFolder, commits: dict[int, Commit], condemned: set[int], letters_end: int) -> None:
-    """Leaves the condemned out, and what they left at the end of the dead letters."""
+def _replace_commits(rank: RankFolder, commits: dict[int, Commit], to_redo: set[int], letters_end: int) -> None:
+    """Writes the log without the commits to take back, and without their dead letters at the end of that file."""
     lines = []
     for line, commit in zip(read_lines(rank.commits_file), commits.values(), strict=True):
-        if commit.chunk_index in condemned:
+        if commit.chunk_index in to_redo:
             continue
         if commit.dead_letters_size > letters_end:
             shorter = replace(commit, dead_letters_size=letters_end)

@@ -1,8 +1,8 @@
-"""What ``repair`` will do, and what it leaves alone, said before anything is done.
+"""Decides what ``repair`` will do and what it leaves alone. Changes nothing.
 
-A run fills a chunk up to records_per_chunk, or to the end of the input. So chunks can be made again if what a run
-would make of them ends exactly where the next chunk begins. That is not so for a chunk that was the last, and shorter,
-before the input grew, and where records_per_chunk was changed in between: there the rank has to start over.
+A run fills a chunk up to records_per_chunk documents, or to the end of the input. So chunks can be redone if the redone
+chunks end exactly where the next chunk starts. They do not for a short last chunk after which the input grew, or if
+records_per_chunk was changed in between: then the rank must start over.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance.findings import CONDEMNING, Problem, Report
+from datatrove_ckpt.maintenance.findings import REDO_KINDS, Problem, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
 
 
 @dataclass
 class Redo:
-    """What one rank is to make again. ``condemned``: the commits to take back; ``lost``: chunks that have none."""
+    """The chunks that one rank must redo. ``commits``: those to take back; ``lost``: chunks without a commit."""
 
     rank: RankFolder
-    condemned: list[Commit] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
 
     @property
@@ -32,21 +32,21 @@ class Redo:
         return self.rank.key
 
     def describe(self) -> Iterator[str]:
-        for commit in self.condemned:
+        for commit in self.commits:
             what = f"take back its commit, to have {plural(commit.counts.read, 'document')} processed again"
             if commit.counts.dead:
                 what += f", {plural(commit.counts.dead, 'dead letter')} among them"
             names = ", ".join(file.path for file in commit.files)
             yield f"{name_place(*self.key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
         for index in self.lost:
-            yield f"{name_place(*self.key, index)}: leave a note that it has to be made"
+            yield f"{name_place(*self.key, index)}: mark it as not done"
         if self.rank.identity.get("accepted_changes"):
             yield f"{name_place(*self.key)}: its settings were changed (accept_changes); the new ones will be used"
 
 
 @dataclass
 class Plan:
-    """What is to be done, and the problems that are not mended. ``markers``: ranks no longer complete."""
+    """What to do, and which problems are left. ``markers``: the ranks whose completion markers are removed."""
 
     redo: list[Redo] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -60,16 +60,16 @@ class Plan:
 
 
 def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
-    """Changes nothing.
+    """The plan that follows from a report. Changes nothing.
 
     Args:
-        logging_dir: the executor's, whose completion markers are to go.
+        logging_dir: the executor's; completion markers of the ranks to redo are removed there.
     """
     plan = Plan()
     concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
     others = []
     for problem in report.problems:
-        if problem.kind in CONDEMNING or (problem.kind == "lost" and problem.chunk_index is not None):
+        if problem.kind in REDO_KINDS or (problem.kind == "lost" and problem.chunk_index is not None):
             concerned[problem.root, problem.rank or 0].append(problem)
         else:
             others.append(problem)
@@ -77,7 +77,7 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     for rank in report.ranks:
         if rank.key in concerned:
             _plan_rank(plan, rank, concerned[rank.key], shared)
-    redone = {(*redo.key, commit.chunk_index) for redo in plan.redo for commit in redo.condemned}
+    redone = {(*redo.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
     plan.left += [str(problem) for problem in others if (problem.root, problem.rank, problem.chunk_index) not in redone]
     if logging_dir is not None:
         plan.markers = list(_markers(plan, report, logging_dir))
@@ -85,7 +85,7 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
 
 
 def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:
-    # A marker of any rank that is not finished is wrong: an earlier repair, without --logging-dir, left it.
+    # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
     keys = {key for key, state in report.states.items() if state == "unfinished"} | {redo.key for redo in plan.redo}
     folder = get_datafolder(logging_dir)
     folder.invalidate_cache()
@@ -96,39 +96,39 @@ def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:
 
 def _plan_rank(plan: Plan, rank: RankFolder, problems: list[Problem], shared: set[str | None]) -> None:
     commits = rank.commits()
-    condemned = {problem.chunk_index for problem in problems if problem.kind in CONDEMNING}
+    to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}
     for commit in commits.values():
-        if commit.chunk_index in condemned and (obstacle := _obstacle(rank, commits, commit, shared)):
-            condemned.discard(commit.chunk_index)
-            plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be made again: {obstacle}")
-    kept = {index: commit for index, commit in commits.items() if index not in condemned}
+        if commit.chunk_index in to_redo and (obstacle := _obstacle(rank, commits, commit, shared)):
+            to_redo.discard(commit.chunk_index)
+            plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}")
+    kept = {index: commit for index, commit in commits.items() if index not in to_redo}
     redo = Redo(rank)
     lost = any(problem.kind == "lost" for problem in problems)
     for chunks, fits in _holes(rank, commits, kept):
         if fits:
-            redo.condemned += [commits[index] for index in chunks if index in commits]
+            redo.commits += [commits[index] for index in chunks if index in commits]
             redo.lost += [index for index in chunks if lost and index not in commits and index < max(commits)]
             continue
         plan.left += [
-            f"{name_place(*rank.key, index)}: cannot be made again: it was made before the input grew or "
-            "records_per_chunk changed, and would not end where the next chunk begins. Start this rank over: remove "
+            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew or "
+            "records_per_chunk changed, and would not end where the next chunk starts. Start this rank over: remove "
             f"{rank.folder} and its output."
             for index in chunks
         ]
-    if redo.condemned or redo.lost:
+    if redo.commits or redo.lost:
         plan.redo.append(redo)
 
 
 def _obstacle(rank: RankFolder, commits: dict[int, Commit], commit: Commit, shared: set[str | None]) -> str | None:
     if any(file.path in shared for file in commit.files):
-        return "another commit claims its output, which would be overwritten."
+        return "another commit names the same output file, which would be overwritten."
     if commit.counts.dead and not _letters_are_whole(rank, commits, commit):
-        return f"its dead letters are not where they should be in {rank.dead_letters_file}. Restore that from a copy."
+        return f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file from a copy."
     return None
 
 
 def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
-    """Where a commit's dead letters begin and end: they lie in the order of the commits."""
+    """Start and end of a commit's dead letters in their file, in bytes. They are in the order of the commits."""
     start = end = 0
     for commit in commits:
         start, end = end, commit.dead_letters_size
@@ -138,18 +138,18 @@ def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
 
 
 def _letters_are_whole(rank: RankFolder, commits: dict[int, Commit], commit: Commit) -> bool:
-    """The commit's dead letters are whole lines, or gone, or blanked by a repair that did not get further."""
+    """Whether the commit's dead letters are whole lines, or missing, or overwritten by an interrupted repair."""
     start, end = letters_of(commits.values(), commit.chunk_index)
     if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
         return True
     first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
     last = b"".join(rank.dead_letters(end - 1, end))
-    begins = not start or first in (b"\n", b" ")
-    return begins and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
+    starts_whole = not start or first in (b"\n", b" ")
+    return starts_whole and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
 
 
 def _holes(rank: RankFolder, commits: dict[int, Commit], kept: dict[int, Commit]) -> Iterator[tuple[range, bool]]:
-    """Consecutive chunks without a commit that stays, and whether what a run makes of them ends where it must."""
+    """Runs of chunks without a commit to keep, each with whether redone chunks would end where they must."""
     per_chunk = rank.identity.get("records_per_chunk") or 0
     ordinal = expected = 0
     for index in sorted(kept):
@@ -159,6 +159,6 @@ def _holes(rank: RankFolder, commits: dict[int, Commit], kept: dict[int, Commit]
         expected, ordinal = index + 1, kept[index].next_ordinal
     chunks = range(expected, max(commits, default=-1) + 1)
     if chunks:
-        # After the last commit that stays, only journals can be where they would not be any more.
+        # After the last commit to keep, only journals limit where redone chunks may end.
         journals = max(rank.journals(), default=-1)
         yield chunks, all(commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals)

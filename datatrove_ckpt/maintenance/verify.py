@@ -1,23 +1,22 @@
-"""Do the output files hold what the commits of all ranks say they hold? Read, never changed, also while a run is on.
+"""Compares the output files with the commits of all ranks. Only reads, and works during a run.
 
-What can be wrong, by kind:
+The kinds of problems:
 
-    missing, truncated, grown   an output file is gone, or smaller or larger than its commit says
-    altered                     (full) its content has another xxh128
-    documents                   (full) the files of a chunk hold another number of documents than were committed
-    duplicate                   several commits claim one file
-    foreign                     no commit covers a file of the output folder
+    missing, truncated, grown   an output file does not exist, or is smaller or larger than its commit says
+    altered                     (full) the xxh128 of its content differs
+    documents                   (full) the files of a chunk hold more or fewer documents than were committed
+    duplicate                   several commits name one file
+    foreign                     no commit names a file in the output folder
     lost                        no commit covers these documents, though the rank is finished or later chunks follow
     overlap                     two commits cover these documents
-    dead_letters                dead_letters.jsonl holds more or fewer of them than the commits counted
+    dead_letters                dead_letters.jsonl holds more or fewer letters than the commits counted
     corrupt                     a file of the checkpoint is damaged
-    identity, rank              ranks were run with different settings; a rank is missing, or one too many
+    identity, rank              ranks were run with different settings; a rank is missing, or there is one too many
     output                      the output folder, or a file in it, cannot be read
 
-The first two lines condemn their chunk: ``repair`` makes condemned chunks again.
+``repair`` redoes the chunks with problems of the first two lines.
 
-Commits are read before the output folder is listed, so a chunk that a run finishes in between is never taken for
-missing.
+Commits are read before the output folder is listed, so a chunk that a run finishes in between never counts as missing.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from datatrove_ckpt.maintenance.verify_output import check_output
 
 
 def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> Report:
-    """Checks all ranks.
+    """Verifies all ranks.
 
     Args:
         output: the output folder, if it is not where ``run.json`` says.
-        full: read every output file, too.
+        full: also read every output file.
 
     Raises:
-        ConfigError: ``checkpoints`` holds no checkpoint, or nothing says where the output is.
+        ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
     ranks = find_ranks(checkpoints)
     path = output or _output_folder(ranks)
@@ -70,7 +69,7 @@ def _output_folder(ranks: list[RankFolder]) -> str:
 
 
 def _identity(rank: RankFolder) -> dict[str, Any]:
-    """What run.json holds; nothing if it is damaged, which is reported once, elsewhere."""
+    """The content of run.json; empty if it is damaged, which is reported elsewhere."""
     try:
         return rank.identity
     except CheckpointCorrupt:
@@ -98,37 +97,37 @@ def _check_rank(report: Report, rank: RankFolder) -> None:
 
 
 def _check_ordinals(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
-    """Together the commits must cover every document once."""
+    """Checks that the commits together cover every document once."""
     start_over = f"Restore commits.jsonl from a copy, or start this rank over: remove {rank.folder} and its output."
     chunk_index = ordinal = 0
     for _, commit in sorted(commits.items()):
         gap = f"no commit covers documents {number_range(ordinal, commit.first_ordinal)}"
         if commit.first_ordinal < ordinal:
             twice = number_range(commit.first_ordinal, min(ordinal, commit.next_ordinal))
-            message = f"an earlier commit, too, covers documents {twice}. {start_over}"
+            message = f"an earlier commit also covers documents {twice}. {start_over}"
             report.add_problem("overlap", message, rank, commit.chunk_index)
         elif commit.chunk_index == chunk_index and commit.first_ordinal > ordinal:
             report.add_problem("lost", f"{gap}. {start_over}", rank)
         elif commit.chunk_index > chunk_index and summary.state == "finished":
-            advice = f"To have them made: {report.repair_command}, then run again."
+            advice = f"To process them: {report.repair_command}, then run again."
             message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
             report.add_problem("lost", message, rank, chunk_index)
         chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
 
 
 def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
-    """Each commit's letters end at its ``dead_letters_size``, and begin where those of the one before it end."""
+    """Checks the number of dead letters of each commit: they lie between the sizes that two commits record."""
     path, start = rank.dead_letters_file, 0
     for commit in commits.values():
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
         if found != commit.counts.dead:
-            message = f"{path} holds {plural(found, 'dead letter')} of it, though {commit.counts.dead} were counted."
-            message += " Restore it from a copy; the output is not concerned."
+            message = f"{path} holds {plural(found, 'dead letter')} of this chunk instead of {commit.counts.dead}."
+            message += " Restore it from a copy; the output is not affected."
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
     if size > start and summary.state == "finished":
-        message = f"{path} goes on for {size - start} bytes after the last dead letter that a commit covers."
+        message = f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         report.add_problem("dead_letters", message, rank, path=path)
 
 
@@ -139,18 +138,18 @@ def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit
     last = max([*commits, *summary.journals], default=-1)
     for index in range(last):
         if index not in commits and index not in summary.journals:
-            report.add_unfinished("is not begun, though later chunks are.", rank, index)
+            report.add_unfinished("is not started, although later chunks are.", rank, index)
     for index, number in summary.journals.items():
         report.add_unfinished(f"is not finished; its journal holds {plural(number, 'document')}.", rank, index)
     if len(report.unfinished) == before:
-        report.add_unfinished("is not finished: the run is still on, or has to be run again.", rank)
+        report.add_unfinished("is not finished: the run is active, or must be run again.", rank)
 
 
 # all ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _check_settings(report: Report) -> None:
-    """The ranks of one run have one identity; what most of them have is taken for the right one."""
+    """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
     variants: dict[str, dict[bytes, list[RankFolder]]] = defaultdict(lambda: defaultdict(list))
     for rank in report.ranks:
         if _identity(rank) and (settings := rank.settings):
@@ -158,7 +157,7 @@ def _check_settings(report: Report) -> None:
     for found in variants.values():
         usual, *others = sorted(found.values(), key=len, reverse=True)
         for rank in (rank for variant in others for rank in variant):
-            message = f"was run with other settings than rank {usual[0].number}: {_differences(usual[0], rank)}."
+            message = f"was run with settings that differ from rank {usual[0].number}: {_differences(usual[0], rank)}."
             report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
@@ -177,18 +176,18 @@ def _shown(value: Any) -> str:
 
 
 def _check_number_of_ranks(report: Report) -> None:
-    # A retry runs where there are dead letters, so its ranks say nothing about the others.
+    # A retry has only the ranks with dead letters, so its ranks do not count.
     ranks = {rank.number: rank for rank in report.ranks if not rank.root}
     tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
-    at_work = not {"running", "unfinished"}.isdisjoint(report.states.values())
+    is_active = not {"running", "unfinished"}.isdisjoint(report.states.values())
     for number in range(tasks):
         missing = RankFolder("", number, report.checkpoints / f"{number:05d}")
         if number in ranks:
             continue
-        if at_work:
-            report.add_unfinished("is not begun.", missing)
+        if is_active:
+            report.add_unfinished("is not started.", missing)
         else:
-            message = f"{missing.folder} is missing: the rank was never run, or its checkpoint was removed. Run again."
+            message = f"{missing.folder} is missing: the rank never ran, or its checkpoint was removed. Run again."
             report.add_problem("rank", message, missing, path=missing.folder)
     for number, rank in ranks.items():
         if tasks and number >= tasks:

@@ -1,6 +1,6 @@
-"""The output folder against the commits: what is missing, what is another, what is nobody's.
+"""Compares the output folder with the commits: missing, changed and foreign files.
 
-Every committed file's name, size and hash is in memory once, and so is the listing of the folder; content is streamed.
+The names, sizes and hashes of all committed files are in memory, and so is the folder's listing. Content is streamed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.maintenance.findings import CONDEMNING, CommittedChunk, Report
+from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.output.chunk_output import STAGING
 from datatrove_ckpt.remote_errors import io_errors
@@ -26,25 +26,25 @@ _NUMBERS = {"rank": r"\d{5,}", "chunk_index": r"(?:retry\d+_)?\d{5,}"}
 
 
 def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
-    """Adds to the report what is wrong with the files of its chunks.
+    """Adds the problems of the output files to the report.
 
     Args:
-        full: read the files, too.
-        folder_is_given: the user named the output folder, so its absence means that the files are gone.
+        full: also read the files.
+        folder_is_given: the user named the output folder, so if it does not exist, its files are missing.
     """
     found = _list(report, folder_is_given)
     if found is None:
         return
-    claimed = _check_claims(report)
+    committed = _check_duplicates(report)
     for chunk in report.chunks:
         _check_chunk(report, chunk, found, full)
-    unclaimed = _Unclaimed(report)
-    for path in sorted(found.keys() - claimed):
-        unclaimed.check(path)
+    uncommitted = _Uncommitted(report)
+    for path in sorted(found.keys() - committed):
+        uncommitted.check(path)
 
 
 def _list(report: Report, folder_is_given: bool) -> dict[str, int] | None:
-    """The size of every file of the output folder, or None if it cannot be told."""
+    """The size of every file in the output folder by path; None if the folder cannot be listed."""
     folder = report.folder
     try:
         folder.invalidate_cache()
@@ -56,8 +56,8 @@ def _list(report: Report, folder_is_given: bool) -> dict[str, int] | None:
     if not there and not folder_is_given and report.number_of_files:
         report.add_problem(
             "output",
-            f"{report.output}, where the output was written to, is not there. If it was moved, say where to with "
-            "--output; if it is lost, name it with --output all the same, and every file of it is missing.",
+            f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "
+            "is lost, give the same folder with --output, and all its files count as missing.",
             path=report.output,
         )
         return None
@@ -66,7 +66,7 @@ def _list(report: Report, folder_is_given: bool) -> dict[str, int] | None:
 
 
 def _is_ours(report: Report, path: str) -> bool:
-    """Not output: staged files, and a checkpoint that lies inside the output folder."""
+    """Whether a file is ours but no output: a staged file, or a checkpoint inside the output folder."""
     if path.startswith(f"{STAGING}/"):
         return True
     if not report.folder.is_local():
@@ -74,8 +74,8 @@ def _is_ours(report: Report, path: str) -> bool:
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
-def _check_claims(report: Report) -> set[str]:
-    """The names of all committed files. Two commits that name one file overwrote each other."""
+def _check_duplicates(report: Report) -> set[str]:
+    """The names of all committed files. Adds a problem if two commits name one file: one overwrote the other."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     for chunk in report.chunks:
         for file in chunk.files:
@@ -83,26 +83,26 @@ def _check_claims(report: Report) -> set[str]:
     for path, claimants in claims.items():
         if len(claimants) > 1:
             names = " and by ".join(str(chunk) for chunk in claimants)
-            message = f"{path} is claimed by {names}. One overwrote the other: start one of them over."
+            message = f"{path} is named by {names}. One overwrote the other: start one of them over."
             report.add_problem("duplicate", message, claimants[0].rank, claimants[0].index, path)
     return set(claims)
 
 
 def _check_chunk(report: Report, chunk: CommittedChunk, found: dict[str, int], full: bool) -> None:
-    sound = True
+    intact = True
     for file in chunk.files:
         wrong = _wrong(report.folder, file, found.get(file.path), full)
         if wrong is not None:
             kind, text = wrong
-            advice = f" To make it again: {report.repair_command}, then run again." if kind in CONDEMNING else ""
+            advice = f" To redo it: {report.repair_command}, then run again." if kind in REDO_KINDS else ""
             report.add_problem(kind, f"{file.path} {text}.{advice}", chunk.rank, chunk.index, file.path)
-            sound = False
-    if full and sound:
+            intact = False
+    if full and intact:
         _check_documents(report, chunk)
 
 
 def _wrong(folder: Any, file: OutputFile, size: int | None, full: bool) -> tuple[str, str] | None:
-    """Kind and text of what is wrong with a file."""
+    """The kind and the description of a file's problem; None if it has none."""
     if size is None:
         return "missing", "is missing"
     if size != file.size:
@@ -135,12 +135,12 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
         return
     found = sum(number or 0 for number in numbers)
     if found != chunk.documents:
-        message = f"its output files hold {found} documents, though {chunk.documents} were committed."
+        message = f"its output files hold {found} documents instead of the {chunk.documents} that were committed."
         report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
 
 
 def _count_documents(folder: Any, path: str) -> int | None:
-    """How many documents a file holds; None if that cannot be told from here."""
+    """The number of documents in a file; None if the file's format is unknown here."""
     try:
         if path.endswith(".parquet"):
             import pyarrow.parquet
@@ -150,13 +150,13 @@ def _count_documents(folder: Any, path: str) -> int | None:
         if re.search(r"\.jsonl(\.\w+)?$", path):
             with folder.open(path, "rb", compression="infer") as file:
                 return sum(int(block.count(b"\n")) for block in iter(lambda: file.read(_BLOCK), b""))
-    except (ImportError, ValueError, OSError, EOFError):  # a name that does not say what it holds, a codec not there
+    except (ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or a missing codec
         return None
     return None
 
 
-class _Unclaimed:
-    """Tells files that a run has yet to commit from files that are nobody's."""
+class _Uncommitted:
+    """Tells files that a run will still commit from foreign files."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -169,15 +169,15 @@ class _Unclaimed:
 
     def check(self, path: str) -> None:
         for match in (match for pattern in self._patterns if (match := pattern.fullmatch(path))):
-            key, chunk_index = _writer(match.groupdict())
+            key, chunk_index = _rank_and_chunk(match.groupdict())
             state = self._states.get(key)
             if state == "damaged":
-                return  # whose it is cannot be told any more; the damage itself is reported
+                return  # the owner is unknown; the damage itself is reported
             if state in ("running", "unfinished") and (*key, chunk_index) not in self._committed:
-                message = f"{path} is published, but not committed yet."
+                message = f"{path} is published but not committed yet."
                 self._report.add_unfinished(message, self._ranks[key], chunk_index, path)
                 return
-        message = f"{path} is covered by no commit. This run needs it for nothing; remove it if nobody else does."
+        message = f"{path} is named by no commit. This run does not need it; remove it if nothing else needs it."
         self._report.add_problem("foreign", message, path=path)
 
 
@@ -188,18 +188,18 @@ def _template(rank: RankFolder) -> str:
         return ""
 
 
-def _writer(names: dict[str, str]) -> tuple[tuple[str, int], int]:
-    """Key of the rank, and index of the chunk, that a file's name stands for."""
+def _rank_and_chunk(names: dict[str, str]) -> tuple[tuple[str, int], int]:
+    """The rank's key and the chunk index in a file's name."""
     retry, _, index = names["chunk_index"].rpartition("_")
     root = f"retry-{int(retry.removeprefix('retry')):05d}" if retry else ""
     return (root, int(names.get("rank") or 0)), int(index)
 
 
 def output_pattern(template: str) -> re.Pattern[str]:
-    """What matches the names that a writer's ``output_filename`` gives. A retry's chunks are called retry1_00000."""
+    """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are named retry1_00000."""
     folder, slash, name = template.rpartition("/")
     seen: set[str] = set()
-    # A writer with max_file_size numbers its files in front of their names.
+    # A writer with max_file_size puts a number in front of each name.
     return re.compile(rf"{_expression(folder + slash, seen)}(?:\d{{3,}}_)?{_expression(name, seen)}")
 
 

@@ -1,6 +1,6 @@
-"""What can be found out about one folder before a run begins: by trying it, never by trusting what it says.
+"""Checks of one folder before a run: each writes, locks or syncs there, and reports what happened.
 
-Everything is tried in a probe of its own (see measures.py): no rank's folder, lock or database is touched.
+All of that happens in a probe folder (see probes.py), so no rank's folder, lock or database is touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.output.chunk_output import STAGING
-from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, find_mount, nature
+from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, find_mount, traits
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,
     SMALL_GROUP,
@@ -46,7 +46,13 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """What was found: about which folder, what was tried, how it went, and what to do."""
+    """The result of one check.
+
+    Attributes:
+        subject: what was checked, such as "checkpoints".
+        what: which property, such as "locks".
+        message: what was found, and what to do about it.
+    """
 
     state: State
     subject: str
@@ -59,13 +65,13 @@ class PreflightCheck:
 
 @dataclass(frozen=True)
 class Need:
-    """What a folder must hold at once.
+    """The space that a folder must have at one time.
 
     Attributes:
-        least: bytes without which no chunk can be finished; None if that cannot be told.
-        most: bytes it may come to.
-        files: files and folders.
-        basis: where the numbers come from, for people.
+        least: bytes without which no chunk can be finished; None if unknown.
+        most: bytes at most.
+        files: number of files and folders.
+        basis: how the numbers were estimated, as text for people.
     """
 
     least: int | None
@@ -75,9 +81,9 @@ class Need:
 
 
 def file_system(folder: Path) -> FilesystemTraits:
-    """What the folder lies on."""
+    """The file system that the folder is on."""
     mounts = MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
-    return nature(find_mount(existing_part(folder.absolute()).resolve(), mounts))
+    return traits(find_mount(existing_part(folder.absolute()).resolve(), mounts))
 
 
 # Local folders -------------------------------------------------------------------------------------------------------
@@ -86,7 +92,7 @@ def file_system(folder: Path) -> FilesystemTraits:
 def check_checkpoints(
     subject: str, folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
 ) -> list[PreflightCheck]:
-    """``checkpoints_local_dir``. ``moves``: tasks may start again on another node."""
+    """Checks ``checkpoints_local_dir``. ``moves``: a task may restart on another node."""
 
     def check() -> list[PreflightCheck]:
         tries = [
@@ -104,7 +110,7 @@ def check_checkpoints(
 def check_local_output(
     subject: str, folder: Path, template: str, need: Need, moves: bool = False
 ) -> list[PreflightCheck]:
-    """A local output folder, whose staging folder lies beside the final files. ``moves``: see there."""
+    """Checks a local output folder; its staging folder is inside it. ``moves``: a task may restart on another node."""
 
     def check() -> list[PreflightCheck]:
         checks = _try_locally(subject, folder, [partial(_check_staging, subject, folder, template)])
@@ -119,15 +125,15 @@ def check_local_output(
 
 
 def _answered(subject: str, folder: Path, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
-    """A network file system whose server is away makes everything wait, locks above all."""
+    """Runs a check with a time limit: on a network file system without its server every call blocks."""
     try:
         return within(REMOTE_SECONDS, check, str(folder))
     except RemoteFailed as error:
-        return [PreflightCheck("problem", subject, "reachable", f"{error} Mend the mount, or choose another folder.")]
+        return [PreflightCheck("problem", subject, "reachable", f"{error} Repair the mount, or choose another folder.")]
 
 
 def _try_locally(subject: str, folder: Path, tries: Sequence[Callable[[Path], PreflightCheck]]) -> list[PreflightCheck]:
-    """Whether the folder can be written, and if so what the tries say, which get a probe folder."""
+    """Checks that the folder can be written, then runs ``tries``, each with the probe folder."""
     checks: list[PreflightCheck] = []
     try:
         with probe_folder(folder) as probe:
@@ -141,14 +147,14 @@ def _try_locally(subject: str, folder: Path, tries: Sequence[Callable[[Path], Pr
 def _check_writable(subject: str, folder: Path, probe: Path) -> PreflightCheck:
     files.disk.replace(probe / "written", b"datatrove-ckpt")
     if (probe / "written").read_bytes() != b"datatrove-ckpt":
-        return PreflightCheck("problem", subject, "writable", f"{folder} gives back something else than was written.")
-    made = "" if folder.is_dir() else f" (it will be made in {probe.parent})"
+        return PreflightCheck("problem", subject, "writable", f"{folder} does not return what was written to it.")
+    made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
     return PreflightCheck("ok", subject, "writable", f"{folder}{made}")
 
 
 def _check_kind(subject: str, kind: FilesystemTraits, mirrored: bool, moves: bool) -> PreflightCheck:
     text = " ".join([f"{kind.name}.", *kind.concerns])
-    if kind.unfit:
+    if kind.unsupported:
         return PreflightCheck("problem", subject, "file system", text)
     if not kind.lasts and mirrored:
         return PreflightCheck("ok", subject, "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it.")
@@ -162,15 +168,15 @@ def _check_kind(subject: str, kind: FilesystemTraits, mirrored: bool, moves: boo
 
 
 def check_room(subject: str, folder: Path, need: Need) -> PreflightCheck:
-    """Free bytes and inodes against what is needed. A quota is seen only when it is full, by the probe."""
+    """Compares free bytes and inodes with the need. A quota is noticed only when it is used up, by the probe."""
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
     state: State = "ok"
     text = f"{byte_size(free)} free"
-    if status.f_files:  # some file systems count none
+    if status.f_files:  # some file systems have no inodes to count
         text += f", {status.f_favail} inodes"
     if need.least is None or need.most is None:
-        text += f"; what is needed cannot be estimated: {need.basis}."
+        text += f"; the need cannot be estimated: {need.basis}."
     else:
         least = f"{byte_size(need.least)} to " if need.least else "up to "
         text += f"; {least}{byte_size(need.most)} needed at once: {need.basis}."
@@ -184,21 +190,21 @@ def check_room(subject: str, folder: Path, need: Need) -> PreflightCheck:
 
 
 def _check_ranks(subject: str, folder: Path) -> list[PreflightCheck]:
-    """Folders that an earlier run left and this user cannot write; nothing is said about those of nobody."""
+    """Rank folders of an earlier run that this user cannot write."""
     if not folder.is_dir():
         return []
     ranks = [path for path in folder.glob("[0-9]*") if path.is_dir()]
     refused = [rank for rank in ranks if not os.access(rank, os.R_OK | os.W_OK | os.X_OK)]
     inside = [path for rank in ranks if rank not in refused for path in rank.iterdir()]
-    # A run that is on removes files meanwhile: those are not refused.
+    # A running rank removes files meanwhile; those are fine.
     refused += [path for path in inside if not os.access(path, os.R_OK | os.W_OK) and path.exists()]
     if not refused:
         return []
     more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-    text = f"{refused[0]}{more}: of an earlier run, and not writable for this user."
+    text = f"{refused[0]}{more}: from an earlier run, and this user cannot write there."
     return [
         PreflightCheck(
-            "problem", subject, "earlier run", f"{text} Make them writable, or go on as the user who made them."
+            "problem", subject, "earlier run", f"{text} Make them writable, or continue as the user who created them."
         )
     ]
 
@@ -218,7 +224,7 @@ except (OSError, sqlite3.Error) as error:
 
 
 def _second_process(how: str, path: Path) -> str:
-    """What happens to another process that wants what this one holds: "let in", "kept out", or its error."""
+    """Lets another process try to lock what this one holds: "let in", "kept out", or its error."""
     argv = [sys.executable, "-I", "-c", _SECOND_PROCESS, how, str(path)]
     try:
         ended = subprocess.run(argv, capture_output=True, text=True, timeout=_LOCK_SECONDS, check=False)
@@ -237,8 +243,8 @@ def _check_lock(subject: str, probe: Path) -> PreflightCheck:
         return PreflightCheck("ok", subject, "locks", "a second process is kept out (tried on this machine only).")
     if found == "no locks":
         text = (
-            "the file system has none. Two processes for one rank are kept apart only by the fence, after the second "
-            "has begun: start no rank twice, or choose a folder with locks."
+            "the file system has no locks. Of two processes for one rank, the first notices the second only after that "
+            "has started: start no rank twice, or choose a folder with locks."
         )
         return PreflightCheck("warning", subject, "locks", text)
     text = f"a second process was not kept out ({found}). Choose a folder with working locks, or mount it with them."
@@ -269,14 +275,14 @@ def _check_sync(subject: str, sync_seconds: Seconds, probe: Path) -> PreflightCh
         return PreflightCheck("ok", subject, "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
     interval = SYNC_TUNING.interval([sync.median]) if sync_seconds == "auto" else sync_seconds
     share = sync.median / interval
-    text += f"; every {duration(interval)} (sync_seconds: {sync_seconds}) that is {100 * share:.2g} % of the time"
+    text += f"; one every {duration(interval)} (sync_seconds: {sync_seconds}) takes {100 * share:.2g} % of the time"
     if share < _SLOW_SHARE:
         return PreflightCheck("ok", subject, "syncs", f"{text}.")
     return PreflightCheck("warning", subject, "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
 
 
 def _check_staging(subject: str, folder: Path, template: str, probe: Path) -> PreflightCheck:
-    """A rename publishes a file; it works within one file system."""
+    """A file is published by a rename, which works only within one file system."""
     files.disk.make_dir(probe / "staging")
     files.disk.replace(probe / "staging" / "file", b"staged")
     files.disk.rename(probe / "staging" / "file", probe / "file")
@@ -286,26 +292,26 @@ def _check_staging(subject: str, folder: Path, template: str, probe: Path) -> Pr
         places += [path for path in folder.iterdir() if path.is_dir()]
     elsewhere = [path for path in places if path.is_dir() and path.stat().st_dev != probe.stat().st_dev]
     if elsewhere:
-        text = f"{elsewhere[0]} lies on another file system than {folder}: files cannot be renamed into their place."
+        text = f"{elsewhere[0]} is on another file system than {folder}: files cannot be renamed into place."
         return PreflightCheck(
-            "problem", subject, "staging", f"{text} Name a folder of one file system as output_folder."
+            "problem", subject, "staging", f"{text} Choose an output_folder that is on one file system."
         )
-    return PreflightCheck("ok", subject, "staging", "a file is renamed into its place, on one file system.")
+    return PreflightCheck("ok", subject, "staging", "files can be renamed into place.")
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------
 
 
 def check_remote(subject: str, folder: Any, deletes: bool = False) -> PreflightCheck:
-    """A datatrove ``DataFolder`` of any kind: an object is written, its size asked for, and deleted.
+    """Writes an object to a datatrove ``DataFolder`` of any kind, asks for its size, and deletes it.
 
     Args:
-        deletes: the run deletes objects there, too.
+        deletes: the run also deletes objects there.
     """
     url = folder.resolve_paths("")
     if commits_each_write(folder):
         return PreflightCheck(
-            "ok", subject, "reachable", f"{url} is not tried: each write would be a commit in its history."
+            "ok", subject, "reachable", f"{url} is not tested: each write would be a commit in its history."
         )
 
     def attempt() -> float:
@@ -316,19 +322,23 @@ def check_remote(subject: str, folder: Any, deletes: bool = False) -> PreflightC
         seconds = within(REMOTE_SECONDS, attempt, url)
     except NotDeleted as error:
         if deletes:
-            return PreflightCheck("problem", subject, "reachable", f"{error} Old generations are deleted: allow it.")
+            return PreflightCheck(
+                "problem", subject, "reachable", f"{error} The mirror deletes old versions: allow it."
+            )
         return PreflightCheck(
-            "warning", subject, "reachable", f"{error} A run deletes nothing there, so it can do without."
+            "warning", subject, "reachable", f"{error} A run deletes nothing there, so this is no problem."
         )
     except RemoteFailed as error:
-        return PreflightCheck("problem", subject, "reachable", f"{error} Mend the address, the key or its permissions.")
+        return PreflightCheck(
+            "problem", subject, "reachable", f"{error} Correct the address, the key or its permissions."
+        )
     return PreflightCheck(
-        "ok", subject, "reachable", f"{url}: a small object was written in {duration(seconds)}, and deleted."
+        "ok", subject, "reachable", f"{url}: a small object was written in {duration(seconds)} and deleted."
     )
 
 
 def commits_each_write(folder: Any) -> bool:
-    """A repository of the Hugging Face hub, where each write is a commit for ever."""
+    """Whether this is a repository on the Hugging Face hub, where each write is a commit."""
     return "hf" in _protocols(folder.fs) and not str(folder.path).removeprefix("hf://").startswith("buckets/")
 
 
@@ -337,10 +347,10 @@ def _protocols(fs: Any) -> tuple[str, ...]:
 
 
 def within(seconds: float, function: Callable[[], T], place: str) -> T:
-    """What the function returns, or raises.
+    """Returns what the function returns, and raises what it raises.
 
     Raises:
-        RemoteFailed: it takes longer. It is left alone then, in a thread that keeps no process alive.
+        RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no process alive.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -352,13 +362,13 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
             errors.append(error)
         ended.set()
 
-    # An event, because an interrupted join takes the thread for dead.
+    # An event, because an interrupted ``join`` marks the thread as dead.
     ended = threading.Event()
     threading.Thread(target=run, daemon=True).start()
     try:
         ended.wait(seconds)
     except KeyboardInterrupt:
-        ended.wait(_GRACE_SECONDS)  # it tidies up after itself
+        ended.wait(_GRACE_SECONDS)  # it removes its probe
         raise
     if errors:
         raise errors[0]

@@ -1,6 +1,6 @@
-"""datatrove-ckpt doctor: are the folders that a config names fit for the run? Asked before it begins, changing nothing.
+"""``datatrove-ckpt doctor``: checks the folders, remotes and server settings of an executor before it runs.
 
-Exit codes: 0 no problem (warnings there may be); 1 a problem; 2 a mistake in the file or on the command line.
+The checks change nothing; ``cli/preflight_commands.py`` prints them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BYTES_PER_TOKEN = 4
 
 
 def examine(executor: Any) -> list[PreflightCheck]:
-    """Every check of every folder that the executor and its steps name."""
+    """Runs all checks for everything that the executor and its steps name."""
     checks = [check_remote("logging_dir", executor.logging_dir)]
     sample = Sample()
     several = sum(isinstance(step, InferenceRunner) for step in executor.pipeline) > 1
@@ -59,7 +59,7 @@ def examine(executor: Any) -> list[PreflightCheck]:
 
 
 def _waits(executor: Any) -> bool:
-    """For another executor, which has yet to make the input."""
+    """Whether the executor waits for another one, which will create its input."""
     return bool(getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None))
 
 
@@ -83,7 +83,7 @@ def _check_runner(
         stages_remotely=not output.is_local(),
     )
     if step.checkpoints_local_dir is None:
-        text = "none are kept: a run that dies starts over. Set checkpoints_local_dir."
+        text = "none: a run that dies starts over. Set checkpoints_local_dir."
         checks.append(PreflightCheck("warning", f"{place}checkpoints", "folder", text))
     else:
         folder = Path(step.checkpoints_local_dir).absolute()
@@ -109,14 +109,14 @@ def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
 
 
 def check_server(subject: str, config: Any) -> PreflightCheck:
-    """Whether what the server needs is installed, and its key there; nothing is started or asked."""
+    """Checks that what the server needs is installed and that its key is set. Starts nothing, sends nothing."""
     try:
         if config.server_type == "endpoint":
             config.endpoint_api_key()
-            text = f"{', '.join(config.endpoint_urls)} is not asked; its key is there, if it needs one."
+            text = f"{', '.join(config.endpoint_urls)} is not contacted; its key is set, if it needs one."
         else:
             engine_command(config, 1, Key("unused"))
-            text = f"what {config.server_type} needs is installed here."
+            text = f"everything that {config.server_type} needs is installed here."
     except CkptError as error:
         return PreflightCheck("problem", subject, "ready", str(error))
     return PreflightCheck("ok", subject, "ready", text)
@@ -127,9 +127,12 @@ def check_server(subject: str, config: Any) -> PreflightCheck:
 
 @dataclass(frozen=True)
 class Sample:
-    """The first documents of the input: how many, and how large on average, in bytes as a journal holds them.
+    """The first documents of the input.
 
-    ``is_all``: there are no others.
+    Attributes:
+        number: how many were read.
+        mean: their mean size in bytes, as a journal stores them.
+        is_all: the input has no others.
     """
 
     number: int = 0
@@ -138,17 +141,17 @@ class Sample:
 
 
 def check_input(subject: str, reader: Any, waits: bool = False) -> tuple[PreflightCheck, Sample]:
-    """Reads the first documents, with a copy of the reader."""
+    """Reads the first documents with a copy of the reader."""
     if waits:
-        return PreflightCheck("ok", subject, "readable", "is not read: another executor has yet to make it."), Sample()
+        return PreflightCheck("ok", subject, "readable", "is not read: another executor will create it."), Sample()
     if not isinstance(reader, BaseDiskReader):
-        return PreflightCheck("ok", subject, "readable", "is not read: only readers of files are tried."), Sample()
+        return PreflightCheck("ok", subject, "readable", "is not read: only readers of files are tested."), Sample()
     where = reader.data_folder.resolve_paths("")
     try:
         sample = within(REMOTE_SECONDS, lambda: _read_some(copy.deepcopy(reader)), where)
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {type(error).__name__}: {str(error).rstrip('.')}. "
-        text += "Mend the path, its permissions or the reader's arguments."
+        text += "Correct the path, its permissions or the reader's arguments."
         return PreflightCheck("problem", subject, "readable", text), Sample()
     if not sample.number:
         text = f"{where} holds no documents for this reader. Check data_folder, glob_pattern and text_key."
@@ -173,19 +176,22 @@ def _sample(sizes: list[int], is_all: bool) -> Sample:
     return Sample(len(sizes), sum(sizes) / len(sizes), is_all) if sizes else Sample()
 
 
-# Room ----------------------------------------------------------------------------------------------------------------
+# Space ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one runner."""
+    """The space that one runner needs."""
 
     checkpoints: Need
     output: Need
 
 
 def answer_bytes(step: InferenceRunner) -> int | None:
-    """The most that the answers to one document may have, if max_tokens says so; several requests count as one."""
+    """The most bytes that the answers to one document may have; None without max_tokens.
+
+    A rollout that sends several requests is counted as if it sent one.
+    """
     params = (step.config.default_generation_params or {}) | (getattr(step.rollout_fn, "generation_params", None) or {})
     tokens = params.get("max_tokens") or params.get("max_completion_tokens")
     return tokens * _BYTES_PER_TOKEN * step.config.rollouts_per_document if isinstance(tokens, int) else None
@@ -199,12 +205,12 @@ def estimate(
     ranks: int,
     stages_remotely: bool,
 ) -> Needs:
-    """What the checkpoint folder and a local output folder must hold at once.
+    """The space that the checkpoint folder and a local output folder must have at one time.
 
-    At least: a chunk of each rank as a journal, without its answers; nothing for output, which may be compressed. At
-    most: with answers, in the journal and in the request cache, and as many unfinished chunks as a rank may have (those
-    that wait to be published, the one that is, the one that fills, and those with documents still in work), and a chunk
-    of each rank as output that is not compressed.
+    At least: one chunk per rank as a journal, without answers; nothing for output, which may be compressed. At most:
+    with answers, both in the journal and in the request cache, for as many unfinished chunks as a rank can have (those
+    waiting to be published, the one being published, the one being filled, and those with documents in progress), and
+    one chunk per rank as uncompressed output.
     """
     inodes = _FILES_PER_RANK * ranks
     if not sample.number:

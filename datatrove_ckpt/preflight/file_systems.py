@@ -1,8 +1,8 @@
-"""What kind of file system a folder lies on, and what that means for checkpoints: read from /proc/mounts.
+"""Which file system a folder is on, and what that means for checkpoints. Read from /proc/mounts.
 
 SQLite in its usual WAL mode shares memory between processes, which no network file system offers. The request cache
-takes its lock once and for good (``locking_mode=EXCLUSIVE``) and needs none, so a file system has to offer four things:
-locks, appends, renames, and syncs that reach something that lasts.
+takes its lock once and keeps it (``locking_mode=EXCLUSIVE``), so it needs no shared memory. A file system must offer
+four things: locks, appends, renames, and syncs that reach permanent storage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NETWORK = {
     "virtiofs": "virtiofs",
 }
 _OBJECT_STORES = ("s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "hf-mount")
-# Locks that only this machine sees.
+# Mount options that make locks visible to this machine only.
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 
@@ -47,32 +47,34 @@ class Mount:
 
 @dataclass(frozen=True)
 class FilesystemTraits:
-    """What a file system is good for.
+    """The properties of a file system that matter for checkpoints.
 
     Attributes:
-        name: what people call it.
-        lasts: what is on it outlives this machine's next start.
-        shared: other machines see it.
-        concerns: what to know or to do, a sentence each; empty if there is nothing.
-        unfit: no place for a checkpoint.
+        name: its usual name.
+        lasts: files survive a restart of this machine.
+        shared: other machines see the same files.
+        concerns: warnings, one sentence each.
+        unsupported: a checkpoint cannot be kept on it.
     """
 
     name: str
     lasts: bool = True
     shared: bool = False
     concerns: tuple[str, ...] = ()
-    unfit: bool = False
+    unsupported: bool = False
 
 
 def find_mount(path: Path, mounts: str) -> Mount | None:
-    """The mount that a resolved path lies on; None if the text of /proc/mounts does not say."""
+    """The mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts, does not tell."""
     found = None
     for line in mounts.splitlines():
         fields = [_unescape(field) for field in line.split(" ")]
         if len(fields) < 4 or not path.is_relative_to(fields[1]):
             continue
         mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
-        if found is None or len(mount.point.parts) >= len(found.point.parts):  # of two on one point, the later one
+        if found is None or len(mount.point.parts) >= len(
+            found.point.parts
+        ):  # of two mounts at one point, the later one counts
             found = mount
     return found
 
@@ -81,8 +83,8 @@ def _unescape(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
-def nature(mount: Mount | None) -> FilesystemTraits:
-    """What the mount's kind and options say."""
+def traits(mount: Mount | None) -> FilesystemTraits:
+    """The traits that follow from the mount's type and options."""
     if mount is None:
         return FilesystemTraits("a file system of unknown kind")
     if mount.kind in _IN_MEMORY:
@@ -103,7 +105,7 @@ def nature(mount: Mount | None) -> FilesystemTraits:
             concerns=(
                 "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the store by its URL.",
             ),
-            unfit=True,
+            unsupported=True,
         )
     return FilesystemTraits(f"{mount.kind} (local)")
 
@@ -117,12 +119,14 @@ def _network_concerns(mount: Mount) -> tuple[str, ...]:
     local = sorted(mount.options & _LOCAL_LOCKS)
     if local:
         return (
-            f"It is mounted with {local[0]}: a process on another node is not kept out by locks, only by the fence, "
-            "after it has begun. Mount it with locks that all nodes see (Lustre: flock; NFS: without nolock and "
-            "local_lock).",
+            f"It is mounted with {local[0]}: locks do not keep out a process on another node; the other process is "
+            "noticed only after it has started. Mount it with locks that all nodes see "
+            "(Lustre: flock; NFS: without nolock and local_lock).",
         )
     if mount.kind == "lustre" and "flock" not in mount.options:
-        return ("It is mounted without flock: mount it with -o flock, or only the fence keeps two processes apart.",)
+        return (
+            "It is mounted without flock: mount it with -o flock, or two processes for a rank notice each other late.",
+        )
     if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):
         return ("Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 has its own.",)
     return ()

@@ -1,21 +1,20 @@
-"""datatrove-ckpt plan: how often is enough, from what saving costs here and how often what is not saved is lost.
+"""``datatrove-ckpt plan``: how often to save, from the measured cost of a save and the mean time between losses.
 
-The model: a save takes C seconds, one is made every T seconds, and every M seconds on average (the MTBF) something
-takes what was not saved.
+The model: a save takes C seconds, there is one every T seconds, and every M seconds on average (the MTBF) everything
+that is not saved gets lost.
 
     overhead       C / T
-    lost           T/2 + C on average, T + C at most, each time: since the beginning of the last save that ended
-    efficiency     T / (M * (exp((T + C) / M) - 1)): useful time by all time, as in Daly 2006, without restarts
+    lost           T/2 + C on average, T + C at most, per loss: the time since the start of the last complete save
+    efficiency     T / (M * (exp((T + C) / M) - 1)): useful time divided by all time, as in Daly 2006, without restarts
     best interval  sqrt(2CM) (Young); sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M (Daly)
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. J. T. Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
 
-They let the work stand still while it is saved. Here it goes on, so the overhead is that of the thread that saves, and
-the run pays less: the true optimum is no longer than theirs. Only what each save costs anew is C. Bytes are written
-once whatever the interval, so they are no part of it. Restarts cost the same at every interval, and are left out.
-
-Exit codes: 0 the table is printed; 1 something could not be measured; 2 a mistake in the file or on the command line.
+In their model the work stops during a save. Here it continues, so the overhead is that of the saving thread only, and
+the true optimum is at most theirs. C is what every save costs again: each byte is written once whatever the interval,
+so bytes do not count. Restarts cost the same at every interval and are left out. ``cli/preflight_commands.py`` prints
+the result.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def daly(cost: float, mtbf: float) -> float:
 
 
 def efficiency(interval: float, cost: float, mtbf: float) -> float:
-    """Useful time by all time."""
+    """Useful time divided by all time, from 0 to 1."""
     exponent = (interval + cost) / mtbf
     return interval / (mtbf * math.expm1(exponent)) if exponent < 700 else 0.0
 
@@ -107,7 +106,7 @@ class Table:
 
 
 def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, tuning: Tuning) -> Table:
-    """The table of a setting that is ``now`` so many seconds (None: not set)."""
+    """The table of a setting whose present value is ``now``, in seconds (None: not set)."""
     best, low, high = (_best(seconds, mtbf, tuning) for seconds in (cost.median, cost.low, cost.high))
     auto = tuning.interval([cost.median])
     notes: dict[float, list[str]] = {step: [] for step in _LADDER if best / 40 <= step <= best * 40}
@@ -121,7 +120,7 @@ def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, 
 
 
 def _best(cost: float, mtbf: float, tuning: Tuning) -> float:
-    """Daly's optimum in two digits; more say nothing, and shorter than ``auto`` ever is gains nothing."""
+    """Daly's optimum in two significant digits, and not shorter than ``auto`` ever is."""
     return max(float(f"{daly(cost, mtbf):.2g}"), tuning.shortest)
 
 
@@ -165,11 +164,11 @@ class Advice:
 
 
 def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
-    """Measures, and reckons.
+    """Measures what saving costs for one runner, and computes the tables.
 
     Raises:
         ConfigError: the step has no checkpoints.
-        StorageFailed, RemoteFailed: something could not be measured.
+        StorageFailed, RemoteFailed: a measurement failed.
     """
     if step.checkpoints_local_dir is None:
         raise ConfigError(f"{place}: checkpoints_local_dir is not set, so there is nothing to save.")
@@ -190,7 +189,7 @@ def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
 
 
 def _remote(step: InferenceRunner) -> tuple[Any, list[str]]:
-    """The remote folder to measure, if there is one, and what to know about it."""
+    """The remote folder to measure, if there is one, and notes about it."""
     url, output = step.checkpoints_remote_dir, step.output_writer.output_folder
     if url is not None:
         return get_datafolder(url), []
@@ -220,8 +219,8 @@ def describe(advice: Advice) -> Iterator[str]:
         for upload in advice.uploads:
             yield f"  {byte_size(upload.size):>6}  upload {upload.upload}"
         large = advice.uploads[-1]
-        yield f"  more than {byte_size(large.size / large.upload.median)} of new answers a second would fall behind"
-        yield f"  a save is some {MIRROR_REQUESTS} small requests; bytes travel once, whatever the interval"
+        yield f"  more than {byte_size(large.size / large.upload.median)} of new answers per second would fall behind"
+        yield f"  a save takes about {MIRROR_REQUESTS} small requests; each byte is sent once, whatever the interval"
     for table in advice.tables:
         yield ""
         yield from describe_table(table)

@@ -1,7 +1,7 @@
-"""What writes, syncs and uploads cost here, each with its spread; and the probes in which that is found out.
+"""Measures how long writes, syncs and uploads take here, in probes that leave nothing behind.
 
-Nothing outlives a probe: what it writes lies in a hidden folder (or a hidden object) of its own, never in a rank's
-folder, and is removed at the end, also after an error. A run may be on meanwhile.
+A probe writes to a hidden folder (or a hidden object) of its own, never to a rank's folder, and removes it at the end,
+also after an error. A run may be active meanwhile.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SMALL_OBJECT = 4 * 1024
 LARGE_OBJECT = 8 * 1024 * 1024
 
 REMOTE_SECONDS = 60.0
-"""How long a remote folder may take to answer."""
+"""Seconds that a remote folder may take to answer."""
 
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Several measurements of one thing, in seconds; ``low`` and ``high`` are the first and last tenth's borders."""
+    """Several measurements in seconds. ``low`` and ``high`` are the 10th and 90th percentiles."""
 
     median: float
     low: float
@@ -45,7 +45,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Quantiles:
-        """Of one sample at least."""
+        """The quantiles of at least one sample."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(last * 0.1)], ordered[round(last * 0.9)], len(ordered))
@@ -56,7 +56,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class DiskCost:
-    """Of a group of answers and finished documents: to write it, and to sync it."""
+    """What it takes to write and to sync a group of answers and finished documents of ``size`` bytes."""
 
     size: int
     write: Quantiles
@@ -65,7 +65,7 @@ class DiskCost:
 
 @dataclass(frozen=True)
 class UploadCost:
-    """Of an object of ``size`` bytes: to upload it, and to ask for its size."""
+    """What it takes to upload an object of ``size`` bytes and to ask for its size."""
 
     size: int
     upload: Quantiles
@@ -75,7 +75,7 @@ class UploadCost:
 
 
 def existing_part(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest parent that exists."""
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -83,14 +83,14 @@ def existing_part(folder: Path) -> Path:
 
 @contextmanager
 def probe_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder inside ``folder``, or inside what there is of its path; gone at the end.
+    """A hidden folder inside ``folder``, or inside its nearest parent that exists. Removed at the end.
 
     Raises:
-        StorageFailed: it cannot be made or removed.
+        StorageFailed: it cannot be created or removed.
     """
     blocking = [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]
     if blocking:
-        raise StorageFailed(f"{blocking[0]} is a file, and should be a folder. Move it, or choose another folder.")
+        raise StorageFailed(f"{blocking[0]} is a file where a folder is needed. Move it, or choose another folder.")
     probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
     try:
         files.disk.make_dir(probe)
@@ -108,10 +108,10 @@ def _remove(probe: Path) -> None:
 
 
 def measure_disk(probe: Path, size: int, seconds: float, at_most: int = 25) -> DiskCost:
-    """Writes and syncs groups of ``size`` bytes as the storage thread does, for some seconds and three times at least.
+    """Writes and syncs groups of ``size`` bytes as the storage thread does, for ``seconds``, but at least three times.
 
     Raises:
-        StorageFailed: the disk refused.
+        StorageFailed: the disk reported an error.
     """
     answers = [_answer(number) for number in range(max(1, size // _ANSWER_BYTES))]
     lines = b"\n".join(answer.answer.result or b"" for answer in answers)
@@ -128,7 +128,7 @@ def measure_disk(probe: Path, size: int, seconds: float, at_most: int = 25) -> D
 
     try:
         write()
-        sync()  # the first one syncs names, too
+        sync()  # the first sync includes the new file names
         writes, syncs = [], []
         for _ in _repeats(seconds, at_most):
             writes.append(_timed(write))
@@ -139,7 +139,7 @@ def measure_disk(probe: Path, size: int, seconds: float, at_most: int = 25) -> D
 
 
 def _answer(number: int) -> CachedRequest:
-    # Random: a file system that compresses must not look faster than it is.
+    # Random bytes: a file system that compresses must not look faster than it is.
     return CachedRequest(
         0, number, "", AnswerKey(0, "", 0), Answer(secrets.token_hex(_ANSWER_BYTES // 2).encode(), None)
     )
@@ -149,29 +149,29 @@ def _answer(number: int) -> CachedRequest:
 
 
 class RemoteFailed(CkptError):
-    """A remote folder refused a probe."""
+    """A remote folder did not do what a run needs."""
 
 
 class NotDeleted(RemoteFailed):
-    """A remote folder takes objects, and keeps them."""
+    """A remote folder accepts objects but does not delete them."""
 
 
 @contextmanager
 def probe_object(folder: Any) -> Iterator[Callable[[bytes], float]]:
-    """Gives a function that uploads bytes into datatrove's ``DataFolder`` and returns the seconds; cleans up after it.
+    """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it took.
 
-    Every upload replaces the one before. Its size is asked for, as a run does.
+    Each upload replaces the one before. The function also asks for the object's size, as a run does.
 
     Raises:
-        RemoteFailed: something was refused, or the object has another size than it should.
-        NotDeleted: only that the object be deleted was refused.
+        RemoteFailed: an operation failed, or the object has a wrong size.
+        NotDeleted: only the deletion failed.
     """
     name = f"{PROBE}{secrets.token_hex(4)}"
     remote = folder.resolve_paths(name)
     made: list[str] = []
 
     def upload(content: bytes) -> float:
-        with _told(f"{remote} could not be written"):
+        with _explained(f"{remote} could not be written"):
             start = time.monotonic()
             _pipe(folder, name, content, made)
             folder.invalidate_cache(name)
@@ -189,7 +189,7 @@ def probe_object(folder: Any) -> Iterator[Callable[[bytes], float]]:
         _remove_made(folder, made)
         raise
     try:
-        with _told(f"{remote} was written and could not be deleted (delete it by hand)", NotDeleted):
+        with _explained(f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted):
             folder.rm_file(name)
     finally:
         _remove_made(folder, made)
@@ -198,17 +198,17 @@ def probe_object(folder: Any) -> Iterator[Callable[[bytes], float]]:
 def _pipe(folder: Any, name: str, content: bytes, made: list[str]) -> None:
     try:
         folder.pipe_file(name, content)
-    except FileNotFoundError:  # folders are real things here, and this one is missing; a run makes it
+    except FileNotFoundError:  # this file system has real folders, and this one is missing; a run creates it
         missing = _missing(folder.fs, folder.path)
         if not missing or (not folder.is_local() and folder.fs._parent(missing[-1]) in ("", "/")):
-            raise  # a missing bucket is somebody's mistake, and not ours to make
+            raise  # a missing bucket is a user's mistake; it must not be created here
         made += missing
         folder.fs.makedirs(folder.path, exist_ok=True)
         folder.pipe_file(name, content)
 
 
 def _missing(fs: Any, path: str) -> list[str]:
-    """The folder and those above it that are not there, the deepest first."""
+    """The folder and its parents that do not exist, the deepest first."""
     missing = []
     while path and path != fs._parent(path) and not fs.exists(path):
         missing.append(path)
@@ -218,12 +218,12 @@ def _missing(fs: Any, path: str) -> list[str]:
 
 def _remove_made(folder: Any, made: list[str]) -> None:
     for path in made:
-        with suppress(Exception):  # somebody else may have put something into it meanwhile
+        with suppress(Exception):  # another process may have put something into it meanwhile
             folder.fs.rmdir(path)
 
 
 @contextmanager
-def _told(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
+def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
     try:
         yield
     except io_errors() as error:
@@ -231,18 +231,18 @@ def _told(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
 
 
 def measure_upload(folder: Any, size: int, seconds: float, at_most: int = 10) -> UploadCost:
-    """Uploads an object of ``size`` bytes for some seconds, and three times at least.
+    """Uploads an object of ``size`` bytes for ``seconds``, but at least three times.
 
     Raises:
         RemoteFailed: see ``probe_object``.
     """
     content = os.urandom(size)
     with probe_object(folder) as upload:
-        upload(content[:1])  # connections are made, credentials fetched
+        upload(content[:1])  # opens connections, fetches credentials
         return UploadCost(size, Quantiles.of([upload(content) for _ in _repeats(seconds, at_most)]))
 
 
-# In general ----------------------------------------------------------------------------------------------------------
+# Timing --------------------------------------------------------------------------------------------------------------
 
 
 def _repeats(seconds: float, at_most: int) -> Iterator[int]:

@@ -86,16 +86,16 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(
     before = names(tmp_path)
     assert examined() == 0
     said = lines_by_check(capsys.readouterr().out)
-    assert said["checkpoints, writable"] == f"ok: {tmp_path}/checkpoints (it will be made in {tmp_path})"
+    assert said["checkpoints, writable"] == f"ok: {tmp_path}/checkpoints (will be created in {tmp_path})"
     assert said["checkpoints, locks"].startswith("ok: a second process is kept out")
     assert said["checkpoints, SQLite"].startswith("ok: WAL without shared memory works")
     assert "64 kB take" in said["checkpoints, syncs"]
     assert "every 1 s (sync_seconds: 1.0)" in said["checkpoints, syncs"]
     assert "1 rank at once, chunks of 2 documents" in said["checkpoints, room"]
-    assert said["output, staging"].startswith("ok: a file is renamed into its place")
+    assert said["output, staging"].startswith("ok: files can be renamed into place")
     assert said["logging_dir, reachable"].startswith(f"ok: {tmp_path}/logs: a small object was written")
     assert said["input, readable"].startswith(f"ok: {tmp_path}/documents: all 2 documents read, ")
-    assert said["server, ready"] == "ok: what dummy needs is installed here."
+    assert said["server, ready"] == "ok: everything that dummy needs is installed here."
     assert names(tmp_path) == before
 
 
@@ -119,9 +119,9 @@ def test_a_mistake_in_the_file_is_2(examined: Doctor, capsys: pytest.CaptureFixt
         ("--pipeline.0.data_folder=nowhere", "input, readable", "problem: {}/nowhere: "),
         ("--pipeline.0.text_key=content", "input, readable", "problem: {}/documents holds no documents for this"),
         ("--pipeline.1.checkpoints_local_dir=job.yaml/x", "checkpoints, writable",
-         "problem: {}/job.yaml/x: {}/job.yaml is a file, and should be a folder."),
+         "problem: {}/job.yaml/x: {}/job.yaml is a file where a folder is needed."),
         ("--pipeline.1.output_writer.output_folder=job.yaml", "output, writable", "problem: {}/job.yaml: "),
-        ("--pipeline.1.checkpoints_local_dir=null", "checkpoints, folder", "warning: none are kept"),
+        ("--pipeline.1.checkpoints_local_dir=null", "checkpoints, folder", "warning: none: a run"),
         ("--pipeline.1.config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready",
          "problem: model_name_or_path: there is no file no.gguf"),
         ("--pipeline.1.config={server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, "
@@ -148,7 +148,7 @@ def test_a_file_system_without_locks_is_a_warning(
     monkeypatch.setattr(fcntl, "flock", flock)
     assert examined() == 0
     assert lines_by_check(capsys.readouterr().out)["checkpoints, locks"].startswith(
-        "warning: the file system has none."
+        "warning: the file system has no locks."
     )
 
 
@@ -198,7 +198,7 @@ def test_a_folder_that_never_answers_is_a_problem(
     assert examined() == 1
     never.set()
     said = lines_by_check(capsys.readouterr().out)["checkpoints, reachable"]
-    assert said.endswith("there was no answer within 2 s. Mend the mount, or choose another folder.")
+    assert said.endswith("there was no answer within 2 s. Repair the mount, or choose another folder.")
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_plan_shows_what_is_set_now(job: Path, server: FakeServer) -> None:
     [
         (["--pipeline.1.checkpoints_local_dir=null"], 2, "checkpoints_local_dir is not set, so there is nothing"),
         (["--executor.pipeline=[]"], 2, "has no InferenceRunner"),
-        (["--pipeline.1.checkpoints_local_dir=job.yaml"], 1, "job.yaml is a file, and should be a folder."),
+        (["--pipeline.1.checkpoints_local_dir=job.yaml"], 1, "job.yaml is a file where a folder is needed."),
         ([TO_MEMORY], 1, "403 Forbidden"),
     ],
 )

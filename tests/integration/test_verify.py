@@ -134,7 +134,7 @@ def test_documents_are_counted_in_compressed_and_columnar_files(
     runner(tmp_path, server, output_writer=output, skip_bad_requests=True).run(documents(3))
     assert said("verify", tmp_path, "--full")[0] == 0
     edit_commits(tmp_path, lambda commit: commit | {"tally": commit["tally"] | {"written": 5}})
-    assert "output files hold 1 documents, though 5 were committed" in said("verify", tmp_path, "--full")[1]
+    assert "output files hold 1 documents instead of the 5 that were committed" in said("verify", tmp_path, "--full")[1]
 
 
 def test_chunks_in_several_files_and_in_numbered_files_are_whole(
@@ -191,7 +191,7 @@ def test_a_damaged_output_file_is_named_with_what_to_do(job: Path, said: Said, k
     code, text = said("verify", job, "--full")
     assert code == 1
     assert text.startswith(message)
-    advice = f"To make it again: datatrove-ckpt repair {job}/checkpoints --full, then run again.\n"
+    advice = f"To redo it: datatrove-ckpt repair {job}/checkpoints --full, then run again.\n"
     assert text.splitlines(keepends=True)[0].endswith(advice)
     assert text.splitlines()[1].startswith("1 problem: 2 ranks, 14 documents")
     assert said("verify", job)[0] == (0 if kind == "altered" else 1), "only --full reads the files"
@@ -234,25 +234,25 @@ def newer_format(job: Path) -> None:
 OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "foreign": (
         lambda job: (job / "output" / "notes.txt").write_text("mine"),
-        ["notes.txt is covered by no commit."],
+        ["notes.txt is named by no commit."],
     ),
     "foreign chunk": (
         lambda job: shutil.copy(chunk_file(job, 0), chunk_file(job, 9)),
-        ["00000_chunk_00009.jsonl is covered by no commit."],
+        ["00000_chunk_00009.jsonl is named by no commit."],
     ),
     "duplicate": (
         share_a_file,
-        ["rank 0, chunk 1: 00000_chunk_00001.jsonl is claimed by rank 0, chunk 1 and by rank 1, chunk 2."],
+        ["rank 0, chunk 1: 00000_chunk_00001.jsonl is named by rank 0, chunk 1 and by rank 1, chunk 2."],
     ),
     "lost": (
         lose_a_commit,
         [
-            "rank 0, chunk 1: no commit covers documents 2 to 5 (chunks 1 to 2). To have them made: datatrove-ckpt ",
-            "00000_chunk_00001.jsonl is covered by no commit.",
+            "rank 0, chunk 1: no commit covers documents 2 to 5 (chunks 1 to 2). To process them: datatrove-ckpt ",
+            "00000_chunk_00001.jsonl is named by no commit.",
         ],
     ),
     "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
-    "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit, too, covers documents 3. Restore"]),
+    "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"]),
     "corrupt": (damage_the_log, ["commits.jsonl, line 1: the line is damaged, and whole lines follow it"]),
     "another version": (newer_format, ["holds lines that another version of this program wrote"]),
     "corrupt settings": (
@@ -261,7 +261,7 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "settings of another version": (
         lambda job: edit_settings(job, 1, format=99),
-        ["rank 1: ", "run.json is of another version of this program"],
+        ["rank 1: ", "run.json was written by another version of this program"],
     ),
     "no settings": (
         lambda job: (job / "checkpoints" / "00001" / "run.json").unlink(),
@@ -269,11 +269,11 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "identity": (
         lambda job: edit_settings(job, 1, model="other", accepted_changes=[1]),
-        ['rank 1: was run with other settings than rank 0: model: "fake" -> "other".'],
+        ['rank 1: was run with settings that differ from rank 0: model: "fake" -> "other".'],
     ),
     "rank": (
         lambda job: shutil.rmtree(job / "checkpoints" / "00000"),
-        ["rank 0: ", "/00000 is missing: the rank was never run", "00000_chunk_00002.jsonl is covered by no commit"],
+        ["rank 0: ", "/00000 is missing: the rank never ran", "00000_chunk_00002.jsonl is named by no commit"],
     ),
     "one too many": (
         lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
@@ -281,22 +281,22 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "dead_letters": (
         lose_a_dead_letter,
-        ["rank 0, chunk 2: ", "dead_letters.jsonl holds 0 dead letters of it, though 1 were counted."],
+        ["rank 0, chunk 2: ", "dead_letters.jsonl holds 0 dead letters of this chunk instead of 1."],
     ),
     "more dead letters": (
         lambda job: (job / "checkpoints" / "00000" / "dead_letters.jsonl").open("a").write("{}\n"),
-        ["rank 0: ", "dead_letters.jsonl goes on for 3 bytes after the last dead letter"],
+        ["rank 0: ", "dead_letters.jsonl has 3 bytes after the last dead letter"],
     ),
     "output": (
         lambda job: (job / "output").rename(job / "moved"),
-        ["/output, where the output was written to, is not there. If it was moved, say where to with --output"],
+        ["/output does not exist. If it was moved, give its place with --output"],
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.parametrize("kind", OTHER_DAMAGE)
-def test_damage_that_repair_cannot_mend_is_named_and_left_alone(job: Path, said: Said, kind: str) -> None:
+def test_damage_that_repair_cannot_fix_is_named_and_left_alone(job: Path, said: Said, kind: str) -> None:
     damage, messages = OTHER_DAMAGE[kind]
     damage(job)
     code, text = said("verify", job)
@@ -308,7 +308,7 @@ def test_damage_that_repair_cannot_mend_is_named_and_left_alone(job: Path, said:
     before = outputs(job)
     code, text = said("repair", job)
     assert code == 1
-    assert f"not mended: {messages[0]}" in text or messages[-1] in text
+    assert f"not repaired: {messages[0]}" in text or messages[-1] in text
     assert outputs(job) == before
 
 
@@ -339,7 +339,7 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
     code, text = said("repair", job, "--full")
     assert code == 1
     assert text.count("cannot be read: PermissionError: not yours") == 8
-    assert "nothing that repair can mend" in text
+    assert "nothing that repair can do" in text
 
 
 # unfinished ----------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: F
     code, text = said("verify", tmp_path)
     assert code == 3
     assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
-    assert "rank 1: is not begun." in text
+    assert "rank 1: is not started." in text
     assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
 
 
@@ -375,7 +375,7 @@ def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
     assert chunk_file(tmp_path, 0).exists()
     code, text = said("verify", tmp_path)
     assert code == 3
-    assert "rank 0, chunk 0: 00000_chunk_00000.jsonl is published, but not committed yet." in text
+    assert "rank 0, chunk 0: 00000_chunk_00000.jsonl is published but not committed yet." in text
 
 
 def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeServer, said: Said) -> None:
@@ -395,7 +395,7 @@ def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeSe
     assert text.startswith("rank 0: running (pid ")
     assert "2 documents done" in text
     assert seen["verify"][0] == 3
-    assert "rank 0: is not finished: the run is still on, or has to be run again." in seen["verify"][1]
+    assert "rank 0: is not finished: the run is active, or must be run again." in seen["verify"][1]
     assert seen["repair"] == (0, "There is nothing to repair.\n")
     assert said("verify", tmp_path)[0] == 0
 
@@ -444,7 +444,9 @@ def test_status_has_a_line_for_each_rank_and_one_for_all(job: Path, said: Said) 
     assert lines[0].startswith(f"rank 0: finished, {numbers}")
     assert lines[1].startswith(f"rank 1: unfinished, {numbers}")
     assert ", last commit 20" in lines[0]
-    assert lines[2].startswith("total: 3 ranks (1 finished, 1 unfinished, 1 not begun), 14 documents done (10 written")
+    assert lines[2].startswith(
+        "total: 3 ranks (1 finished, 1 unfinished, 1 not started), 14 documents done (10 written"
+    )
 
 
 def test_status_of_a_damaged_rank_is_1_and_says_why(job: Path, said: Said) -> None:
@@ -460,7 +462,7 @@ def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, command:
     code, text = said(command, tmp_path)
     assert code == 2
     assert text == (
-        f"error: {tmp_path}/checkpoints holds no checkpoint: there is no folder like 00000 in it. Give the folder "
+        f"error: {tmp_path}/checkpoints contains no checkpoint: there is no folder like 00000 in it. Give the folder "
         "that checkpoints_local_dir names.\n"
     )
 
@@ -482,7 +484,7 @@ def test_a_repaired_chunk_is_made_again_by_the_next_run_and_no_other_is(
     assert not chunk_file(job, 1).exists()
     assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "0\n"
     code, text = said("verify", job, "--full")
-    assert (code, text.splitlines()[0]) == (3, "rank 0, chunk 1: is not begun, though later chunks are.")
+    assert (code, text.splitlines()[0]) == (3, "rank 0, chunk 1: is not started, although later chunks are.")
     run(job, server)
     assert set(server.asked) == {"text 2", "text 3"}
     assert outputs(job / "output") == undamaged
@@ -599,7 +601,7 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
 def test_a_lost_commit_is_made_again(job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes]) -> None:
     edit_commits(job, lambda commit: None if commit["chunk_index"] == 1 else commit)
     code, text = said("repair", job)
-    assert "\nrank 0, chunk 1: leave a note that it has to be made\n" in text
+    assert "\nrank 0, chunk 1: mark it as not done\n" in text
     assert code == 1, "the files of the lost commits are foreign, until they are made again"
     assert said("verify", job)[0] == 3
     run(job, server)
@@ -664,7 +666,7 @@ def test_a_short_chunk_with_others_after_it_is_left_alone(tmp_path: Path, server
     before = outputs(tmp_path)
     code, text = said("repair", tmp_path)
     assert code == 1
-    assert text.startswith("not mended: rank 0, chunk 1: cannot be made again: it was made before the input grew")
+    assert text.startswith("not repaired: rank 0, chunk 1: cannot be redone: it was made before the input grew")
     assert outputs(tmp_path) == before
 
 
@@ -675,7 +677,7 @@ def test_dead_letters_that_were_moved_by_hand_are_not_cut(job: Path, said: Said)
     before = outputs(job)
     code, text = said("repair", job)
     assert code == 1
-    assert "rank 0, chunk 0: cannot be made again: its dead letters are not where they should be in" in text
+    assert "rank 0, chunk 0: cannot be redone: its dead letters are damaged in" in text
     assert outputs(job) == before
 
 
@@ -685,7 +687,7 @@ def test_a_file_that_two_commits_claim_is_not_made_again(job: Path, said: Said) 
     before = outputs(job)
     code, text = said("repair", job)
     assert code == 1
-    assert text.count("cannot be made again: another commit claims its output") == 2
+    assert text.count("cannot be redone: another commit names the same output file") == 2
     assert outputs(job) == before
 
 
@@ -720,7 +722,7 @@ def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
     code, text = said("repair", tmp_path, "--logging-dir", str(tmp_path / "logs"))
     assert code == 0
     marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the executor runs it again"
-    assert text.splitlines() == [marker, "Done. Run the pipeline again to have the rest made."]
+    assert text.splitlines() == [marker, "Done. Run the pipeline again to process these chunks."]
     assert sorted(outputs(tmp_path / "logs" / "completions")) == ["00001"]
     execute(tmp_path, server)
     assert outputs(tmp_path / "output") == undamaged
@@ -777,7 +779,7 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
         assert "retry-00001, rank 1: finished" in said("status", job)[1]
         code, text = said("repair", job)
         assert code == 0
-        assert "Run the pipeline again to have the rest made, as a retry of dead letters." in text
+        assert "Run the pipeline again to process these chunks, as a retry of dead letters." in text
         retry(job, mended)
     assert outputs(job / "output") == made
     assert said("verify", job, "--full")[0] == 0

@@ -62,7 +62,7 @@ def test_subfolders_on_another_disk_are_a_problem(tmp_path: Path) -> None:
         assert output(tmp_path / "output")["staging"].state == "ok"  # the template has no folders
         staging = output(tmp_path / "output", "${rank}/${chunk_index}.jsonl")["staging"]
     assert staging.state == "problem"
-    assert f"{tmp_path}/output/00000 lies on another file system than {tmp_path}/output" in staging.message
+    assert f"{tmp_path}/output/00000 is on another file system than {tmp_path}/output" in staging.message
 
 
 def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_folders_of_an_earlier_run_by_another_user_are_a_problem() -> None:
         with somebody_else():
             (found,) = checks._check_ranks("checkpoints", folder)
         assert (found.state, found.what) == ("problem", "earlier run")
-        assert found.message.startswith(f"{rank}/commits.jsonl: of an earlier run, and not writable for this user.")
+        assert found.message.startswith(f"{rank}/commits.jsonl: from an earlier run, and this user cannot write there.")
         rank.chmod(0o700)
         with somebody_else():
             (found,) = checks._check_ranks("checkpoints", folder)

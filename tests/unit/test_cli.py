@@ -126,15 +126,19 @@ def test_an_override_may_set_what_the_file_leaves_out_or_replace_a_whole_step(ru
         ("--executor.taks=4", 'executor LocalPipelineExecutor: unknown key "taks", did you mean "tasks"?'),
         ("--executor.tasks", "executor LocalPipelineExecutor: tasks: null is not an int."),
         ("--pipeline.2.config.tp=0", "pipeline[2] InferenceRunner.config: tp must be >= 1; it is 0."),
-        ("--pipeline.3.size=1", '--pipeline.3.size: "3" is not one of the 3 items, which count from 0.'),
-        ("--pipeline.Step.size=1", '--pipeline.Step.size: "Step" is not one of the 3 items, which count from 0.'),
+        ("--pipeline.3.size=1", '--pipeline.3.size: "3" is not the index of one of 3 items (they count from 0).'),
+        (
+            "--pipeline.Step.size=1",
+            '--pipeline.Step.size: "Step" is not the index of one of 3 items (they count from 0).',
+        ),
         ("--pipeline.1.size.x.y=1", 'pipeline[1] Step: size: {"x": {"y": 1}} is not an int.'),
         ("--pipeline.1.end.x=1", '--pipeline.1.end.x: there is no "x" inside "done".'),
         ("--pipeline.2.config.api_key=hunter2",
-         "--pipeline.2.config.api_key: other users see command lines; export the key and name it in api_key_env."),
+         "--pipeline.2.config.api_key: other users can see command lines; export the key and name "
+         "its variable in api_key_env."),
         ("--pipeline.0.data_folder=nowhere", 'pipeline[0] JsonlReader: data_folder: "{}/nowhere" is not a folder.'),
         ("--pipeline.0.glob_pattern=*.gz",
-         'pipeline[0] JsonlReader: data_folder: "{}/documents" holds no files that match "*.gz".'),
+         'pipeline[0] JsonlReader: data_folder: "{}/documents" contains no files that match "*.gz".'),
     ],
 )  # fmt: skip
 def test_a_mistake_is_2_and_one_line(
@@ -241,7 +245,7 @@ def test_tasks_that_failed_without_a_word_are_1(
     logs = Path("logs/logs").absolute()
     assert capsys.readouterr().err.endswith(
         f"error: 2 of 3 tasks are not complete; rank 1 is the first. Their logs are in {logs}. Run the same command "
-        "again to go on.\n"
+        "again to resume.\n"
     )
 
 
@@ -263,7 +267,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
 def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--pipeline.1.end=interrupt") == 130
     command = "datatrove-ckpt run job.yaml --pipeline.1.end=interrupt"
-    assert capsys.readouterr().err.endswith(f"interrupted by SIGINT; what is finished is saved. To go on: {command}\n")
+    assert capsys.readouterr().err.endswith(f"interrupted by SIGINT; what is finished is saved. To resume: {command}\n")
 
 
 @pytest.mark.parametrize(
@@ -271,14 +275,14 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFix
     [
         (["--version"], 0, "datatrove-ckpt 0."),
         (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
-        (["--help"], 0, "show what each rank has done; works while a run is on"),
+        (["--help"], 0, "show what each rank has done; also during a run"),
         (["status", "--help"], 0, "print one JSON object instead of text"),
-        (["verify", "--help"], 0, "3  no problem, but something is not finished"),
+        (["verify", "--help"], 0, "3  no problem found, but something is not finished"),
         (["repair", "--help"], 0, "--logging-dir DIR"),
         (["doctor", "--help"], 0, "Run it where the job will run"),
         (["plan", "--help"], 0, "sqrt(2 * cost * MTBF)"),
         (["plan", "job.yaml"], 2, "--mtbf"),
-        (["plan", "job.yaml", "--mtbf", "6"], 2, "'6' is no time; give a number and s, m, h or d, such as 6h"),
+        (["plan", "job.yaml", "--mtbf", "6"], 2, "'6' is not a duration; give a number with s, m, h or d, such as 6h"),
         (["verify"], 2, "CHECKPOINTS"),
         (["verify", "checkpoints", "--executor.tasks=4"], 2, "unrecognized arguments: --executor.tasks=4"),
         ([], 2, "usage: datatrove-ckpt"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, Mount, find_mount, nature
+from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, Mount, find_mount, traits
 
 TEXT = """\
 /dev/nvme0n1p1 / ext4 rw,relatime 0 0
@@ -46,7 +46,7 @@ def test_this_machines_own_mounts_can_be_read(tmp_path: Path) -> None:
 
 
 def of(kind: str, options: str = "rw", source: str = "somewhere") -> FilesystemTraits:
-    return nature(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
+    return traits(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "fuseblk", "apfs"])
@@ -81,9 +81,9 @@ def test_a_network_file_system_with_locks_that_all_nodes_see_raises_no_concern(k
     assert of(kind, options).concerns == ()
 
 
-def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unfit() -> None:
+def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unsupported() -> None:
     assert [kind for kind in ("tmpfs", "ramfs", "overlay", "ext4", "nfs4") if of(kind).lasts] == ["ext4", "nfs4"]
-    assert of("fuse.mountpoint-s3").unfit
-    assert of("fuse", source="mountpoint-s3").unfit
-    assert not of("fuse.sshfs").unfit
-    assert nature(None).lasts
+    assert of("fuse.mountpoint-s3").unsupported
+    assert of("fuse", source="mountpoint-s3").unsupported
+    assert not of("fuse.sshfs").unsupported
+    assert traits(None).lasts

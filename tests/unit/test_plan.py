@@ -106,5 +106,7 @@ def test_times_have_units(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["6", "h", "0h", "-1h", "6 weeks", "1h30m", ""])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no time; give a number and s, m, h or d, such as 6h"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match="is not a duration; give a number with s, m, h or d, such as 6h"
+    ):
         parse_time(text)

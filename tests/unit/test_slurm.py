@@ -99,7 +99,7 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
     for part in (
         f"Logs: {login_node}/slurm_run/logs/slurm and {login_node}/slurm_run/logs/logs.",
         "squeue -j 7; datatrove-ckpt status slurm_run/checkpoints.",
-        f"the same line submits what is not complete: datatrove-ckpt run {CONFIG}\n",
+        f"the same command submits the tasks that are not complete: datatrove-ckpt run {CONFIG}\n",
     ):
         assert part in said
     assert Path("submitted/7").read_text().startswith(f"--export=ALL,RUN_OFFSET=0{login_node}:elsewhere\n")
@@ -145,7 +145,7 @@ def test_a_run_whose_job_is_in_the_queue_is_not_submitted_once_more(
     Path("queued/7").write_text("7_[3-99] gpu summaries PD\n")
     assert run() == 2
     assert capsys.readouterr().err == (
-        "error: executor: job 7 of this run is still in the queue. Wait for its end (squeue -j 7), or cancel it "
+        "error: executor: job 7 of this run is still in the queue. Wait until it ends (squeue -j 7), or cancel it "
         "(scancel 7), and run the same command again.\n"
     )
     assert ranks.read_text() == "as the first one needs them"
@@ -185,9 +185,9 @@ def test_nothing_is_submitted_while_squeue_cannot_say_that_the_last_job_is_over(
     monkeypatch.setattr(slurm_submit, "_SQUEUE_TIMEOUT", 0.1 if "sleep" in str(squeue) else 120.0)
     assert run() == 2
     assert capsys.readouterr().err == (
-        f"error: executor: squeue does not say whether job 7 of this run is still in the queue: {cause}. Nothing was "
+        f"error: executor: squeue does not tell whether job 7 of this run is still in the queue: {cause}. Nothing was "
         "submitted. Run the same command again when squeue -j 7 answers, or remove "
-        f"{login_node}/slurm_run/logs/slurm_jobs.json if you know that the job is over.\n"
+        f"{login_node}/slurm_run/logs/slurm_jobs.json if you know that the job has ended.\n"
     )
     assert ranks.read_text() == "as the first one needs them"
     assert sorted(Path("submitted").iterdir()) == submitted
@@ -205,7 +205,7 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     said = capfd.readouterr().err
     assert "sbatch: error: invalid partition specified: gpu\n" in said
     assert said.endswith(
-        f"error: sbatch ended with exit code 1; what it said is above. {there} The script is in "
+        f"error: sbatch ended with exit code 1; its message is above. {there} The script is in "
         f"{login_node}/slurm_run/logs/launch_script.slurm.\n"
     )
 

@@ -259,7 +259,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("class_path: JsonlReader", "class_path: my_module.Stp",
          'pipeline[0]: no class "Stp" in my_module, did you mean "Step"?'),
         ("class_path: JsonlReader", "class_path: nowhere.Reader",
-         'pipeline[0]: class "nowhere.Reader" needs module "nowhere", which is not there; '
+         'pipeline[0]: class "nowhere.Reader" needs module "nowhere", which is not installed; '
          "correct the path, or install what is missing."),
         ("class_path: JsonlReader", "class_path: my_module.NUMBER",
          'pipeline[0]: class_path: "my_module.NUMBER" is not a class.'),

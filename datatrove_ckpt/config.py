@@ -24,42 +24,50 @@ class InferenceConfig:
             "dummy" (canned answers, for debugging), "custom" (a script of yours, ``model_kwargs["server_script"]``).
         model_name_or_path: name or path of the model; for llamacpp a GGUF file, also as ``package://NAME/FILE``
             for one that lies inside an installed Python package.
-        model_max_context: maximum context length, in tokens.
+        model_max_context: maximum context length, prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
         endpoint_url: for "endpoint": base URL (without /v1), or a list of them. ``${NAME}`` stands for an environment
-            variable, as a secret in its query must.
+            variable; a secret in the URL's query must be written that way.
         api_key: key for the endpoint. Kept in the environment of this process only; prefer ``api_key_env``.
         metric_interval: seconds between two log lines about progress.
-        tp, dp, pp: tensor, data and pipeline parallelism.
+        tp: GPUs that share each layer (tensor parallelism). One server needs tp * dp * pp GPUs.
+        dp: copies of the model in one server (data parallelism).
+        pp: stages that the model's layers are divided into (pipeline parallelism).
         default_generation_params: payload keys that a rollout's own payload overrides.
-        rollouts_per_document: how often the rollout function is run on each document.
-        max_concurrent_generations: requests in flight at once.
-        max_concurrent_documents: documents in work at once; default max_concurrent_generations //
-            rollouts_per_document.
-        request_timeout: seconds one attempt of a request may take. None means an hour, so that nothing waits for ever.
+        rollouts_per_document: rollouts of each document: how often the rollout function runs on it.
+        max_concurrent_generations: requests in flight at once, per task.
+        max_concurrent_documents: documents in work at once, per task. None: max_concurrent_generations //
+            rollouts_per_document, at least 1.
+        request_timeout: seconds one attempt of a request may take. None: 3600, because no request may wait without a
+            limit.
         model_kwargs: further command-line flags of the server, ``{"enforce-eager": True, "seed": 1}``.
-        server_log_folder: where servers' logs go; default: a temporary folder, whose tail every error shows.
-        master_port: port of the master node when several nodes serve one model.
-        server_start_timeout_sec: seconds to spawn the server process.
-        server_ready_max_attempts, server_ready_delay_sec: how often, and how many seconds apart at most, readiness is
-            polled before a start counts as failed.
-        server_start_max_retries: further attempts to start the server after the first.
+        server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its server stops. Errors
+            of a server show the end of its log.
+        master_port: port of the first node when several nodes serve one model. The connection between the nodes'
+            runners uses the next one, master_port + 1.
+        server_start_timeout_sec: longest time to create the server's process.
+        server_ready_max_attempts: attempts to reach a starting server. Multiplied by ``server_ready_delay_sec``, this
+            is the longest time from the process's start until the server is ready, model loading included.
+        server_ready_delay_sec: longest pause between two such attempts.
+        server_start_max_retries: attempts to start the server again after the first start failed.
         api_key_env: name of the environment variable that holds the endpoint's key.
-        trust_remote_code: let vLLM and SGLang run code that comes with the model. Off: it is somebody else's code.
-        request_max_attempts: attempts per request before it is given up (429, 5xx, resets, timeouts, torn answers).
-        server_stop_timeout_sec: seconds a server gets to end by itself before it is killed; 4 at most if its runner
-            was killed itself.
+        trust_remote_code: let vLLM and SGLang run code that comes with the model. Off by default: it is third-party
+            code.
+        request_max_attempts: attempts per request before it is given up (408, 409, 425, 429, 5xx, resets, timeouts,
+            incomplete answers).
+        server_stop_timeout_sec: time from the stop request until a server that has not ended is killed; at most 4
+            seconds if its runner was killed itself.
         replicas: servers to launch on this node, each on its own tp * dp * pp GPUs (llamacpp: with its
             share of the cores as threads). ``max_concurrent_generations`` counts the requests of all of them together.
-        server_max_restarts: how often one server may be restarted within ``server_restart_window_sec`` seconds, not
-            counting deaths that proved a request poisonous. The run ends when every server has used that up.
-        server_restart_window_sec: see there.
-        hang_timeout: seconds after which a server that has requests, and neither answered any nor counted a new token
-            in its metrics, is killed and started again.
-        target_waiting: keep this many requests waiting inside each engine, as its metrics show them, instead of
-            always sending ``max_concurrent_generations``, which is then the upper limit. vLLM, SGLang, llamacpp.
-        server_python: the Python interpreter that starts vLLM, SGLang or a custom script, when that is not ours: the
-            engine may then live in a virtual environment of its own.
+        server_max_restarts: restarts allowed for one server within ``server_restart_window_sec``. A death that proves
+            a request poisonous does not count. The run ends when every server has used up its restarts.
+        server_restart_window_sec: length of the window in which ``server_max_restarts`` are counted.
+        hang_timeout: seconds after which a server is killed and restarted if it has requests, has answered none of
+            them, and its metrics show no new token.
+        target_waiting: requests to keep waiting inside each engine, according to its metrics. None: always send
+            ``max_concurrent_generations``, which otherwise is the upper limit. vLLM, SGLang and llamacpp only.
+        server_python: the Python interpreter that starts vLLM, SGLang or a custom script, if the engine has a virtual
+            environment of its own. None: the interpreter that runs this package.
 
     Raises:
         ConfigError: a value that cannot work.

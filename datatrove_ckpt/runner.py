@@ -54,38 +54,40 @@ class InferenceRunner(PipelineStep):
     The first eight arguments are those of datatrove's ``InferenceRunner``.
 
     Args:
-        rollout_fn: ``async def rollout(document, generate, **shared)``. ``await generate(payload)`` gives an
-            ``InferenceResult`` or raises ``InferenceError``. What it returns (an InferenceResult or JSON values) is
-            put into ``document.metadata[metadata_key]``, a list with one entry per rollout. None is left out; a
-            document all of whose rollouts return None is dropped from the output, and counted as done.
+        rollout_fn: ``async def rollout(document, generate, **shared)``. ``await generate(payload)`` returns an
+            ``InferenceResult`` or raises ``InferenceError``. What the rollout returns (an InferenceResult or JSON
+            values) is put into ``document.metadata[metadata_key]``, a list with one entry per rollout. None is left
+            out; a document whose rollouts all return None is dropped from the output, and counted as done.
         config: the server and how to ask it.
         output_writer: any DiskWriter. With checkpoints its ``output_filename`` needs ``${chunk_index}``. With several
-            tasks it needs ``${rank}``, which a task finds out when it starts, and a YAML file before anything does.
+            tasks it needs ``${rank}``: a YAML file is checked for that before anything runs, else the task is when it
+            starts.
         shared_context: keyword arguments for the rollout: a dict, a callable that returns one, a context manager
             that gives one, or a callable that returns such a context manager.
         checkpoints_local_dir: local folder for checkpoints. None: no checkpoints, and a run that dies starts over.
         records_per_chunk: documents per output file, with checkpoints.
         metadata_key: where the results go in the document's metadata.
-        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 422) becomes a dead letter,
-            instead of stopping the rank.
+        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 422 and other permanent 4xx)
+            becomes a dead letter, instead of stopping the rank.
         on_document_error: "stop" the rank when a rollout raises or a request cannot be answered, or make the document
-            a "dead_letter" and go on. A request that kills servers is a dead letter either way.
-        max_dead_letters: the rank stops when more documents than this have failed. None: no limit.
+            a "dead_letter" and continue. A request that kills servers becomes a dead letter either way.
+        max_dead_letters: documents that may become dead letters; one more stops the rank. None: no limit.
         retry_dead_letters: process the dead letters of earlier runs instead of the input, into output files of their
             own. The rank must be finished.
-        seek: whether a resume may seek in the input. None: if the reader can, and no step between it and this one may
-            keep something from one document to the next, as far as can be told; else documents are counted.
-        sync_seconds: how many seconds of answers a power loss may cost. kill -9 costs none. "auto": as few as can be
-            had for 2 % of the storage thread's time, between 0.1 and 30.
-        drain_seconds: how long requests in flight may take once the rank is told to end, by a signal or because Slurm's
-            time limit comes near. A second signal ends the wait.
-        drain_signals: names of the signals that do that. Each is handed on to the handler that was there, afterwards.
-        retry_errors: ask again where an earlier run got a permanent error.
-        accept_changes: go on with a checkpoint that was made with other settings, and record that in its run.json.
+        seek: whether a resume may seek in the input. None: yes if the reader can seek and no known step between the
+            reader and this one keeps something from one document to the next. Otherwise documents are counted.
+        sync_seconds: time between two syncs, and so what a power loss may cost; kill -9 costs none of it.
+            "auto": as short as 2 % of the storage thread's time allows, between 0.1 and 30 seconds.
+        drain_seconds: how long requests in flight may take once the rank is asked to stop, by a signal or because
+            Slurm's time limit comes near. A second signal ends the wait.
+        drain_signals: names of the signals that ask a rank to stop. Afterwards each is raised again for the handler
+            that was there before.
+        retry_errors: send requests again that an earlier run recorded as permanent errors.
+        accept_changes: continue with a checkpoint that was made with other settings, and record that in its run.json.
         checkpoints_remote_dir: any fsspec URL (``s3://...``) or folder, to which the checkpoint is copied while the run
-            is on. A node without the local folder goes on from there. Credentials come from the environment.
-        mirror_seconds: how often that is, at most, and so how many seconds of answers a lost node costs. "auto": as few
-            as can be had for 5 % of the mirror thread's time, between 5 and 600.
+            is on. A node without the local folder resumes from there. Credentials come from the environment.
+        mirror_seconds: shortest time between two uploads to ``checkpoints_remote_dir``, and so what a lost node may
+            cost. "auto": as short as 5 % of the mirror thread's time allows, between 5 and 600 seconds.
 
     Raises:
         ConfigError: an argument that cannot work.

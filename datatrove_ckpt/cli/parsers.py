@@ -17,7 +17,7 @@ OVERRIDES_HELP = """\
 any argument in the file can be set on the command line; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
-  --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+  --pipeline.1.rollout_fn.prompt="Summarise {text}"
 """
 
 _DOCTOR_EPILOG = """\

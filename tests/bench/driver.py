@@ -1,4 +1,4 @@
-"""The benchmarks: ``python -m tests.bench.driver COMMAND``; README.md beside this file lists them.
+"""The benchmarks: ``python -m tests.bench.driver COMMAND``; docs/benchmarks.md lists the commands.
 
 Figures of a busy machine are noise. What counts are ratios of runs that followed each other, so systems run in turn,
 each in a fresh process, several times, and medians are printed.
@@ -237,7 +237,7 @@ class Bench:
                "worst callbacks (CPU/GIL ms)"], rows)  # fmt: skip
 
     def report(self) -> None:
-        """The README's table, and results.svg."""
+        """The table of docs/benchmarks.md, README's figures, and results.svg."""
         from tests.bench.report import write_report
 
         write_report(self)

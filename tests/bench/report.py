@@ -1,6 +1,7 @@
-"""The README's table and picture: everything that they show, measured in one go, in some twelve minutes.
+"""The table of docs/benchmarks.md, README's figures and the picture: measured together, in some twelve minutes.
 
-``results.svg`` lies beside this file; the table stands in the README between two comments.
+``results.svg`` lies beside this file. The table, and README's figures, which are taken from it, stand between two
+comments.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from tests.bench.picture import Panel, draw
 if TYPE_CHECKING:
     from tests.bench.driver import Bench
 
+TABLE = ROOT / "docs/benchmarks.md"
+README = ROOT / "README.md"
 _START, _END = "<!-- measured: start -->\n", "<!-- measured: end -->"
+_LINK = "https://github.com/datatrove-ckpt/datatrove-ckpt/blob/main/docs/benchmarks.md"
 _NAMES = {"ours": "ours", "bare": "bare loop", "datatrove": "datatrove"}
 Results = dict[str, list[Result]]
 
@@ -65,14 +69,14 @@ def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
         row("documents/s, server answers at once", [median(flat[name], "rate") for name in names], 0),
         row("CPU s per 1000 documents", [median(flat[name], "cpu_per_1000") for name in names], 3),
         row("memory, MB", [median(flat[name], "memory") for name in names], 0),
-        row("s from last request to end of run", [median(flat[name], "tail") for name in names], 2),
+        row("s from the last request to the end of the run", [median(flat[name], "tail") for name in names], 2),
     ]
     for concurrency, results in waiting.items():
         shares = [_share(results, name, concurrency) for name in names]
         rows.append(row(f"% of ideal, server takes 200 ms, {concurrency:,} at once", shares, 0))
     rows.append(
-        ["ours against it: documents/s, CPU", ""]
-        + [f"{ratio(flat['ours'], flat[name], 'rate'):.1f} x, {ratio(flat['ours'], flat[name], 'us'):.2f} x"
+        ["ours divided by this one: documents/s; CPU", ""]
+        + [f"{ratio(flat['ours'], flat[name], 'rate'):.1f} x; {ratio(flat['ours'], flat[name], 'us'):.2f} x"
            for name in names[1:]]
     )  # fmt: skip
     return rows
@@ -81,7 +85,7 @@ def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
 def _own_rows(cost: dict[float, Results], grown: Result, watched: dict[str, Any]) -> list[list[str]]:
     cpu, wall = ratio(cost[0.0]["on"], cost[0.0]["off"], "us"), ratio(cost[0.2]["on"], cost[0.2]["off"], "wall")
     return [
-        ["checkpoints on against off: CPU; time at 200 ms", f"{cpu:.2f} x; {wall:.3f} x", "", ""],
+        ["checkpoints on, divided by off: CPU; time at 200 ms", f"{cpu:.2f} x; {wall:.3f} x", "", ""],
         ["memory, MB: 100,000 documents, one chunk, 5,000 at once", f"{grown['memory']:.0f}", "", ""],
         ["longest callback, ms: CPU; waiting for the GIL", f"{watched['cpu_ms']:.0f}; {watched['gil_ms']:.0f}", "", ""],
     ]
@@ -100,9 +104,32 @@ def _write_table(rows: list[list[str]], note: str) -> None:
     ]
     text = "\n".join(lines) + f"\n\nOn {note}.\n"
     print(text)
-    path = ROOT / "README.md"
-    readme = path.read_text()
-    before, start, rest = readme.partition(_START)
+    _replace(TABLE, text)
+    _replace(README, summary(text))
+
+
+def measured(path: Path) -> str:
+    """What stands between the two comments."""
+    return path.read_text().partition(_START)[2].partition(_END)[0]
+
+
+def summary(table: str) -> str:
+    """README's lines, from the text of the table."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    cells = {row[0]: row[1:] for row in rows}
+    rate, cpu = cells["documents/s, server answers at once"], cells["CPU s per 1000 documents"]
+    share = cells["% of ideal, server takes 200 ms, 1,024 at once"]
+    cores = table.partition("\n\nOn ")[2].partition(";")[0]
+    return (
+        f"On {cores}, with a mock server that answers at once: {rate[0]} documents/s (datatrove's runner: {rate[1]})\n"
+        f"and {cpu[0]} CPU seconds per 1000 documents ({cpu[1]}). With a server that takes 200 ms and 1,024 requests\n"
+        f"in flight: {share[0]} % of the ideal rate. [How this was measured]({_LINK}).\n"
+    )
+
+
+def _replace(path: Path, text: str) -> None:
+    page = path.read_text()
+    before, start, rest = page.partition(_START)
     _, end, after = rest.partition(_END)
     if not end:
         raise SystemExit(f"{path} has no lines {_START.strip()} and {_END}; the table above is not written there.")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from tests.readme import commands
+from tests.pages import commands
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [json.loads(line)["id"] for line in (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()]

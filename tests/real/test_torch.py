@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader, SeekingReader, jsonl
 from datatrove_ckpt.torch import ReaderDataset
-from tests.readme import blocks
+from tests.pages import torch_example
 
 pytestmark = [
     # torchdata 0.11 calls what torch 2.13 calls deprecated.
@@ -154,12 +154,12 @@ def test_a_state_goes_through_torch_save(reader: SeekingReader, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
-def test_the_loop_in_the_readme_stops_and_goes_on(reader: SeekingReader, workers: int) -> None:
+def test_the_loop_in_the_docs_stops_and_goes_on(reader: SeekingReader, workers: int) -> None:
     if not isinstance(reader, JsonlReader):
         return  # the passage is about JSONL
-    (block,) = [block for block in blocks("python") if "torchdata" in block]
+    block = torch_example()
     namespace: dict[str, Any] = {}
-    exec(compile(block, "README.md", "exec"), namespace)
+    exec(compile(block.text, block.page, "exec"), namespace)
     folder = reader.data_folder.path
     whole = [texts for texts, _ in namespace["batches"](folder, 0, workers=workers)]
     some = list(itertools.islice(namespace["batches"](folder, 0, workers=workers), 7))

@@ -1,0 +1,222 @@
+"""Every fenced example of README and docs/ runs, builds, or is listed in tests/pages.py with the test that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.io import DataFolder
+from loguru import logger
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.overrides import OVERRIDES_HELP
+from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_example
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder; it has documents."""
+    (tmp_path / "documents").mkdir()
+    lines = (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
+    (tmp_path / "documents/a.jsonl").write_text("\n".join(lines[:3]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    DataFolder.clear_instance_cache()  # it knows folders by relative names
+    yield tmp_path
+    logger.configure(patcher=lambda record: None)
+    DataFolder.clear_instance_cache()
+
+
+# python --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [one for one in blocks("python") if one != torch_example()], ids=str)
+def test_python_runs_as_a_script(folder: Path, block: Block) -> None:
+    (folder / "example.py").write_text(block.text)
+    ended = subprocess.run([sys.executable, "example.py"], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    if "SmolLM2" in block.text:  # README's
+        written = (folder / "summaries/00000_chunk_00000.jsonl").read_text().splitlines()
+        assert len(written) == 2
+        assert json.loads(written[0])["metadata"]["rollout_results"][0]["tokens"] > 0
+
+
+# yaml ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_builds(folder: Path, capsys: Capture, block: Block) -> None:
+    content = yaml.safe_load(block.text)
+    text = block.text
+    if "executor" not in content:
+        whole = yaml.safe_load(blocks("yaml", "README.md")[0].text)
+        runner = whole["executor"]["init_args"]["pipeline"][-1]["init_args"]
+        _merge(runner, content)
+        text = yaml.safe_dump(whole)
+    Path("job.yaml").write_text(text)
+    assert main(["run", "--dry-run", "job.yaml"]) == 0, capsys.readouterr().err
+    if "SlurmPipelineExecutor" in text:
+        assert "#SBATCH --signal=USR1@180\n" in capsys.readouterr().out
+
+
+def _merge(arguments: dict[str, Any], fragment: dict[str, Any]) -> None:
+    for name, value in fragment.items():
+        if isinstance(value, dict) and "class_path" not in value and name in arguments:
+            _merge(arguments[name], value)
+        else:
+            arguments[name] = value
+
+
+# bash ----------------------------------------------------------------------------------------------------------------
+
+
+def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
+    """Against the quick start, with fewer documents and shorter answers."""
+    shutil.copytree(ROOT / "configs", "configs")
+    small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
+    assert main(["run", "configs/quickstart.yaml", *small]) == 0, capsys.readouterr().err
+    done: set[str] = set()
+    for block in blocks("bash"):
+        for line in block.lines:
+            if line in done or line in RUN_ELSEWHERE or line in commands():
+                continue
+            done.add(line)
+            name, *arguments = shlex.split(line)
+            if name == "export":
+                _run_export(line)
+                continue
+            assert name == "datatrove-ckpt", f"{block}: no test runs {line!r}"
+            own = small if arguments[:2] == ["run", "configs/quickstart.yaml"] else []
+            assert main([*arguments, *own]) == 0, (str(block), line, capsys.readouterr())
+    said = capsys.readouterr().out
+    assert len(done) == 11
+    assert "\nno problem, " in said  # of doctor
+    assert "\nsettings for this machine:\n  sync_seconds: " in said  # of plan
+
+
+def test_overrides_in_the_help_can_be_typed(folder: Path, capsys: Capture) -> None:
+    shutil.copytree(ROOT / "configs", "configs")
+    overrides = [argument for line in OVERRIDES_HELP.splitlines()[1:] for argument in shlex.split(line)]
+    assert len(overrides) == 3
+    assert main(["run", "configs/quickstart.yaml", "--dry-run", *overrides]) == 0, capsys.readouterr().err
+
+
+def _run_export(line: str) -> None:
+    variable = line.split()[1].partition("=")[0]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = f'{line}\nprintf %s "${variable}"'
+    ended = subprocess.run(
+        ["bash", "-ec", script], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
+    )
+    assert len(ended.stdout) == 32, line
+
+
+# exit codes ----------------------------------------------------------------------------------------------------------
+
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    logging_dir: logs
+    workers: 1
+    pipeline:
+      - {class_path: JsonlReader, init_args: {data_folder: documents}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
+          config: {server_type: dummy, model_name_or_path: m}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+"""
+
+
+@pytest.fixture
+def finished(folder: Path, capsys: Capture) -> Path:
+    """A run that is complete: job.yaml, logs, out, checkpoints."""
+    Path("job.yaml").write_text(JOB)
+    assert main(["run", "job.yaml"]) == 0, capsys.readouterr().err
+    Path("empty").mkdir()
+    return folder
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def _unfinished() -> None:
+    Path("checkpoints/00000/lock").touch()
+
+
+def _damaged() -> None:
+    Path("checkpoints/00000/run.json").write_text("{")
+
+
+def _nothing() -> None:
+    pass
+
+
+Scenario = tuple[Callable[[], None], str]
+SCENARIOS: dict[tuple[str, str], Scenario] = {
+    ("run", "0"): (_nothing, "run job.yaml"),
+    ("run", "1"): (_nothing, "run job.yaml --executor.skip_completed=false --pipeline.1.metadata_key=other"),
+    ("run", "2"): (_nothing, "run job.yaml --executor.taks=4"),
+    ("run", "128 + n"): (_interrupted, "run job.yaml"),
+    ("doctor", "0"): (_nothing, "doctor job.yaml"),
+    ("doctor", "1"): (_nothing, "doctor job.yaml --pipeline.0.data_folder=empty"),
+    ("doctor", "2"): (_nothing, "doctor job.yaml --executor.taks=4"),
+    ("plan", "0"): (_nothing, "plan job.yaml --mtbf 6h"),
+    ("plan", "1"): (_nothing, "plan job.yaml --mtbf 6h --pipeline.1.checkpoints_local_dir=job.yaml/checkpoints"),
+    ("plan", "2"): (_nothing, "plan job.yaml"),
+    ("status", "0"): (_nothing, "status checkpoints"),
+    ("status", "1"): (_damaged, "status checkpoints"),
+    ("status", "2"): (_nothing, "status empty"),
+    ("verify", "0"): (_nothing, "verify checkpoints"),
+    ("verify", "1"): (_nothing, "verify checkpoints --output empty"),
+    ("verify", "2"): (_nothing, "verify empty"),
+    ("verify", "3"): (_unfinished, "verify checkpoints"),
+    ("repair", "0"): (_nothing, "repair checkpoints --dry-run"),
+    ("repair", "1"): (_damaged, "repair checkpoints --output out"),
+    ("repair", "2"): (_nothing, "repair empty"),
+}
+
+
+def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
+    documented = [
+        (name, row[0])
+        for name in dict.fromkeys(name for name, _ in SCENARIOS)
+        for row in table_rows(section("docs/cli.md", f"## {name}"))
+        if row[0][0].isdigit()
+    ]
+    assert documented == list(SCENARIOS)
+
+
+@pytest.mark.parametrize(("case", "scenario"), SCENARIOS.items(), ids=[" ".join(case) for case in SCENARIOS])
+def test_commands_end_with_the_exit_codes_of_the_docs(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, case: tuple[str, str], scenario: Scenario
+) -> None:
+    prepare, line = scenario
+    if prepare is _interrupted:
+        monkeypatch.setattr(LocalPipelineExecutor, "run", lambda executor: _interrupted())
+    else:
+        prepare()
+    expected = 128 + signal.SIGINT if case[1] == "128 + n" else int(case[1])
+    code: Any = None
+    with contextlib.suppress(SystemExit):
+        code = main(shlex.split(line))
+    assert (2 if code is None else code) == expected, capsys.readouterr()

@@ -1,0 +1,94 @@
+"""README and docs/, with their fenced examples, so that tests can check and run them.
+
+An example is a fenced block in one of the languages of ``LANGUAGES``. Terminal output, tables of numbers and diagrams
+are indented instead: nobody is meant to type them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REPOSITORY = "https://github.com/datatrove-ckpt/datatrove-ckpt"
+LANGUAGES = ("bash", "python", "yaml")
+
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+RUN_ELSEWHERE = {
+    ".ci/run": "everything; it must not start itself",
+    "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
+    "ruff check . && ruff format --check . && mypy": ".ci/run",
+    "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
+    "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
+}
+"""Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them instead."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced example. ``line`` is the one of its opening fence, from 1."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+
+@cache
+def pages() -> dict[str, str]:
+    """The text of each page, by its path below the repository's root."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def blocks(language: str | None = None, page: str | None = None) -> list[Block]:
+    """The fenced examples, in order: of all languages and pages, or of those that are named."""
+    found = []
+    for name, text in pages().items():
+        for match in _FENCE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(name, line, match[1], match[2]))
+    return [one for one in found if language in (None, one.language) and page in (None, one.page)]
+
+
+def commands() -> list[str]:
+    """README's two lines that need nothing but Python: the quick start, and the tests."""
+    lines = [line for block in blocks("bash", "README.md") for line in block.lines]
+    return [line for line in lines if line.startswith("python3 -m venv")]
+
+
+def torch_example() -> Block:
+    """The training loop. It needs torch, so ``tests/real/test_torch.py`` runs it."""
+    (block,) = [block for block in blocks("python") if "torchdata" in block.text]
+    return block
+
+
+def section(page: str, heading: str) -> str:
+    """The text of a page below a heading, up to the next heading of the same level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    text = pages()[page]
+    start = text.index(f"\n{heading}\n") + len(heading) + 2
+    following = re.search(rf"^#{{1,{level}}} ", text[start:], re.MULTILINE)
+    return text[start : start + following.start()] if following else text[start:]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The rows of every table in a text, without headers."""
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    rulers = [index for index, row in enumerate(rows) if all(set(cell) <= {"-", ":"} and cell for cell in row)]
+    headers = {index - 1 for index in rulers} | set(rulers)
+    return [row for index, row in enumerate(rows) if index not in headers]

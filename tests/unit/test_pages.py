@@ -1,0 +1,287 @@
+"""The pages agree with the code: tables, options, errors, rooms, settings, links. The examples run in test_examples."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import tomllib
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt import errors, readers
+from datatrove_ckpt.checkpoint import identity, recovery
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.maintenance import verify
+from datatrove_ckpt.mirror import manifests
+from datatrove_ckpt.preflight.plan import describe_table, make_table
+from datatrove_ckpt.preflight.probes import Quantiles
+from datatrove_ckpt.readers import base
+from tests import settings_page
+from tests.bench import driver, report
+from tests.pages import (
+    LANGUAGES,
+    REPOSITORY,
+    ROOT,
+    RUN_ELSEWHERE,
+    blocks,
+    commands,
+    pages,
+    section,
+    table_rows,
+)
+from tests.unit.test_layers import ROOMS
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def codes(text: str) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+# README --------------------------------------------------------------------------------------------------------------
+
+
+def test_readme_has_at_most_a_thousand_words() -> None:
+    assert len(pages()["README.md"].split()) <= 1000
+
+
+def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them() -> None:
+    lines = [line for line in pages()["README.md"].splitlines() if line.startswith("python3 -m venv")]
+    assert lines == commands()
+    quick_start, tests = commands()
+    assert quick_start.endswith(" && datatrove-ckpt run configs/quickstart.yaml")
+    assert " && python -m pytest" in tests
+    assert all(" && . .venv/bin/activate && " in line for line in lines), "the next commands work as typed"
+    assert "grep '^python3 -m venv' README.md | sed -n 2p" in (ROOT / ".ci/run").read_text()
+
+
+def test_readme_shows_the_figures_of_the_benchmarks() -> None:
+    table = report.measured(ROOT / "docs/benchmarks.md")
+    assert report.measured(ROOT / "README.md") == report.summary(table)
+
+
+# examples ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_fence_is_an_example_in_a_language_that_tests_run() -> None:
+    for name, text in pages().items():
+        fences = re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)
+        assert len(fences) == 2 * len(blocks(page=name)), f"{name}: a fence is indented, or has no language"
+    assert {block.language for block in blocks()} == set(LANGUAGES)
+
+
+def test_no_command_is_indented_where_no_test_would_run_it() -> None:
+    for name, text in pages().items():
+        assert re.findall(r"^ {4,}(?:\$ )?(?:datatrove-ckpt|python3?|pip|export) .*", text, re.MULTILINE) == [], name
+
+
+def test_commands_that_run_elsewhere_are_in_a_page_and_are_covered_there() -> None:
+    lines = {line for block in blocks("bash") for line in block.lines}
+    assert set(RUN_ELSEWHERE) <= lines
+    ci = (ROOT / ".ci/run").read_text()
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert all(f".venv/bin/{step}" in ci for step in ("ruff check .", "ruff format --check .", "mypy"))
+    assert any(marker.startswith("full:") for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"])
+    assert "torch_example" in (ROOT / "tests/real/test_torch.py").read_text()
+
+
+# links and names -----------------------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", pages())
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", pages()[name]):
+        path, _, anchor = target.partition("#")
+        for start in (f"{REPOSITORY}/blob/main/", f"{REPOSITORY.replace('github', 'raw.githubusercontent')}/main/"):
+            path = path.removeprefix(start)
+        if path.startswith("https://"):
+            assert "datatrove-ckpt" not in path, path
+            continue
+        assert name != "README.md" or target.startswith("https://"), f"PyPI cannot follow {target}"
+        home = ROOT if target.startswith("https://") else (ROOT / name).parent
+        file = (home / path).resolve() if path else ROOT / name
+        assert file.is_file(), target
+        if anchor:
+            assert anchor in anchors(file.read_text()), target
+
+
+@pytest.mark.parametrize("name", pages())
+def test_files_that_are_named_are_there(name: str) -> None:
+    for path in codes(pages()[name]):
+        if re.fullmatch(r"(configs|docs|slurm|tests|\.ci)/[\w./-]*|\w+\.yaml", path):
+            assert (ROOT / path).exists() or (ROOT / "configs" / path).exists(), path
+        elif re.fullmatch(r"[\w/]+/\w+\.py", path) or path == "runner.py":
+            assert (ROOT / "datatrove_ckpt" / path).exists() or (ROOT / path).exists(), path
+
+
+def test_every_page_is_linked_from_readme() -> None:
+    assert all(name in pages()["README.md"] for name in pages() if name != "README.md")
+
+
+# recovery, mirror ----------------------------------------------------------------------------------------------------
+
+
+def test_the_crash_table_is_the_one_in_the_code() -> None:
+    in_page = table_rows(section("docs/recovery.md", "## How a chunk is committed"))
+    in_code = re.findall(r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE)
+    assert in_page == [[number, (first + rest).strip(), what] for number, first, rest, what in in_code]
+    assert len(in_code) == 5
+
+
+def test_the_table_of_plan_is_laid_out_and_computed_as_in_the_code() -> None:
+    text = section("docs/mirror-and-object-stores.md", "## How often to save")
+    block = text[text.index("    sync_seconds: a save costs") :].split("\n\n")[0]
+    in_page = [line.removeprefix("    ") for line in block.splitlines()]
+    table = make_table("sync_seconds", Quantiles(0.0116, 0.0076, 0.0156, 25), 6 * 3600, 1.0, SYNC_TUNING)
+    in_code = list(describe_table(table))
+    assert set(in_page) <= set(in_code), in_code
+    assert len(in_page) == 7
+
+
+# settings, errors, command line --------------------------------------------------------------------------------------
+
+
+def test_the_settings_page_is_the_one_that_the_docstrings_give() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.page(), "run: python -m tests.settings_page"
+
+
+def test_a_number_without_a_unit_is_an_error() -> None:
+    assert settings_page.unit("tp", int, "GPUs that share each layer.") == "GPUs"
+    assert settings_page.unit("limit", int | None, "how long it may be, in tokens.") == "tokens"
+    assert settings_page.unit("hang_seconds", float, "how long.") == "seconds"
+    assert settings_page.unit("use_chat", bool, "which path.") == ""
+    with pytest.raises(ValueError, match="limit: its docstring does not say the unit"):
+        settings_page.unit("limit", int, "how long it may be.")
+
+
+def test_every_error_has_an_entry_in_the_order_of_the_tree() -> None:
+    entries = re.findall(r"^### (\w+)$", section("docs/troubleshooting.md", "## Errors"), re.MULTILINE)
+    classes = [name for name, one in vars(errors).items() if inspect.isclass(one) and issubclass(one, errors.CkptError)]
+    assert sorted(entries) == sorted(classes)
+    tree = re.findall(r"^[│├└─ ]*(\w+)(?:  |$)", errors.__doc__ or "", re.MULTILINE)
+    assert [name for name in tree if name in entries] == entries
+    others = [getattr(readers, name) for name in readers.__all__]
+    for error in (one for one in others if inspect.isclass(one) and issubclass(one, errors.CkptError)):
+        assert f"`{error.__name__}`" in pages()["docs/troubleshooting.md"]
+
+
+@pytest.fixture
+def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """The command's own."""
+    found: list[argparse.ArgumentParser] = []
+
+    def parse_args(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        found.append(parser)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    with pytest.raises(SystemExit):
+        main([])
+    return found[0]
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return action.choices
+
+
+def test_every_command_has_a_section_with_its_arguments_and_no_others(parser: argparse.ArgumentParser) -> None:
+    listed = [codes(row[0])[0] for row in table_rows(pages()["docs/cli.md"].partition("\n## ")[0])]
+    assert sorted(listed) == sorted(subcommands(parser))
+    for name, command in subcommands(parser).items():
+        rows = [row for row in table_rows(section("docs/cli.md", f"## {name}")) if row[0].startswith("`")]
+        documented = {code for row in rows for code in codes(row[0]) if code.startswith("--") or code.isupper()}
+        options = {string for action in command._actions for string in action.option_strings}
+        names = {str(action.metavar) for action in command._actions if not action.option_strings}
+        overrides = {"--executor.KEY=VALUE", "--pipeline.N.KEY=VALUE"} if "CONFIG" in names else set()
+        assert documented == options - {"-h", "--help"} | names | overrides, name
+
+
+def test_the_exit_codes_are_those_of_the_help(parser: argparse.ArgumentParser) -> None:
+    for name, command in subcommands(parser).items():
+        in_help = re.findall(r"^  (\d)  ", (command.epilog or "").partition("exit codes:\n")[2], re.MULTILINE)
+        if in_help:
+            rows = table_rows(section("docs/cli.md", f"## {name}"))
+            assert [row[0] for row in rows if row[0].isdigit()] == in_help, name
+
+
+def test_the_kinds_of_problems_are_those_of_verify() -> None:
+    rows = table_rows(section("docs/cli.md", "## verify"))
+    listed = [code for row in rows for code in codes(row[0]) if code.islower() and not code.startswith("--")]
+    in_code = re.findall(r"^    (\w[\w, ]*?)  +\S", verify.__doc__ or "", re.MULTILINE)
+    assert listed == [kind for names in in_code for kind in names.split(", ")]
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    rows = table_rows(section("docs/cli.md", "## Extras"))
+    assert sorted(codes(row[0])[0] for row in rows) == sorted(PROJECT["project"]["optional-dependencies"])
+
+
+# architecture, changelog, benchmarks ---------------------------------------------------------------------------------
+
+
+def test_the_architecture_names_every_room_in_the_order_of_the_layers() -> None:
+    house = section("docs/architecture.md", "## The house")
+    assert [codes(row[0])[0] for row in table_rows(house)] == list(ROOMS)
+    inside = {path.stem for path in (ROOT / "datatrove_ckpt").iterdir() if path.suffix == ".py" or path.is_dir()}
+    named = {code.partition(".")[0] for code in codes(house)}
+    assert inside - {"__pycache__"} <= named
+
+
+def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "datatrove_ckpt").rglob("*.py"))
+    for heading in re.findall(r"^## How to .*$", pages()["docs/architecture.md"], re.MULTILINE):
+        for code in codes(section("docs/architecture.md", heading)):
+            name = code.partition("(")[0]
+            assert name.endswith(".py") or re.search(rf"\b{re.escape(name)}\b", source), f"{heading}: {code}"
+
+
+def test_a_glossary_of_at_most_25_words_ends_the_architecture() -> None:
+    text = section("docs/architecture.md", "## Glossary")
+    assert pages()["docs/architecture.md"].endswith(text)
+    words = re.findall(r"^- \*\*([\w ]+)\*\*", text, re.MULTILINE)
+    assert len(words) == len(re.findall("^- ", text, re.MULTILINE)) <= 25
+    assert words == sorted(words)
+
+
+def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:
+    text = section("docs/changelog.md", "## The format of checkpoints")
+    numbers, versions = table_rows(text)[:3], table_rows(text)[3:]
+    expected = [str(identity.FORMAT), str(manifests.FORMAT), str(base._VERSION)]
+    assert [row[2] for row in numbers] == expected
+    (current,) = [row for row in versions if "Unreleased" in row[0]]
+    assert current[1:] == expected
+    assert f"\n## {version('datatrove-ckpt')}\n" in pages()["docs/changelog.md"]
+
+
+def test_the_benchmarks_are_those_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["driver", "nothing"])
+    with pytest.raises(SystemExit):
+        driver.main()
+    choices = capsys.readouterr().err.partition("choose from ")[2].strip("\n)").replace("'", "").split(", ")
+    rows = table_rows(section("docs/benchmarks.md", "## The other benchmarks"))
+    assert sorted(codes(row[0])[0] for row in rows) == sorted(choices)
+
+
+def test_the_table_has_the_rows_that_the_report_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "median", lambda runs, key: 1.0)
+    monkeypatch.setattr(report, "ratio", lambda some, others, key: 1.0)
+    flat: Any = {"ours": [], "datatrove": [], "bare": []}
+    cost: Any = {0.0: {"on": [], "off": []}, 0.2: {"on": [], "off": []}}
+    rows = report._speed_rows(flat, {256: flat, 1024: flat, 5000: flat})
+    rows += report._own_rows(cost, {"memory": 1.0}, {"cpu_ms": 1.0, "gil_ms": 1.0})
+    assert [row[0] for row in table_rows(report.measured(report.TABLE))] == [row[0] for row in rows]

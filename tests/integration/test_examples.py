@@ -115,6 +115,12 @@ def test_overrides_in_the_help_can_be_typed(folder: Path, capsys: Capture) -> No
     assert main(["run", "configs/quickstart.yaml", "--dry-run", *overrides]) == 0, capsys.readouterr().err
 
 
+def test_the_mistake_in_the_docs_is_answered_as_they_say(folder: Path, capsys: Capture) -> None:
+    shutil.copytree(ROOT / "configs", "configs")
+    assert main(["run", "configs/quickstart.yaml", "--pipeline.0.limt=3"]) == 2
+    assert f"    {capsys.readouterr().err}" in section("docs/cli.md", "## The YAML file")
+
+
 def _run_export(line: str) -> None:
     variable = line.split()[1].partition("=")[0]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

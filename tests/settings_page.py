@@ -110,7 +110,7 @@ def unit(name: str, hint: Any, text: str) -> str:
 
 def shown_type(hint: Any) -> str:
     """The alternatives, without the form in which a config keeps its key."""
-    words = [_word(kind) for kind in _alternatives(hint) if getattr(kind, "__name__", "") != "Secret"]
+    words = [_word(kind) for kind in _alternatives(hint) if getattr(kind, "__name__", "") != "EnvironmentSecret"]
     return " or ".join(dict.fromkeys(words))
 
 

@@ -1,6 +1,9 @@
 """One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, made by the caller; this module keeps and compares it.
+The identity is a flat dict of plain JSON values, which the caller makes. This module keeps and compares it. Where a
+release describes a run in another way than an earlier release did, the caller gives both descriptions. The stored one
+is compared with the one of the same version, and each start writes the later one. ``run.json`` is replaced atomically,
+so a crash leaves either description, and both are accepted.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process that finds another
 owner's in the file stops before it writes anything more. Locks (``files.Lock``) keep a second process from starting
@@ -18,6 +21,7 @@ import datetime
 import os
 import secrets
 import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,20 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced,
 FORMAT = 1
 """Version of everything in a rank's folder."""
 
-
-# What lies in the folder is laid out by these: there is no going on with others, accepted or not.
+# These decide the layout of the folder: a change of them cannot be accepted.
 _LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What makes a run this run and no other."""
+
+    fields: dict[str, Any]
+    """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What to add to the error if a field differs, by the name of the field."""
+    earlier: RunIdentity | None = None
+    """The same run as an earlier release described it."""
 
 
 class Fence:
@@ -92,10 +107,9 @@ class RunClaim:
         CheckpointCorrupt: ``run.json`` cannot be read.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], accept_changes: bool = False) -> None:
+    def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
         self._path = folder / RUN
-        # Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0.
-        self._identity = orjson.loads(orjson.dumps({"format": FORMAT, **identity}))
+        self._fields = _as_kept(identity.fields)
         self._fence = 0
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[dict[str, Any]] = []
@@ -109,7 +123,7 @@ class RunClaim:
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
-            self._accepted += _changes(folder, old, self._identity, accept_changes)
+            self._accepted += _changes(folder, old, identity, accept_changes)
         else:
             _refuse_foreign(folder)
 
@@ -122,7 +136,7 @@ class RunClaim:
             "nonce": secrets.token_hex(8),
             "earlier": self._earlier,
         }
-        kept = {**self._identity, "owner": owner}
+        kept = {**self._fields, "owner": owner}
         if self._accepted:
             kept["accepted_changes"] = self._accepted
         files.disk.replace(self._path, orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
@@ -151,14 +165,25 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _changes(folder: Path, old: dict[str, Any], new: dict[str, Any], accept: bool) -> list[dict[str, Any]]:
+def _as_kept(fields: dict[str, Any]) -> dict[str, Any]:
+    """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
+    kept: dict[str, Any] = orjson.loads(orjson.dumps({"format": FORMAT, **fields}))
+    return kept
+
+
+def _changes(folder: Path, old: dict[str, Any], identity: RunIdentity, accept: bool) -> list[dict[str, Any]]:
+    earlier = identity.earlier
+    if earlier is not None and old.get("identity_version") == earlier.fields.get("identity_version"):
+        identity = earlier
+    new = _as_kept(identity.fields)
     changed = [name for name in dict.fromkeys([*old, *new]) if old.get(name, ...) != new.get(name, ...)]
     fixed = not _LAYOUT.isdisjoint(changed)
     if changed and (not accept or fixed):
         lines = [f"  {name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed]
+        notes = [f"  ({identity.notes[name]})" for name in changed if name in identity.notes]
         raise CheckpointMismatch(
             f"The checkpoint {folder} was made by another run:\n"
-            + "\n".join(lines)
+            + "\n".join([*lines, *dict.fromkeys(notes)])
             + "\nGo on with the old settings, or choose another checkpoints_local_dir (and output) for the new ones"
             + ("." if fixed else ", or set accept_changes=True to mix the two.")
         )

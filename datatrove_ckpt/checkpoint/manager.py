@@ -19,7 +19,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -70,7 +70,7 @@ class CheckpointManager:
         root: Path,
         rank: int,
         records_per_chunk: int,
-        identity: dict[str, Any],
+        identity: RunIdentity,
         write_chunk: WriteChunk,
         *,
         sync_seconds: Seconds = 1.0,

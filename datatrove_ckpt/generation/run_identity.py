@@ -1,33 +1,38 @@
 """What makes two runs the same run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
 
 Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out, so they may
-change freely. Of a rollout function we take its code (comments and layout do not count), the values it closes over,
-the plain values among the module's globals it names (a PROMPT constant, say), and the functions of its own module it
-calls. Where a name says that a value is a secret, a hash of it is taken. That is the limit: what it imports from other
-modules, or reads from files, is not seen. Lists and dicts are taken as they were when the step was made: a rollout may
-use one as a cache.
+change freely. A rollout function is described by its code (see ``code_hash.py``), the variables of enclosing functions,
+its default arguments, the plain values among the globals of its module that it names (a PROMPT constant, for example),
+and the functions of its own module that it calls. A value whose name says that it is a secret is hashed.
+
+Limits: what the rollout imports from other modules or reads from files is not seen. Of a value that JSON cannot express
+(a set, a path, an object) only the type is seen. Lists and dicts are taken as they were when the step was made, because
+a rollout may use one as a cache.
+
+The description is the same on every supported Python version. That of release 0.1.0 was not. It is made as well, so
+that a checkpoint of 0.1.0 continues on the Python version that it was made with.
 """
 
 from __future__ import annotations
 
-import ast
-import dis
 import functools
 import inspect
 import re
-import textwrap
 import types
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import orjson
 import xxhash
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.generation import code_hash, code_hash_0_1
 
 _SECRET = re.compile(r"(?i)(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$")
-# Of the server's own flags, those that change what it answers.
+# The flags of a server that change its answers.
 _ANSWERING_FLAGS = {
     "chat-template",
     "dtype",
@@ -44,42 +49,52 @@ _ANSWERING_FLAGS = {
     "tokenizer",
     "tool-call-parser",
 }
+_VERSION = 2
+"""Version of the description, in ``run.json``. Release 0.1.0 wrote none."""
+_BYTECODE_NOTE = "without its source, code is compared by its bytecode, which differs between Python versions"
+_0_1_NOTE = (
+    "release 0.1.0 hashed code in a way that differs between Python versions; if only Python has changed, continue the "
+    "run once with the Python version that made the checkpoint, or set accept_changes=True"
+)
 
 
-def code_identity(rollout_fn: Any, shared_context: Any) -> dict[str, Any]:
-    """The part of the identity that comes from the user's code, as it is now."""
-    return _hide_secrets({**dict(describe("rollout_fn", rollout_fn)), **dict(_describe_context(shared_context))})
+@dataclass(frozen=True)
+class CodeIdentity:
+    """What the user's code adds to a run's identity.
+
+    A step keeps one that was made when the step was made, and is pickled with it.
+    """
+
+    fields: dict[str, Any]
+    fields_0_1: dict[str, Any]
+    """The same code as release 0.1.0 described it."""
+
+
+def code_identity(rollout_fn: Any, shared_context: Any) -> CodeIdentity:
+    """Describes the user's code as it is now."""
+    return CodeIdentity(
+        fields=_Describer(code_hash).code(rollout_fn, shared_context),
+        fields_0_1=_Describer(code_hash_0_1).code(rollout_fn, shared_context),
+    )
 
 
 def run_identity(
-    code: dict[str, Any],
-    code_when_made: dict[str, Any],
+    code: CodeIdentity,
+    code_when_made: CodeIdentity | dict[str, Any],
     config: InferenceConfig,
     writer: DiskWriter,
     records_per_chunk: int,
     metadata_key: str,
     world_size: int,
-) -> dict[str, Any]:
+) -> RunIdentity:
     """The identity of a run, as plain JSON values.
 
-    ``code`` and ``code_when_made``: ``code_identity`` now, and when the step was made.
+    Args:
+        code: ``code_identity`` now.
+        code_when_made: ``code_identity`` when the step was made; a dict in a step that was pickled by 0.1.0.
     """
-    # Code and constants as they are now: a worker unpickles the step, and may import a newer module with it.
-    changing = {name: value for name, value in code_when_made.items() if isinstance(value, list | dict)}
-    # An object's attributes are its settings when the step is made, and its state later.
-    of_object = [name for name in code_when_made if name.startswith("rollout_fn.") and _is_object(code_when_made)]
-    changing |= {name: code_when_made[name] for name in of_object if not name.endswith(" code")}
-    if _is_object(code_when_made):
-        code = {name: value for name, value in code.items() if name in code_when_made}
-    return {
-        "model": config.model_name_or_path,
-        "canned_answers": config.server_type == "dummy",
-        "use_chat": config.use_chat,
-        "default_generation_params": _value(config.default_generation_params),
-        "model_kwargs": _answering_flags(config.model_kwargs or {}),
-        "rollouts_per_document": config.rollouts_per_document,
-        **code,
-        **changing,
+    made = _from_0_1(code_when_made, code) if isinstance(code_when_made, dict) else code_when_made
+    output = {
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
         "tasks": world_size,
@@ -87,38 +102,43 @@ def run_identity(
         "output_folder": writer.output_folder.resolve_paths(""),
         "output_filename": writer.output_filename.template,
     }
+    fields = {
+        "identity_version": _VERSION,
+        **_Describer(code_hash).config(config),
+        **_code_fields(code.fields, made.fields),
+        **output,
+    }
+    fields_0_1 = {
+        **_Describer(code_hash_0_1).config(config),
+        **_code_fields(code.fields_0_1, made.fields_0_1),
+        **output,
+    }
+    notes = {name: _BYTECODE_NOTE for name, value in fields.items() if code_hash.is_bytecode(value)}
+    notes_0_1 = {name: _0_1_NOTE for name, value in fields_0_1.items() if value != fields.get(name)}
+    return RunIdentity(fields, notes, earlier=RunIdentity(fields_0_1, notes_0_1))
 
 
-def _answering_flags(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    named = {name.replace("_", "-"): value for name, value in model_kwargs.items()}
-    return {name: _value(value) for name, value in sorted(named.items()) if name in _ANSWERING_FLAGS}
+def _code_fields(now: dict[str, Any], when_made: dict[str, Any]) -> dict[str, Any]:
+    """Code and constants as they are now: a worker unpickles the step, and may import a newer module with it.
+
+    Lists, dicts, and the attributes of an object are settings when the step is made, and state later.
+    """
+    kept = {name: value for name, value in when_made.items() if isinstance(value, list | dict)}
+    if _is_object(when_made):
+        attributes = [name for name in when_made if name.startswith("rollout_fn.") and not name.endswith(" code")]
+        kept |= {name: when_made[name] for name in attributes}
+        now = {name: value for name, value in now.items() if name in when_made}
+    return {**now, **kept}
 
 
-def _describe_context(context: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(context, dict):
-        for name, value in context.items():
-            yield f"shared_context.{name}", _value(value)
-    elif inspect.isroutine(context) or isinstance(context, functools.partial):
-        yield from describe("shared_context", context)
-    elif context is not None:
-        yield "shared_context", type(context).__qualname__
-
-
-def describe(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """What can be told of a callable: pairs of a dotted name and a plain value."""
-    if isinstance(thing, functools.partial):
-        yield from describe(name, thing.func)
-        for index, value in enumerate(thing.args):
-            yield f"{name}.{index}", _value(value)
-        for key, value in thing.keywords.items():
-            yield f"{name}.{key}", _value(value)
-    elif isinstance(thing, types.MethodType):
-        yield from describe(name, thing.__self__)
-        yield from describe(f"{name}.{thing.__name__}", thing.__func__)
-    elif isinstance(thing, types.FunctionType):
-        yield from _describe_function(name, thing, set())
-    else:
-        yield from _describe_object(name, thing)
+def _from_0_1(when_made: dict[str, Any], now: CodeIdentity) -> CodeIdentity:
+    """A step that 0.1.0 pickled has its description of the code. What has not changed since has today's form, too."""
+    fields = {
+        name: now.fields[name] if value == now.fields_0_1.get(name) else value
+        for name, value in when_made.items()
+        if name in now.fields
+    }
+    return CodeIdentity(fields, when_made)
 
 
 def _is_object(code: dict[str, Any]) -> bool:
@@ -126,8 +146,22 @@ def _is_object(code: dict[str, Any]) -> bool:
     return "rollout_fn code" not in code
 
 
+def _json(value: Any) -> Any:
+    return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, types.ModuleType | type) or callable(value):
+        return False
+    try:
+        orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        return False
+    return True
+
+
 def _hide_secrets(fields: dict[str, Any]) -> dict[str, Any]:
-    """The identity is kept in run.json and executor.json, where secrets have no place."""
+    """The identity is written to run.json and executor.json, where secrets must not be."""
     return {name: _hashed(value) if _SECRET.search(name) else value for name, value in fields.items()}
 
 
@@ -135,36 +169,104 @@ def _hashed(value: Any) -> str:
     return f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))}"
 
 
-def _describe_object(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    cls = type(thing)
-    yield name, f"{cls.__module__}.{cls.__qualname__}"
-    for key, value in sorted(getattr(thing, "__dict__", {}).items()):
-        yield f"{name}.{key}", _value(value)
-    call = cls.__dict__.get("__call__")
-    # Our own rollouts are described by their settings: a new release must not end everybody's runs.
-    if isinstance(call, types.FunctionType) and cls.__module__.partition(".")[0] != __package__:
-        yield from _describe_function(f"{name}.__call__", call, set())
+class _Hashes(Protocol):
+    """The module ``code_hash`` or ``code_hash_0_1``: how functions and types are described."""
+
+    def code_hash(self, function: types.FunctionType) -> str: ...
+    def function_value(self, function: types.FunctionType) -> str: ...
+    def type_name(self, cls: type) -> str: ...
+    def closure_names(self, function: types.FunctionType) -> list[str]: ...
+    def global_names(self, function: types.FunctionType) -> list[str]: ...
 
 
-def _describe_function(name: str, function: types.FunctionType, seen: set[Any]) -> Iterator[tuple[str, Any]]:
-    seen.add(function.__code__)
-    if not seen - {function.__code__}:
-        yield name, function.__qualname__
-    yield f"{name} code", _code_hash(function)
-    for key, value in _defaults(function):
-        yield f"{name}.{key}", _value(value)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    values = [(key, _cell(cell)) for key, cell in cells]
-    values += [(key, function.__globals__[key]) for key in _constants(function)]
-    for key, value in values:
+class _Describer:
+    """Describes user code and settings by dotted names and plain values."""
+
+    def __init__(self, hashes: _Hashes) -> None:
+        self._hashes = hashes
+
+    def config(self, config: InferenceConfig) -> dict[str, Any]:
+        flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
+        return {
+            "model": config.model_name_or_path,
+            "canned_answers": config.server_type == "dummy",
+            "use_chat": config.use_chat,
+            "default_generation_params": self._value(config.default_generation_params),
+            "model_kwargs": {name: self._value(flags[name]) for name in sorted(_ANSWERING_FLAGS & set(flags))},
+            "rollouts_per_document": config.rollouts_per_document,
+        }
+
+    def code(self, rollout_fn: Any, shared_context: Any) -> dict[str, Any]:
+        fields = [*self._callable("rollout_fn", rollout_fn), *self._context(shared_context)]
+        return _hide_secrets(dict(fields))
+
+    def _context(self, context: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(context, dict):
+            for name, value in context.items():
+                yield f"shared_context.{name}", self._value(value)
+        elif inspect.isroutine(context) or isinstance(context, functools.partial):
+            yield from self._callable("shared_context", context)
+        elif context is not None:
+            yield "shared_context", type(context).__qualname__
+
+    def _callable(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(thing, functools.partial):
+            yield from self._callable(name, thing.func)
+            for index, value in enumerate(thing.args):
+                yield f"{name}.{index}", self._value(value)
+            for key, value in thing.keywords.items():
+                yield f"{name}.{key}", self._value(value)
+        elif isinstance(thing, types.MethodType):
+            yield from self._callable(name, thing.__self__)
+            yield from self._callable(f"{name}.{thing.__name__}", thing.__func__)
+        elif isinstance(thing, types.FunctionType):
+            yield from self._function(name, thing, set())
+        else:
+            yield from self._object(name, thing)
+
+    def _object(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+        cls = type(thing)
+        yield name, self._hashes.type_name(cls)
+        for key, value in sorted(getattr(thing, "__dict__", {}).items()):
+            yield f"{name}.{key}", self._value(value)
+        call = cls.__dict__.get("__call__")
+        # The rollouts of this package are described by their settings: a new release must not end all runs.
+        if isinstance(call, types.FunctionType) and _package(cls.__module__) != _package(__name__):
+            yield from self._function(f"{name}.__call__", call, set())
+
+    def _function(
+        self, name: str, function: types.FunctionType, seen: set[types.CodeType]
+    ) -> Iterator[tuple[str, Any]]:
+        if not seen:
+            yield name, function.__qualname__
+        seen.add(function.__code__)
+        yield f"{name} code", self._hashes.code_hash(function)
+        for key, value in _defaults(function):
+            yield f"{name}.{key}", self._value(value)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        values = [(key, _content(cells[key])) for key in self._hashes.closure_names(function) if key in cells]
+        values += [(key, function.__globals__[key]) for key in self._hashes.global_names(function)]
+        for key, value in values:
+            if isinstance(value, types.FunctionType):
+                if value.__module__ == function.__module__ and value.__code__ not in seen:
+                    yield from self._function(f"{name}.{key}", value, seen)
+            elif _is_json(value):
+                yield f"{name}.{key}", _json(value)
+
+    def _value(self, value: Any) -> Any:
+        """A value that can be kept and compared: itself if JSON can express it, else its code or its type."""
+        if _is_json(value):
+            return _json(value)
         if isinstance(value, types.FunctionType):
-            if value.__module__ == function.__module__ and value.__code__ not in seen:
-                yield from _describe_function(f"{name}.{key}", value, seen)
-        elif _is_plain(value):
-            yield f"{name}.{key}", _value(value)
+            return self._hashes.function_value(value)
+        return f"<{self._hashes.type_name(type(value))}>"
 
 
-def _cell(cell: types.CellType) -> Any:
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -177,61 +279,3 @@ def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     defaults = function.__defaults__ or ()
     yield from zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
-
-
-def _constants(function: types.FunctionType) -> list[str]:
-    """The module's globals that the function names, but those that some function assigns: caches, counters."""
-    own = {name for code in _codes(function.__code__) for name in code.co_names}
-    module = [value for value in function.__globals__.values() if isinstance(value, types.FunctionType)]
-    assigned = {
-        instruction.argval
-        for other in (function, *module)
-        if other.__module__ == function.__module__
-        for code in _codes(other.__code__)
-        for instruction in dis.get_instructions(code)
-        if instruction.opname == "STORE_GLOBAL"
-    }
-    return sorted(name for name in own - assigned if name in function.__globals__)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _code_hash(function: types.FunctionType) -> str:
-    """xxh64 of the function's source without comments and layout, or of its bytecode where there is no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        return str(xxhash.xxh3_64_hexdigest(ast.unparse(tree).encode()))
-    except (OSError, TypeError, SyntaxError):
-        return _bytecode_hash(function.__code__)
-
-
-def _bytecode_hash(code: types.CodeType) -> str:
-    parts = [code.co_code, repr(code.co_names).encode(), repr(code.co_varnames).encode()]
-    for constant in code.co_consts:
-        nested = isinstance(constant, types.CodeType)
-        parts.append((_bytecode_hash(constant) if nested else repr(constant)).encode())
-    return str(xxhash.xxh3_64_hexdigest(b"\0".join(parts)))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, types.ModuleType | type) or callable(value):
-        return False
-    try:
-        orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:
-        return False
-    return True
-
-
-def _value(value: Any) -> Any:
-    """A value as it can be kept and compared: itself where JSON can say it, else what its type and code say."""
-    if _is_plain(value):
-        return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
-    if isinstance(value, types.FunctionType):
-        return f"{value.__qualname__} {_code_hash(value)}"
-    return f"<{type(value).__module__}.{type(value).__qualname__}>"

@@ -32,7 +32,7 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit
-from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
@@ -60,7 +60,7 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         for redo in plan.redo:
             # From here on an old process without a lock (on a lost node, for example) writes nothing. ``take`` also
             # syncs the folder, and so the lock file, which marks the rank as unfinished.
-            RunClaim(redo.rank.folder, redo.rank.settings).take()
+            RunClaim(redo.rank.folder, RunIdentity(redo.rank.settings)).take()
             commits = redo.rank.commits()
             if any(commits.get(commit.chunk_index) != commit for commit in redo.commits):
                 raise CheckpointMismatch(

@@ -1,18 +1,32 @@
-"""Which changes of a user's code make another run of it."""
+"""Which changes of a user's code make another run of it, and that a change of Python makes none."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+import warnings
 from pathlib import Path
 from typing import Any
 
+import dill
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.generation import code_hash
 from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
+DATA = Path(__file__).parent.parent / "data"
+RELEASE_0_1_0 = DATA / "checkpoint_0_1_0"
 MODULE = """
 import functools
 import json
@@ -37,28 +51,42 @@ class Asker:
     async def __call__(self, document, generate):
         return document.text[: self.words]
 
+def repeated(function):
+    @functools.wraps(function)
+    async def wrapper(*args):
+        return [await function(*args), await function(*args)]
+    return wrapper
+
+@repeated
+async def twice(document, generate):
+    return document.text
+
 rollout = make(1)
 """
 
 
-def load(folder: Path, name: str, *changes: tuple[str, str]) -> Any:
-    """The module's rollout, with changes to its source. Each in a file of its own, as another version of one module."""
-    source = MODULE
+def load(path: Path, name: str = "rollouts_of_a_user") -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_changed(folder: Path, name: str, *changes: tuple[str, str], source: str = MODULE) -> Any:
+    """The module with changes to its source, each version in a file of its own."""
     for old, new in changes:
         assert old in source
         source = source.replace(old, new)
     path = folder / f"{name}.py"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location("rollouts_of_a_user", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.rollout
+    return load(path)
 
 
 PARTIAL = ("rollout = make(1)", "rollout = functools.partial(make(1), style='a')")
 OBJECT = ("rollout = make(1)", "rollout = Asker(1)")
+DECORATED = ("rollout = make(1)", "rollout = twice")
 
 
 @pytest.mark.parametrize(
@@ -73,14 +101,17 @@ OBJECT = ("rollout = make(1)", "rollout = Asker(1)")
         ([PARTIAL], ("* times", "* times + '.'"), "rollout_fn code"),
         ([OBJECT], ("Asker(1)", "Asker(2)"), "rollout_fn.words"),
         ([OBJECT], ("[: self.words]", "[self.words :]"), "rollout_fn.__call__ code"),
+        ([DECORATED], ("document.text\n\nrollout", "document.id\n\nrollout"), "rollout_fn code"),
+        ([DECORATED], ("[await function(*args), await", "[await"), "rollout_fn code"),
     ],
 )
 def test_another_rollout_is_another_run(
     tmp_path: Path, before: list[tuple[str, str]], change: tuple[str, str], field: str
 ) -> None:
-    first, second = load(tmp_path, "first", *before), load(tmp_path, "second", *before, change)
+    first = load_changed(tmp_path, "first", *before).rollout
+    second = load_changed(tmp_path, "second", *before, change).rollout
     old, new = code_identity(first, None), code_identity(second, None)
-    assert old[field] != new[field]
+    assert old.fields[field] != new.fields[field]
     with FakeServer() as server:
         runner(tmp_path, server, first).run(documents(1))
         with pytest.raises(CheckpointMismatch, match=f"  {field}: "):
@@ -97,8 +128,434 @@ def test_another_rollout_is_another_run(
         ("class Asker:", "def unused():\n    return 1\n\nclass Asker:"),
     ],
 )
-def test_comments_layout_counters_and_what_it_does_not_use_are_no_part_of_it(
-    tmp_path: Path, change: tuple[str, str]
+def test_comments_layout_counters_and_unused_code_do_not_count(tmp_path: Path, change: tuple[str, str]) -> None:
+    first, second = load_changed(tmp_path, "first"), load_changed(tmp_path, "second", change)
+    assert code_identity(first.rollout, None) == code_identity(second.rollout, None)
+
+
+def test_a_rollout_of_this_package_is_described_by_its_settings_alone() -> None:
+    fields = code_identity(PromptRollout("Say {text}"), None).fields
+    assert fields == {
+        "rollout_fn": "datatrove_ckpt.rollouts.PromptRollout",
+        "rollout_fn.generation_params": None,
+        "rollout_fn.prompt": "Say {text}",
+        "rollout_fn.system_prompt": None,
+    }
+
+
+def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        runner(tmp_path, server, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}}).run(documents(1))
+        assert fields_of(tmp_path)["model_kwargs"] == {"seed": 1, "tokenizer": "<pathlib.PosixPath>"}
+        with pytest.raises(CheckpointMismatch, match="model_kwargs: "):
+            runner(tmp_path, server, config={"model_kwargs": {"tokenizer": "a", "seed": 1}}).run(documents(1))
+
+
+# what the hash of code sees ------------------------------------------------------------------------------------------
+
+
+def tree_hash(source: str) -> str:
+    return code_hash.write_tree(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("x = 1", "x = True"),
+        ("x = 1", "x = 1.0"),
+        ("x = 1", "x = '1'"),
+        ("x = None", "x = 'None'"),
+        ("x = 0.0", "x = -0.0"),
+        ("x = 'a'", "x = b'a'"),
+        ("x = 'a', 'b'", "x = 'a,b',"),
+        ("x = a", "x = 'a'"),
+        ("x = (a, b)", "x = [a, b]"),
+        ("x = {**a}", "x = {a}"),
+        ("x[1:]", "x[:1]"),
+        ("a.b", "a.c"),
+        ("a + b - c", "a + (b - c)"),
+        ("f(a, *b)", "f(*b, a)"),
+        ("f(a=b)", "f(b=a)"),
+        ("f'{x}'", "f'{x!s}'"),
+        ("f'{x:>5}'", "f'{x:<5}'"),
+        ("f'{x}y'", "f'{y}x'"),
+        ("f'{x}'", "'{x}'"),
+        ("f'{x}'", "f'{{x}}'"),
+        ("f'{x=}'", "f'{x}'"),
+        ("def f(): return", "def f(): return None"),
+        ("def f(): 'Say it.'", "def f(): 'Sing it.'"),
+        ("def f(): pass", "async def f(): pass"),
+        ("def f(*, a=1, b): pass", "def f(*, a, b=1): pass"),
+        ("def f(a, /, b): pass", "def f(a, b): pass"),
+        ("def f(a: int): pass", "def f(a): pass"),
+        ("@a\n@b\ndef f(): pass", "@b\n@a\ndef f(): pass"),
+        ("if a: b\nelse: c", "if a: b\nc"),
+        ("try: a\nexcept b: c", "try: a\nexcept* b: c"),
+        ("try: a\nexcept b: c\nelse: d", "try: a\nexcept b: c\nfinally: d"),
+        ("for x in y: z", "for x in y: pass\nelse: z"),
+        ("[x for x in y if z]", "[x for x in y if z if z]"),
+        ("[x for x in y]", "(x for x in y)"),
+        ("match x:\n case None: y", "match x:\n case True: y"),
+        ("match x:\n case {'a': b}: y", "match x:\n case {'a': b, **c}: y"),
+        ("import a.b", "import a"),
+        ("from . import a", "from .. import a"),
+        ("import a as b", "import a"),
+        ("global a\na = 1", "a = 1"),
+        ("a, b = c", "a = b = c"),
+        ("not a in b", "a not in [b]"),
+    ],
+)
+def test_other_code_has_another_hash(one: str, other: str) -> None:
+    assert tree_hash(one) != tree_hash(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("x = 'a'", 'x = "a"  # comment'),
+        ("x = 'ab'", "x = ('a'\n     'b')"),
+        ("x = u'a'", "x = 'a'"),
+        ("x = f'a'", "x = 'a'"),
+        ("x = 1_000", "x = 0x3E8"),
+        ("x = f'{y:}'", "x = f'{y}'"),
+        ("x = f'{y}' 'a' f'b{z}'", "x = f'{y}ab{z}'"),
+        ("x = f'{a[1]}' f'{b}'", 'x = f"{a[1]}{b}"'),
+        ("x = (a)", "x = a"),
+        (
+            "def f():\n    '''One.\n\n    Two.\n    '''",
+            "class A:\n    def f():\n        '''One.\n\n        Two.\n        '''",
+        ),
+    ],
+)
+def test_another_way_to_write_the_same_code_has_the_same_hash(one: str, other: str) -> None:
+    trees = [ast.walk(ast.parse(source)) for source in (one, other)]
+    nodes = [next(node for node in tree if not isinstance(node, ast.Module | ast.ClassDef)) for tree in trees]
+    assert code_hash.write_tree(nodes[0]) == code_hash.write_tree(nodes[1])
+
+
+def test_a_long_chain_of_operators_is_hashed() -> None:
+    assert tree_hash("x" + " + x" * 900) != tree_hash("x" + " + x" * 901)
+
+
+def test_a_lambda_in_a_call_is_hashed_without_the_rest_of_the_call(tmp_path: Path) -> None:
+    source = """
+def call(**settings):
+    return settings["rollout"]
+
+rollout = call(
+    rollout=lambda document, generate: generate({"prompt": document.text}),
+    timeout=10,
+)
+"""
+    first = load_changed(tmp_path, "first", source=source).rollout
+    slower = load_changed(tmp_path, "slower", ("timeout=10", "timeout=20"), source=source).rollout
+    other = load_changed(tmp_path, "other", ("document.text", "document.id"), source=source).rollout
+    assert code_hash.code_hash(first) == code_hash.code_hash(slower)
+    assert code_hash.code_hash(first) != code_hash.code_hash(other)
+
+
+def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path: Path) -> None:
+    def wrapped(body: str, file: str) -> Any:
+        lines = ["import functools", "def wrap(f):", "    @functools.wraps(f)", "    def wrapper():", f"        {body}"]
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("\n".join([*lines, "    return wrapper"]))
+        return code_hash.code_hash(load(tmp_path / file).wrap(load_changed))
+
+    assert wrapped("return f()", "site-packages/a.py") == wrapped("return f() or None", "site-packages/b.py")
+    assert wrapped("return f()", "own/a.py") != wrapped("return f() or None", "own/b.py")
+
+
+def test_a_warning_as_an_error_does_not_hide_the_source(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rollout = load_changed(tmp_path, "first", ('"Rewrite: "', r'"Rewrite\: "')).rollout
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert code_hash.code_hash(rollout).startswith("source ")
+
+
+def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_path: Path) -> None:
+    rollout = load_changed(tmp_path, "first").rollout
+    assert code_hash.code_hash(rollout).startswith("source ")
+    load_changed(tmp_path, "first", ("import json", "import json\n\n"))
+    assert code_hash.code_hash(rollout).startswith("bytecode ")
+
+
+def test_a_type_has_one_name_on_all_python_versions() -> None:
+    def of_module(module: str, name: str) -> type:
+        return types.new_class(name, exec_body=lambda namespace: namespace.update(__module__=module))
+
+    assert code_hash.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
+    assert code_hash.type_name(of_module("_thread", "lock")) == "_thread.lock"
+    assert code_hash.type_name(of_module("typing", "_UnionGenericAlias")) == "typing.Union"
+    assert code_hash.type_name(of_module("types", "UnionType")) == "typing.Union"
+
+
+# every Python version ------------------------------------------------------------------------------------------------
+
+# The same on Python 3.11, 3.12, 3.13 and 3.14. If one changes, all unfinished runs with such code are refused: then
+# the version of the identity has to change, and the old hash has to stay, as it does for release 0.1.0.
+GOLDEN = {
+    "f_strings": ["source 1f08a5f8450b0e4fe7cd07e84f613d97"],
+    "decorated": ["source 971c93f56716beab54cf5ff4ac835785", "function", "times"],
+    "comprehensions": ["source 87c3f14db6cd889f09fc19ba6a0774db", "WORDS"],
+    "matching": ["source f8b949207b4587720417b9863bb1154f", "PurePosixPath"],
+    "trying": ["source 5c48f75730f158e86502067740a0e57e"],
+    "trying_groups": ["source 454b5937104b88eb89869a27972ad556", "asyncio"],
+    "walrus": ["source 1a35ecb77f5af5f347aa2c8bdd5f27ac"],
+    "hinting": ["source 514651b84e231a71d1fdb88a1b36511f", "used", "__doc__", "__name__"],
+    "closing": ["source e1d7ee073ab36f2aed7d82a222d1831e", "suffix", "times"],
+    "defaults": ["source 9f8b651a45c8e55d0ea919e91614baa6"],
+    "callable object": ["source ab319804066f8de80d324cfb8d73b825"],
+    "partial": ["source c668c5b902f22bb2300b374b9f467e92"],
+    "lambda": ["source e6a8c5b74233027e717d0ad8ab80bddf"],
+    "first of two lambdas": ["source 2c1f36b306802ced1cba20a1b068e9d6"],
+    "second of two lambdas": ["source 2c1f36b306802ced1cba20a1b068e9d6"],
+    "constants": ["source d290f22654d1ba8300eebc7b5481b7e9"],
+    "unreachable": ["source 97efadaac06fa9651b700d2b29b3f2aa", "PROMPT", "WORDS", "re"],
+}
+
+# Prints what GOLDEN holds. It needs only the standard library, so it runs on Pythons without our dependencies.
+HASH_SHAPES = """
+import importlib.util, json, os.path, sys, textwrap
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+hashes, shapes = load("code_hash", sys.argv[1]), load("code_shapes", sys.argv[2])
+found = {
+    name: [hashes.code_hash(shape), *hashes.closure_names(shape), *hashes.global_names(shape)]
+    for name, shape in shapes.SHAPES.items()
+}
+types = {name: hashes.type_name(cls) for name, cls in shapes.TYPES.items()}
+functions = [hashes.function_value(function) for function in (textwrap.dedent, os.path.join, shapes.one)]
+print(json.dumps([sys.version_info[:2], found, types, functions]))
+"""
+
+# Prints the hash of a function without source, of which a constant is a set.
+HASH_WITHOUT_SOURCE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("code_hash", sys.argv[1])
+hashes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(hashes)
+namespace = {}
+exec("def rollout(d):\\n    return d in {'a', 'b', 'c', 'd', 'e', 'f'}", namespace)
+print(hashes.code_hash(namespace["rollout"]))
+"""
+
+
+@functools.cache
+def python(minor: int) -> str | None:
+    """A Python 3.``minor`` of this machine: this one, one on PATH, or one that pyenv or uv installed."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    uv = Path.home() / ".local" / "share" / "uv" / "python"
+    found = [
+        shutil.which(f"python3.{minor}"),
+        *pyenv.glob(f"3.{minor}.*/bin/python"),
+        *uv.glob(f"*-3.{minor}.*/bin/python3"),
+    ]
+    if sys.version_info[:2] == (3, minor):
+        found.insert(0, sys.executable)
+    for path in filter(None, found):
+        # A shim of pyenv is there for versions, too, that are not chosen.
+        command = [path, "-c", "import sys; print(sys.version_info[1])"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip() == str(minor):
+            return str(path)
+    return None
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_code_has_the_same_hash_on_every_python(minor: int) -> None:
+    path = python(minor)
+    if path is None:
+        pytest.skip(f"there is no Python 3.{minor} on this machine")
+    command = [path, "-W", "error", "-c", HASH_SHAPES, code_hash.__file__, str(DATA / "code_shapes.py")]
+    version, found, names, functions = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert version == [3, minor]
+    assert found == GOLDEN
+    assert names == {
+        "path": "pathlib.PurePosixPath",
+        "optional": "typing.Union",
+        "union": "typing.Union",
+        "zip": "zipfile.Path",
+        "set": "builtins.set",
+        "pattern": "re.Pattern",
+        "partial": "functools.partial",
+    }
+    assert functions == ["<textwrap.dedent>", "<posixpath.join>", f"<lambda> {GOLDEN['lambda'][0]}"]
+
+
+def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_its_python() -> None:
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", HASH_WITHOUT_SOURCE, code_hash.__file__],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(4)
+    }
+    assert len(found) == 1
+    assert found.pop().startswith(f"bytecode {sys.implementation.cache_tag} ")
+
+
+def test_a_refusal_says_that_bytecode_was_compared(tmp_path: Path) -> None:
+    first: dict[str, Any] = {}
+    second: dict[str, Any] = {}
+    exec("async def rollout(document, generate): return document.text", first)
+    exec("async def rollout(document, generate): return document.id", second)
+    with FakeServer() as server:
+        runner(tmp_path, server, first["rollout"]).run(documents(1))
+        runner(tmp_path, server, first["rollout"]).run(documents(2))
+        with pytest.raises(
+            CheckpointMismatch, match=r"bytecode \S+ \w+\"\n  \(without its source, .*bytecode, which differ"
+        ):
+            runner(tmp_path, server, second["rollout"]).run(documents(1))
+
+
+# checkpoints of release 0.1.0 ----------------------------------------------------------------------------------------
+
+
+def run_json(folder: Path) -> Path:
+    return folder / "checkpoints" / "00000" / "run.json"
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """The identity that is kept."""
+    kept: dict[str, Any] = json.loads(run_json(folder).read_bytes())
+    return {name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")}
+
+
+def restore_0_1_0(folder: Path, kind: str = "function") -> Path:
+    """A checkpoint that 0.1.0 made, with its output folder moved: ``run.json`` holds the path.
+
+    The function's checkpoint holds a committed chunk, a journal, and an answer of a document that is not finished; the
+    others hold nothing but ``run.json``.
+    """
+    if kind == "function":
+        shutil.copytree(RELEASE_0_1_0 / "checkpoints", folder / "checkpoints")
+        shutil.copytree(RELEASE_0_1_0 / "output", folder / "output")
+    else:
+        run_json(folder).parent.mkdir(parents=True)
+        shutil.copy(RELEASE_0_1_0 / f"run_{kind}.json", run_json(folder))
+    text = run_json(folder).read_text()
+    run_json(folder).write_text(text.replace('"OUTPUT"', json.dumps(str(folder / "output"))))
+    return folder
+
+
+def rollout_0_1_0(kind: str, path: Path = RELEASE_0_1_0 / "rollouts.py") -> Any:
+    return PromptRollout("Rewrite: {text}") if kind == "prompt" else getattr(load(path, "rollouts_of_0_1_0"), kind)
+
+
+def output(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
+
+
+KINDS = ["function", "partial", "instance", "prompt"]
+
+
+def test_a_checkpoint_of_0_1_0_is_continued_and_then_has_the_new_identity(tmp_path: Path) -> None:
+    old, fresh = restore_0_1_0(tmp_path / "old"), tmp_path / "fresh"
+    with FakeServer() as server:
+        runner(fresh, server, rollout_0_1_0("function")).run(documents(5))
+    with FakeServer() as server:
+        runner(old, server, rollout_0_1_0("function")).run(documents(5))
+        # Of the documents 3 and 4: 0.1.0 kept one answer of the first.
+        assert sum(server.asked.values()) == 3
+    assert output(old) == output(fresh)
+    expected = fields_of(fresh) | {"output_folder": str(old / "output")}
+    assert fields_of(old) == expected
+    assert expected["identity_version"] == 2
+    assert expected["rollout_fn code"].startswith("source ")
+    with FakeServer() as server:
+        runner(old, server, rollout_0_1_0("function")).run(documents(5))
+        assert not server.asked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_0_1_0_described_a_rollout_of_each_kind_as_we_do_for_it(tmp_path: Path, kind: str) -> None:
+    folder = restore_0_1_0(tmp_path, kind)
+    stored = {name: value for name, value in fields_of(folder).items() if name.startswith("rollout_fn")}
+    assert code_identity(rollout_0_1_0(kind), None).fields_0_1 == stored
+    with FakeServer() as server:
+        runner(folder, server, rollout_0_1_0(kind)).run(documents(5))
+    assert len(b"".join(output(folder).values()).splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "field"),
+    [
+        ("function", ("document.text * times", "document.text + times * '.'"), "rollout_fn code"),
+        ("function", ("make(2)", "make(3)"), "rollout_fn.times"),
+        ("function", ("prompt.format(text)", "prompt + text"), "rollout_fn.payload code"),
+        ("partial", ('"fancy"', '"plain"'), "rollout_fn.style"),
+        ("instance", ("[: self.words]", "[self.words :]"), "rollout_fn.__call__ code"),
+        ("instance", ("prompt.format(text)", "prompt + text"), "rollout_fn.clean"),
+    ],
+)
+def test_changed_code_is_refused_for_a_checkpoint_of_0_1_0(
+    tmp_path: Path, kind: str, change: tuple[str, str], field: str
 ) -> None:
-    first, second = load(tmp_path, "first"), load(tmp_path, "second", change)
-    assert code_identity(first, None) == code_identity(second, None)
+    folder = restore_0_1_0(tmp_path / "job", kind)
+    before = run_json(folder).read_bytes()
+    changed = tmp_path / "rollouts.py"
+    changed.write_text((RELEASE_0_1_0 / "rollouts.py").read_text().replace(*change))
+    with FakeServer() as server:
+        with pytest.raises(CheckpointMismatch) as refused:
+            runner(folder, server, rollout_0_1_0(kind, changed)).run(documents(5))
+        named = [line.split(":")[0].strip() for line in str(refused.value).splitlines() if " -> " in line]
+        assert named == [field]
+        assert run_json(folder).read_bytes() == before
+        runner(folder, server, rollout_0_1_0(kind, changed), accept_changes=True).run(documents(5))
+        runner(folder, server, rollout_0_1_0(kind, changed)).run(documents(5))
+    assert [change["field"] for change in json.loads(run_json(folder).read_bytes())["accepted_changes"]] == [field]
+
+
+def test_a_hash_of_0_1_0_from_another_python_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = restore_0_1_0(tmp_path)
+    run_json(folder).write_text(run_json(folder).read_text().replace("c55d9824a788a64e", "0123456789abcdef"))
+    with FakeServer() as server, pytest.raises(CheckpointMismatch) as refused:
+        runner(folder, server, rollout_0_1_0("function")).run(documents(5))
+    assert 'rollout_fn code: "0123456789abcdef" -> "c55d9824a788a64e"' in str(refused.value)
+    assert "continue the run once with the Python version that made the checkpoint" in str(refused.value)
+
+
+# steps that are pickled ----------------------------------------------------------------------------------------------
+
+
+def test_lists_are_taken_as_they_were_when_the_step_was_made_and_pickled(tmp_path: Path) -> None:
+    source = MODULE.replace("return helper", "CACHE.append(document.id)\n        return helper") + "\nCACHE = []\n"
+    module = load_changed(tmp_path, "first", source=source)
+    sys.modules["rollouts_of_a_user"] = module
+    try:
+        with FakeServer() as server:
+            step = runner(tmp_path, server, module.rollout)
+            step.run(documents(1))
+            assert module.CACHE == ["id 0"]
+            copy = dill.loads(dill.dumps(step))
+            copy.run(documents(2))
+            assert fields_of(tmp_path)["rollout_fn.CACHE"] == []
+    finally:
+        del sys.modules["rollouts_of_a_user"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_0_1_0_pickled_makes_the_same_identity_as_a_new_one(tmp_path: Path, kind: str) -> None:
+    with FakeServer() as server:
+        step = runner(tmp_path, server, rollout_0_1_0(kind))
+        step.run(documents(1))
+        fields = fields_of(tmp_path)
+        pickled = runner(tmp_path, server, rollout_0_1_0(kind))
+        pickled._code_when_made = code_identity(rollout_0_1_0(kind), None).fields_0_1
+        pickled.run(documents(2))
+        assert fields_of(tmp_path) == fields
+        continued = restore_0_1_0(tmp_path / "old", kind)
+        pickled = runner(continued, server, rollout_0_1_0(kind))
+        pickled._code_when_made = code_identity(rollout_0_1_0(kind), None).fields_0_1
+        pickled.run(documents(5))
+        assert fields_of(continued) == fields | {"output_folder": str(continued / "output")}

@@ -21,6 +21,7 @@ Commits are read before the output folder is listed, so a chunk that a run finis
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import defaultdict
 from pathlib import Path
@@ -36,6 +37,9 @@ from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.verify_output import check_output
+
+# The settings that describe the user's code, and the version of that description (see ``generation/run_identity.py``).
+_DESCRIBES_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context)\b")
 
 
 def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> Report:
@@ -149,20 +153,34 @@ def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit
 
 
 def _check_settings(report: Report) -> None:
-    """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
-    variants: dict[str, dict[bytes, list[RankFolder]]] = defaultdict(lambda: defaultdict(list))
+    """All ranks of a run have the same identity. That of most ranks is taken for the right one."""
+    roots: dict[str, list[RankFolder]] = defaultdict(list)
     for rank in report.ranks:
-        if _identity(rank) and (settings := rank.settings):
-            variants[rank.root][orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)].append(rank)
-    for found in variants.values():
-        usual, *others = sorted(found.values(), key=len, reverse=True)
-        for rank in (rank for variant in others for rank in variant):
-            message = f"was run with settings that differ from rank {usual[0].number}: {_differences(usual[0], rank)}."
-            report.add_problem("identity", message, rank, path=rank.folder / RUN)
+        if _identity(rank) and rank.settings:
+            roots[rank.root].append(rank)
+    for ranks in roots.values():
+        _check_equal_settings(report, ranks)
 
 
-def _differences(usual: RankFolder, other: RankFolder) -> str:
-    old, new = usual.settings, other.settings
+def _check_equal_settings(report: Report, ranks: list[RankFolder]) -> None:
+    settings = {rank.number: rank.settings for rank in ranks}
+    if len({fields.get("identity_version") for fields in settings.values()}) > 1:
+        # Some ranks were last run by another release, which describes the same code in another way.
+        settings = {
+            number: {name: value for name, value in fields.items() if not _DESCRIBES_CODE.match(name)}
+            for number, fields in settings.items()
+        }
+    variants: dict[bytes, list[RankFolder]] = defaultdict(list)
+    for rank in ranks:
+        variants[orjson.dumps(settings[rank.number], option=orjson.OPT_SORT_KEYS)].append(rank)
+    usual, *others = sorted(variants.values(), key=len, reverse=True)
+    for rank in (rank for variant in others for rank in variant):
+        differences = _differences(settings[usual[0].number], settings[rank.number])
+        message = f"was run with other settings than rank {usual[0].number}: {differences}."
+        report.add_problem("identity", message, rank, path=rank.folder / "run.json")
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(
         f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}"
         for name in dict.fromkeys([*old, *new])

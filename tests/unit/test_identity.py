@@ -21,6 +21,7 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation import code_hash
 from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
@@ -475,6 +476,7 @@ def test_a_checkpoint_of_0_1_0_is_continued_and_then_has_the_new_identity(tmp_pa
     with FakeServer() as server:
         runner(old, server, rollout_0_1_0("function")).run(documents(5))
         assert not server.asked
+    assert verify(old / "checkpoints", full=True).problems == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -523,6 +525,21 @@ def test_a_hash_of_0_1_0_from_another_python_is_refused_with_the_way_out(tmp_pat
         runner(folder, server, rollout_0_1_0("function")).run(documents(5))
     assert 'rollout_fn code: "0123456789abcdef" -> "c55d9824a788a64e"' in str(refused.value)
     assert "continue the run once with the Python version that made the checkpoint" in str(refused.value)
+
+
+def test_verify_does_not_compare_the_code_of_ranks_that_different_releases_ran(tmp_path: Path) -> None:
+    folder = restore_0_1_0(tmp_path)
+    old = json.loads(run_json(folder).read_bytes()) | {"tasks": 2}
+    with FakeServer() as server:
+        for rank in range(2):
+            run_json(folder).write_text(json.dumps(old))
+            runner(folder, server, rollout_0_1_0("function")).run(documents(5), rank, 2)
+    assert verify(folder / "checkpoints").problems == []
+    run_json(folder).write_text(json.dumps(old))
+    assert verify(folder / "checkpoints").problems == []
+    run_json(folder).write_text(json.dumps(old | {"model": "other", "rollout_fn.times": 7}))
+    (problem,) = verify(folder / "checkpoints").problems
+    assert 'model: "other" -> "fake".' in problem.message or 'model: "fake" -> "other".' in problem.message
 
 
 # steps that are pickled ----------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation import code_hash, code_hash_0_1
+from datatrove_ckpt.redaction import names_secret
 
-_SECRET = re.compile(r"(?i)(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$")
 # The flags of a server that change its answers.
 _ANSWERING_FLAGS = {
     "chat-template",
@@ -162,7 +161,7 @@ def _is_json(value: Any) -> bool:
 
 def _hide_secrets(fields: dict[str, Any]) -> dict[str, Any]:
     """The identity is written to run.json and executor.json, where secrets must not be."""
-    return {name: _hashed(value) if _SECRET.search(name) else value for name, value in fields.items()}
+    return {name: _hashed(value) if names_secret(name) else value for name, value in fields.items()}
 
 
 def _hashed(value: Any) -> str:

@@ -153,7 +153,7 @@ def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit
 
 
 def _check_settings(report: Report) -> None:
-    """All ranks of a run have the same identity. That of most ranks is taken for the right one."""
+    """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
     roots: dict[str, list[RankFolder]] = defaultdict(list)
     for rank in report.ranks:
         if _identity(rank) and rank.settings:
@@ -176,8 +176,8 @@ def _check_equal_settings(report: Report, ranks: list[RankFolder]) -> None:
     usual, *others = sorted(variants.values(), key=len, reverse=True)
     for rank in (rank for variant in others for rank in variant):
         differences = _differences(settings[usual[0].number], settings[rank.number])
-        message = f"was run with other settings than rank {usual[0].number}: {differences}."
-        report.add_problem("identity", message, rank, path=rank.folder / "run.json")
+        message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
+        report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:

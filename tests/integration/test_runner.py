@@ -41,6 +41,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     StorageFailed,
 )
+from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.servers.server import make_server
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -83,7 +84,7 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
         if document.id == f"id {number}":
             while server.asked.total() < number:
                 await asyncio.sleep(0.001)
-            ours = [tracemalloc.Filter(True, module.__file__) for module in (generate, encoding)]
+            ours = [tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)]
             taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
             server.release()
             return None

@@ -189,6 +189,8 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
         (by_s3(TimeoutError, "RequestTimeout", 400), False),
         (Answered(status=403), True),
         (Answered(status=502), False),
+        (Answered(code=401), True),  # gcsfs'
+        (Answered(code="403"), False),
         (Answered(response=Answered(status_code=401)), True),
         (Answered(response=Answered(status_code=412)), False),  # the Hub's: another commit came first
         (OSError("broken pipe"), False),

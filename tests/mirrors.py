@@ -36,24 +36,24 @@ async def ask_twice(document: Document, generate: Any) -> Any:
 
 
 class Passes:
-    """Counts how often mirrors have looked for something new."""
+    """Counts the uploads of mirrors, also those that found nothing new."""
 
     def __init__(self) -> None:
         self.number = 0
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Makes mirrors look all the time, and tell."""
-        mirror_once = mirror.RemoteMirror._mirror
+        """Makes mirrors upload all the time, and counts the uploads."""
+        upload = mirror.RemoteMirror._upload
 
-        def counted(mirroring: mirror.RemoteMirror) -> None:
-            mirror_once(mirroring)
+        def counted(mirrored: mirror.RemoteMirror) -> None:
+            upload(mirrored)
             self.number += 1
 
-        monkeypatch.setattr(mirror, "_LEAST_SECONDS", 0.001)
-        monkeypatch.setattr(mirror.RemoteMirror, "_mirror", counted)
+        monkeypatch.setattr(mirror, "_MIN_WAIT_SECONDS", 0.001)
+        monkeypatch.setattr(mirror.RemoteMirror, "_upload", counted)
 
     def waits(self) -> Iterator[float]:
-        """Gives pauses until one has begun and ended."""
+        """Yields pauses until an upload has started and ended."""
         until = self.number + 2
         while self.number < until:
             yield 0.0005
@@ -85,7 +85,7 @@ class Job:
         InferenceRunner(ask_twice, config(server, **ONE_BY_ONE), **settings).run(documents(number))
 
     def run_until(self, question: str, wait: Callable[[], None] = lambda: None, **changes: Any) -> None:
-        """A life that ends when it asks this, and mirrors a last time on its way out. ``wait``: before any answer."""
+        """Runs until this question fails; then the rank uploads a last time. ``wait`` is called before each answer."""
 
         def broken(payload: dict[str, Any], times: int) -> int | None:
             wait()
@@ -106,7 +106,7 @@ class Job:
 
 
 def up_to(question: str, number: int = 6) -> Counter[str]:
-    """What is asked before this, one document after the other."""
+    """The questions before this one, one document after the other."""
     asked = [f"text {n}{end}" for n in range(number) for end in ("", " again")]
     return Counter(asked[: asked.index(question)])
 
@@ -137,7 +137,7 @@ def read_rows(path: Path) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-LIFE = """
+RUN_DOCUMENTS = """
 import sys
 from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner
@@ -167,7 +167,7 @@ class Killed:
     """
 
     MOST = 40
-    """Requests of one life, at most, before it is killed."""
+    """The most requests of one process before it is killed."""
 
     def __init__(self, folder: Path, remote: str, delay: float, kills: int) -> None:
         self.folder = folder
@@ -181,7 +181,7 @@ class Killed:
         self._process: subprocess.Popen[bytes] | None = None
 
     def delay(self, payload: dict[str, Any], times: int) -> float:
-        """For the server: kills before the answer that may end the process, however busy the machine is."""
+        """For the server: kills the process before the answer that might finish it, however busy the machine is."""
         self._left -= 1
         if self._left <= 0 and self._process is not None:
             self._process.kill()
@@ -189,20 +189,20 @@ class Killed:
         return self._delay
 
     def run_to_the_end(self, server: FakeServer, chance: random.Random) -> None:
-        """Checks that what the newest generation holds is never asked for again."""
+        """Checks that what the newest version holds is never requested again."""
         known: Counter[str] = Counter()
         for left in [*(chance.randrange(5, self.MOST) for _ in range(self._kills)), None]:
             server.asked.clear()
-            killed = self._live(server, left)
-            assert not known & server.asked, f"asked again for what a generation holds: {known & server.asked}"
+            killed = self._run_once(server, left)
+            assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
             assert killed == (left is not None)
             if killed:
                 shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-                known = self._in_newest_generation()
+                known = self._in_newest_version()
 
-    def _live(self, server: FakeServer, kill_after: int | None) -> bool:
-        """Whether it was killed."""
-        argv = [sys.executable, "-c", LIFE, str(self.folder), self.remote, server.url, str(self.documents)]
+    def _run_once(self, server: FakeServer, kill_after: int | None) -> bool:
+        """Returns whether it was killed."""
+        argv = [sys.executable, "-c", RUN_DOCUMENTS, str(self.folder), self.remote, server.url, str(self.documents)]
         with self.log.open("ab") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
         if kill_after is not None:
@@ -211,7 +211,7 @@ class Killed:
         assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
         return code != 0
 
-    def _in_newest_generation(self) -> Counter[str]:
+    def _in_newest_version(self) -> Counter[str]:
         scratch = self.folder / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         restore(f"{self.remote}/00000", scratch / "00000")

@@ -1,5 +1,13 @@
-"""A copy of a rank's checkpoint at a URL, and back.
+"""Copies a rank's checkpoint to a URL while the rank works, and restores it on another node.
 
-It may import ``checkpoint``. ``mirror.py`` is the thread that uploads, ``manifests.py`` says what a complete copy is,
-``restore.py`` brings one back. Start at ``mirror.py``.
+The copy is a series of versions: immutable objects, and per version a manifest that names its objects. The newest
+complete version is restored when the local folder is missing or older.
+
+    mirror.py        RemoteMirror: the thread that uploads; start reading here
+    uploads.py       what this process has uploaded, and the versions it publishes
+    manifests.py     the format on the remote: versions, owners, manifests, objects
+    restore.py       what happens before a rank opens its checkpoint
+    object_store.py  reads and writes below one URL; the seam for crash tests
+
+This package may import ``checkpoint`` and the modules below it (``errors``, ``backoff``, ``remote_errors``, ...).
 """

@@ -1,17 +1,16 @@
-"""RemoteMirror: copies a rank's checkpoint to a remote while the rank works, one generation after the other.
+"""RemoteMirror: copies a rank's checkpoint to a remote while the rank works, one version after the other.
 
-A generation is the checkpoint at one instant of the storage thread's order of effects (``checkpoint/snapshot.py``).
-Only what was not copied before travels: files only grow, so what they grew by becomes a new object, and answers of
-unfinished documents that came since. Then the manifest is written, which makes the generation; then what no generation
-of the last three needs is removed. A kill in between leaves the generation before as it was, and objects nobody needs,
-which the next life removes.
+A version is the checkpoint at one instant of the storage thread's order of effects (``checkpoint/snapshot.py``). Each
+upload sends only what is new: files only grow, so their new bytes become a new object, and so do new answers of
+unfinished documents. Then it writes the manifest, which completes the version, and removes what the last three versions
+do not need. A kill in between leaves the version before intact, and objects that nobody needs. The next process removes
+those.
 
-All of this happens in a thread of its own. A remote that fails or hangs costs warnings, never an answer and never time.
+All of this happens in a thread of its own. A remote that fails or hangs costs warnings, but no answer and no time.
 
-Two processes that mirror one rank (a lost node that comes back, and its replacement) find each other here: the first
-thing that each does is to claim the mirror, and whoever finds a newer claim stops with ``Fenced``. It finds out when
-it next mirrors, so both may work for up to ``seconds``; what either publishes meanwhile are whole files of the same
-chunks.
+Two processes may mirror one rank: a lost node that comes back, and its replacement. Each first takes ownership of the
+mirror, and a process that finds a newer owner stops with ``Fenced``. It finds out at its next upload, so both may work
+for up to ``seconds``. Whichever output files they publish meanwhile are complete files of the same chunks.
 """
 
 from __future__ import annotations
@@ -33,32 +32,32 @@ from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_inte
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT, Versions
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.remote_errors import io_errors
 
-# The last mirror of a life takes no longer than this.
-LAST_SECONDS = 15.0
-# Nor than this once the rank was told to end: a preempted job has half a minute for everything.
-HASTENED_SECONDS = 5.0
-# Each time a chunk is committed between a snapshot and the look at its journal, which takes microseconds.
-_SNAPSHOTS = 20
-# What grew by less is read at once, so that its journal need not stay open.
-_READ_AT_ONCE = 2**20
-# A failing remote is left in peace for up to so many times ``seconds``.
-_MAX_BACKOFF = 16
-# A pass that finds nothing new costs a question to the storage thread; this many seconds lie between two at least.
-_LEAST_SECONDS = 0.01
+# How long ``stop`` waits for the last upload.
+STOP_SECONDS = 15.0
+# The same after ``fast_stop``: a preempted job has half a minute for everything.
+FAST_STOP_SECONDS = 5.0
+# A snapshot is taken again each time a chunk was committed before its journal was opened, which takes microseconds.
+_SNAPSHOT_ATTEMPTS = 20
+# Up to this size, new bytes are read at once, so that their journal need not stay open.
+_READ_AT_ONCE_BYTES = 2**20
+# While the remote fails, the wait between two attempts grows up to this many intervals.
+_MAX_BACKOFF_INTERVALS = 16
+# The shortest wait between two uploads: one that finds nothing new still asks the storage thread for a snapshot.
+_MIN_WAIT_SECONDS = 0.01
 
 
 class RemoteMirror:
     """A ``Mirror`` of one rank.
 
     Args:
-        url: of the rank's folder on the remote.
+        url: URL of the rank's folder on the remote.
         folder: the rank's local folder.
-        seconds: from the end of one mirroring to the start of the next, at least. "auto": so many that mirroring takes
-            up to 5 % of the time, between 5 and 600.
+        seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads and
+            chooses a time between 5 and 600 seconds, so that uploading takes up to 5 % of the time.
     """
 
     def __init__(self, url: str, folder: Path, seconds: Seconds) -> None:
@@ -66,8 +65,8 @@ class RemoteMirror:
         self._folder = folder
         self._interval = make_interval(seconds, MIRROR_TUNING)
         self._stopping = False
-        self._hastened = 0
-        # Queues that a signal handler may put into, which it must not do with what takes a lock.
+        self._fast_stops = 0
+        # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it takes a lock.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._completed = False
@@ -77,104 +76,106 @@ class RemoteMirror:
         self._failures = 0
 
     def start(self, source: Source) -> None:
+        """Starts the thread, which takes its snapshots from ``source``."""
         self._source = source
         self._thread.start()
 
     def stop(self, completed: bool) -> None:
-        """Mirrors once more, for at most ``LAST_SECONDS``."""
+        """Uploads once more. Returns after ``STOP_SECONDS`` at the latest."""
         self._completed = completed
         self._stopping = True
         self._wake.put(None)
-        limit = HASTENED_SECONDS if self._hastened else LAST_SECONDS
+        limit = FAST_STOP_SECONDS if self._fast_stops else STOP_SECONDS
         try:
             self._ended.get(timeout=limit)
         except queue.Empty:
             logger.warning(
-                f"The last mirror to {self._url} did not end within {limit:g} s: its last generation holds. The local "
-                "checkpoint is complete."
+                f"The last upload to the mirror {self._url} did not end within {limit:g} s. The mirror keeps the "
+                "version before it; the local checkpoint is complete."
             )
         self._given_up = True
 
     def fast_stop(self) -> None:
-        """Mirrors now, while the rank drains, so that little is left for the last time. Called again: no last time."""
-        self._hastened += 1
+        """Uploads now, while the rank drains, so that little is left for ``stop``. A second call skips the last one."""
+        self._fast_stops += 1
         self._wake.put(None)
-        if self._hastened > 1:
+        if self._fast_stops > 1:
             self._ended.put(None)
 
-    # the thread's side -----------------------------------------------------------------------------------------
+    # the mirror thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                wait = max(self._attempt() * self._interval.seconds, _LEAST_SECONDS)
+                wait = max(self._try_upload() * self._interval.seconds, _MIN_WAIT_SECONDS)
                 with suppress(queue.Empty):
                     self._wake.get(timeout=wait)
-            self._attempt()
-        except BaseException as error:  # that another process took over, above all, must reach the event loop
+            self._try_upload()
+        except BaseException as error:  # must reach the event loop: above all, that another process took over
             self._source.fail(error)
         finally:
             self._ended.put(None)
 
-    def _attempt(self) -> int:
-        """Returns how many times ``seconds`` to wait before the next one."""
+    def _try_upload(self) -> int:
+        """Returns how many intervals to wait before the next upload."""
         try:
-            self._mirror()
+            self._upload()
         except _Interrupted:
             pass
         except io_errors(ConfigError, StorageFailed) as error:
-            if isinstance(error, ConfigError) and not (self._uploads and self._uploads.begun):
+            if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
             if not self._given_up:
                 self._failures += 1
-                after = "." if self._stopping else "; the run goes on, and tries again later."
+                after = "." if self._stopping else ". The run continues and tries again later."
                 logger.warning(
-                    f"Could not mirror the checkpoint to {self._url}: {error_text(error)}. What came since "
-                    f"the last generation lives on this node only{after}"
+                    f"Could not mirror the checkpoint to {self._url}: {error_text(error)}. What is newer than the last "
+                    f"version is saved on this node only{after}"
                 )
-            return int(backoff_seconds(self._failures, 1, _MAX_BACKOFF))
+            return int(backoff_seconds(self._failures, 1, _MAX_BACKOFF_INTERVALS))
         if self._failures:
             logger.info(f"The checkpoint is mirrored to {self._url} again.")
         self._failures = 0
         return 1
 
-    def _mirror(self) -> None:
+    def _upload(self) -> None:
         if self._uploads is None:
             self._uploads = Uploads(Versions(self._url))
         uploads, last, start = self._uploads, self._stopping, time.monotonic()
         with ExitStack() as stack:
-            self._go_on(last)
-            snapshot, grown = self._snapshot(uploads, stack)
-            self._go_on(last)  # a claim that is placed late would stop the next life
-            uploads.begin(orjson.loads(snapshot.run), snapshot)
+            self._raise_if_interrupted(last)
+            snapshot, grown = self._take_snapshot(uploads, stack)
+            # Again, because taking ownership after ``stop`` has given up would fence the rank's next process.
+            self._raise_if_interrupted(last)
+            uploads.start_version(orjson.loads(snapshot.run), snapshot)
             for name, file in grown.items():
-                for data in _blocks(file, snapshot.sizes[name] - uploads.size(name)):
-                    self._go_on(last)
+                for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
+                    self._raise_if_interrupted(last)
                     uploads.add(name, data)
-        self._go_on(last)
+        self._raise_if_interrupted(last)
         uploads.add_answers(snapshot)
-        self._go_on(last)
+        self._raise_if_interrupted(last)
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
 
-    def _go_on(self, last: bool) -> None:
-        """A mirroring that is under way when the rank ends makes way for the last one."""
+    def _raise_if_interrupted(self, last: bool) -> None:
+        """When the rank stops, an upload under way gives way to the ``last`` one."""
         if self._given_up or (self._stopping and not last):
             raise _Interrupted
 
-    def _snapshot(self, uploads: Uploads, stack: ExitStack) -> tuple[Snapshot, dict[str, IO[bytes]]]:
-        """A snapshot, and the files that have grown since the last one, each open where its new bytes start.
+    def _take_snapshot(self, uploads: Uploads, stack: ExitStack) -> tuple[Snapshot, dict[str, IO[bytes]]]:
+        """A snapshot, and the files that have grown since the last one, each opened at its first new byte.
 
-        A chunk that is committed between the two takes its journal with it; then there is a newer state to take. An
-        open journal can be read to its end whatever happens to its name.
+        A commit between the snapshot and the opening removes a journal. Then there is a newer state, and we take that
+        one. Once a journal is open, it can be read to its end even if it is removed.
         """
-        uploads.make_room()
-        for attempts_left in reversed(range(_SNAPSHOTS)):
+        uploads.compact()
+        for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
             snapshot = self._source.snapshot(uploads.last_answer)
-            grown = [name for name, size in snapshot.sizes.items() if uploads.size(name) < size]
+            grown = {name: size for name, size in snapshot.sizes.items() if uploads.uploaded_bytes(name) < size}
             try:
                 return snapshot, {
-                    name: self._open(name, uploads.size(name), snapshot.sizes[name], stack) for name in grown
+                    name: self._open_at(name, uploads.uploaded_bytes(name), size, stack) for name, size in grown.items()
                 }
             except FileNotFoundError:
                 stack.close()
@@ -182,10 +183,10 @@ class RemoteMirror:
                     raise
         raise AssertionError
 
-    def _open(self, name: str, start: int, size: int, stack: ExitStack) -> IO[bytes]:
+    def _open_at(self, name: str, start: int, size: int, stack: ExitStack) -> IO[bytes]:
         file = stack.enter_context((self._folder / name).open("rb"))
         file.seek(start)
-        if size - start > _READ_AT_ONCE:
+        if size - start > _READ_AT_ONCE_BYTES:
             return file  # closed with the stack
         data = file.read(size - start)
         file.close()
@@ -193,13 +194,13 @@ class RemoteMirror:
 
 
 class _Interrupted(Exception):
-    """Nobody waits for this mirroring any more."""
+    """Nobody waits for this upload any more."""
 
 
 def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """The next ``size`` bytes of the file, as many objects as it takes."""
+    """The next ``size`` bytes of the file, in blocks of at most one object."""
     while size:
-        data = file.read(min(size, MAX_OBJECT))
+        data = file.read(min(size, MAX_OBJECT_BYTES))
         if not data:
             raise EOFError(f"a file of the checkpoint is {size} bytes shorter than it was")
         size -= len(data)

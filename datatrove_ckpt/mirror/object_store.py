@@ -1,16 +1,17 @@
-"""Small objects below a URL, through fsspec: the one place that changes what lies there.
+"""Small objects below a URL, through fsspec. Only this module changes what is stored there.
 
-Each method of ``Effects`` is one effect: it happened or it did not, apart from ``put``, of which a kill may leave a
-part where a put is no single step (files; not S3). ``testing`` replaces ``effects`` to crash before or in the middle of
-any of them. Credentials come from the environment, as every fsspec file system takes them; a URL holds none.
+Each method of ``Effects`` is one effect: it happened or it did not. ``put`` is the exception on file systems where a
+put is not atomic (local files; not S3): a kill may leave a part of the object. ``testing`` replaces ``effects`` to
+crash before or in the middle of any effect. Credentials come from the environment, as for every fsspec file system; a
+URL holds none.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
@@ -20,31 +21,31 @@ from datatrove_ckpt.remote_errors import s3_code
 
 
 class Effects:
-    """What changes the remote."""
+    """The operations that change the remote."""
 
-    def put(self, fs: Any, path: str, data: bytes) -> None:
-        """The object holds ``data`` from here on."""
+    def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
+        """Writes ``data`` to the object, in place of what it held."""
         fs.pipe_file(path, data)
 
-    def copy(self, fs: Any, source: str, target: str) -> None:
-        """Another object with the same content. Object stores do this without sending it over the wire."""
+    def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
+        """Copies an object. Object stores do this without sending the content over the network."""
         fs.cp_file(source, target)
 
-    def delete(self, fs: Any, path: str) -> None:
-        """The object is gone."""
+    def delete(self, fs: AbstractFileSystem, path: str) -> None:
+        """Removes the object."""
         fs.rm_file(path)
 
 
 effects = Effects()
-"""Always reached as ``store.effects``, so that a test can put others in its place."""
+"""Always used as ``object_store.effects``, so that a test can replace it."""
 
 
-class Store:
-    """The objects below one URL, by their names, which may have folders in them."""
+class ObjectStore:
+    """The objects below one URL, by their names. A name may contain folders."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # A local folder's missing parents are made; a bucket is not.
+        # Missing parents of a local folder are made; a bucket is not.
         options = {"auto_mkdir": True} if get_protocol(url) in ("file", "local") else {}
         self._fs, root = url_to_fs(self.url, **options)
         self._root = root.rstrip("/")
@@ -56,22 +57,22 @@ class Store:
         effects.copy(self._fs, self._path(name), self._path(to))
 
     def remove(self, name: str) -> None:
-        """One that is gone already is fine."""
+        """Removes an object. A missing one is no error."""
         with suppress(FileNotFoundError):
             effects.delete(self._fs, self._path(name))
 
     def read(self, name: str) -> bytes | None:
-        """None: there is no such object."""
+        """The object's content, or None if there is no such object."""
         try:
             return bytes(self._fs.cat_file(self._path(name)))
         except FileNotFoundError:
             return None
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of what lies in the folder, without the folder's; none if there is no such folder.
+        """The names of the objects and folders directly in the folder; none if there is no such folder.
 
         Raises:
-            ConfigError: there is no such bucket, which s3fs calls a missing file, too.
+            ConfigError: the bucket does not exist. s3fs reports that as a missing file, too.
         """
         path = self._path(folder)
         self._fs.invalidate_cache(path)
@@ -80,8 +81,8 @@ class Store:
         except FileNotFoundError as error:
             if s3_code(error) == "NoSuchBucket":
                 raise ConfigError(
-                    f"checkpoints_remote_dir: {self.url} lies in a bucket that does not exist. Make the bucket, or "
-                    "correct the setting (on S3 also AWS_ENDPOINT_URL), and run the same command again."
+                    f"checkpoints_remote_dir: the bucket of {self.url} does not exist. Make the bucket, or correct the "
+                    "setting (on S3 also AWS_ENDPOINT_URL), and run the same command again."
                 ) from error
             return []
 
@@ -90,14 +91,15 @@ class Store:
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuses what cannot work, without touching the network.
+    """Refuses a URL that cannot work, without using the network. ``key`` names the setting in the error.
 
     Raises:
-        ConfigError: no file system of fsspec's is called that, its package is not installed, or the URL holds a secret.
+        ConfigError: fsspec has no file system of this name, its package is not installed, or the URL holds a secret.
     """
     if holds_credentials(url):
         raise ConfigError(
-            f"{key}: holds a user or a password, which would end up in files. Give credentials by the environment."
+            f"{key}: the URL holds a user or a password, which would be written to files. Set credentials in the "
+            "environment instead."
         )
     try:
         fsspec.get_filesystem_class(get_protocol(url))

@@ -1,25 +1,25 @@
-"""What a rank does before it opens its checkpoint, when that has a mirror: find out whether the mirror knows more.
+"""Before a rank with a mirror opens its checkpoint: use the local folder, restore from the mirror, or refuse.
 
-    this node has         the mirror has             what happens
-    nothing               nothing                    the rank starts
-    nothing               generations                the newest whole one is restored; none is whole: refused
-    a folder              nothing, or what the       the folder is used: a local disk knows all that its mirror does
-                          folder's owners made
-    a folder              more: another node went    the newest whole one is restored; the folder is set aside
-                          on with this run           as 00000.replaced-1
-    a folder              another run's, or another  refused: neither continues the other
-                          first start's
-    nothing               cannot be reached          refused: starting from nothing costs money
-    a folder              cannot be reached          the folder is used, with a warning
-    either                no place: its bucket does  refused: the setting names no place, and without a mirror a node
-                          not exist                  that is lost costs all that it did
+    this node has    the mirror has                       what happens
+    nothing          nothing                              the rank starts
+    nothing          versions                             the newest complete one is restored; if none is: refused
+    a folder         nothing, or versions made by         the folder is used: it contains all that its mirror does
+                     owners of this folder
+    a folder         more: another node continued         the newest complete version is restored; the folder is set
+                     this run                             aside as 00000.replaced-1
+    a folder         another run's checkpoint, or one     refused: neither continues the other
+                     of another first start
+    nothing          cannot be reached                    refused: starting from nothing costs money
+    a folder         cannot be reached                    the folder is used, with a warning
+    either           a bucket that does not exist         refused: without a mirror, a lost node costs all its work
 
-Who made what is told by the owners' nonces that ``run.json`` and the generations name. Choosing the further one never
-makes two of a run: what the other knew beyond it is asked again, and chunks that it had committed are written again,
-whole, in place of the files that are there.
+``run.json`` and the versions name owners by their nonces, which tell who made what. Choosing the checkpoint that is
+further ahead never mixes two of them: what only the other one knew is requested again, and chunks that only the other
+one had committed are written again, over the files that exist.
 
-The folder is built beside its place and renamed, so a crash leaves none or all of it. What is restored is an owner of
-its own, who knows the generations that were there, damaged ones too: they are not tried again.
+The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A restored checkpoint
+gets a new owner. Its ``earlier`` owners include those of damaged versions, so these are not tried again at the next
+start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import orjson
 from loguru import logger
@@ -41,8 +40,17 @@ from datatrove_ckpt.checkpoint.layout import CACHE, LOCK, RUN, rank_folder, retr
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
 from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Part, Version, Versions, covers, decode_answers
-from datatrove_ckpt.mirror.object_store import Store
+from datatrove_ckpt.mirror.manifests import (
+    Damaged,
+    Manifest,
+    OwnerJson,
+    Part,
+    Version,
+    Versions,
+    contains_version,
+    decode_answers,
+)
+from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.remote_errors import io_errors
 
 
@@ -50,14 +58,15 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
     """Restores what this node lacks of a rank, see ``restore``.
 
     Args:
-        url: ``checkpoints_remote_dir``. ``root``: ``checkpoints_local_dir``.
-        retries: also the rank's passes over dead letters.
+        url: ``checkpoints_remote_dir``.
+        root: ``checkpoints_local_dir``.
+        retries: restore the rank's retries of dead letters, too.
     """
     folder = rank_folder(root, rank).name
     restore(f"{url}/{folder}", root / folder)
     if retries:
         try:
-            names = Store(url).names()
+            names = ObjectStore(url).names()
         except io_errors() as error:
             raise _unreadable(url, error) from error
         for name in names:
@@ -66,37 +75,38 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
 
 
 def restore(url: str, folder: Path) -> None:
-    """Puts a rank's folder in place from its mirror, if that holds what the folder does not.
+    """Restores a rank's folder from its mirror, if the mirror holds what the folder does not.
 
     Args:
-        url: of the rank's folder on the remote.
+        url: URL of the rank's folder on the remote.
+        folder: the rank's local folder.
 
     Raises:
         StorageFailed: there is no folder, and the mirror cannot be read.
-        CheckpointCorrupt: no generation is whole.
-        CheckpointMismatch: folder and mirror have nothing to do with each other.
+        CheckpointCorrupt: no version is complete.
+        CheckpointMismatch: folder and mirror were started separately.
         CheckpointLocked: a process works on the folder.
         ConfigError: the bucket does not exist.
     """
-    owner = _owner(folder)
-    generations = Versions(url)
+    owner = _read_owner(folder)
+    mirrored = Versions(url)
     try:
-        names = generations.names()
-        lost = owner is None and not names and bool(generations.objects())
+        versions = mirrored.all_versions()
+        manifests_lost = owner is None and not versions and bool(mirrored.list_objects())
     except io_errors() as error:
         if owner is None:
             raise _unreadable(url, error) from error
-        logger.warning(f"Could not look at the mirror {url} ({error_text(error)}); going on with {folder} as it is.")
+        logger.warning(f"Could not read the mirror {url} ({error_text(error)}). Continuing with {folder} as it is.")
         return
-    if lost:
-        raise _refused(url, "There is none, but there are objects.")
-    if not names:
+    if manifests_lost:
+        raise _no_complete_version(url, "There is no version at all, but there are objects.")
+    if not versions:
         logger.info(f"The mirror {url} holds no checkpoint yet.")
         return
-    if owner is not None and covers(owner, names[-1]):
+    if owner is not None and contains_version(owner, versions[-1]):
         return
     try:
-        _bring_back(generations, names, folder, owner)
+        _restore_newest(mirrored, versions, folder, owner)
     except io_errors() as error:
         raise _unreadable(url, error) from error
 
@@ -104,97 +114,98 @@ def restore(url: str, folder: Path) -> None:
 def _unreadable(url: str, error: Exception) -> StorageFailed:
     return StorageFailed(
         f"Could not read the mirror {url}: {error_text(error)}. Correct that (network, credentials) and run the same "
-        "command again; or leave out checkpoints_remote_dir, to start without what it holds."
+        "command again. To start without what the mirror holds, remove the setting checkpoints_remote_dir."
     )
 
 
-def _owner(folder: Path) -> dict[str, Any] | None:
-    """None: there is no checkpoint."""
+def _read_owner(folder: Path) -> OwnerJson | None:
+    """The owner in the folder's ``run.json``; None if there is no checkpoint."""
     path = folder / RUN
     return read_run(path).get("owner", {"nonce": ""}) if path.exists() else None
 
 
-def _bring_back(generations: Versions, names: list[Version], folder: Path, owner: dict[str, Any] | None) -> None:
+def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, owner: OwnerJson | None) -> None:
     if owner is not None:
-        _refuse_unrelated(generations, names, folder, owner)
+        _refuse_unrelated(mirrored, versions, folder, owner)
     files.disk.make_dirs(folder.parent)
     with ExitStack() as stack:
         guard = files.Lock(folder.with_name(f"{folder.name}.restoring.lock"))
         stack.callback(guard.release, remove=True)
         staging = folder.with_name(f"{folder.name}.restoring")
-        if (built := _build(generations, names, staging)) is None:
+        if (built := _build_newest(mirrored, versions, staging)) is None:
             return
-        used, manifest = built
+        version, manifest = built
         aside = _set_aside(folder, stack)
         files.disk.rename(staging, folder)
         files.disk.sync_dir(folder.parent)
-    logger.info(f"Restored {folder} from generation {used.number} at {generations.url}, made at {manifest.when}.")
+    logger.info(f"Restored {folder} from version {version.number} at {mirrored.url}, uploaded at {manifest.when}.")
     if owner is not None:
         logger.warning(
-            f"Another node has gone on with this rank since {folder} was written here (generation {used.number} at "
-            f"{generations.url}). The old folder is kept as {aside}; remove it when you like."
+            f"Another node has continued this rank since {folder} was written here (version {version.number} at "
+            f"{mirrored.url}). The old folder is kept as {aside}; remove it when you like."
         )
 
 
-def _refuse_unrelated(generations: Versions, names: list[Version], folder: Path, owner: dict[str, Any]) -> None:
+def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path, owner: OwnerJson) -> None:
     ours = {owner["nonce"], *owner.get("earlier", ())}
-    theirs = {name.nonce for name in names}
-    for name in names:
-        manifest = generations.read(name)
+    theirs = {version.nonce for version in versions}
+    for version in versions:
+        manifest = mirrored.read_manifest(version)
         theirs |= set(manifest.run["owner"]["earlier"]) if manifest else set()
     if not ours & theirs:
         raise CheckpointMismatch(
-            f"{folder} and its mirror {generations.url} were begun separately: neither goes on where the other ends. "
-            "Remove the folder to go on from the mirror, or remove the mirror to go on from the folder."
+            f"{folder} and its mirror {mirrored.url} were started separately: neither continues the other. Remove the "
+            "folder to continue from the mirror, or remove the mirror to continue from the folder."
         )
 
 
-def _build(generations: Versions, names: list[Version], staging: Path) -> tuple[Version, Manifest] | None:
-    """The newest whole generation, in the staging folder. None: nothing was ever mirrored.
+def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) -> tuple[Version, Manifest] | None:
+    """Builds the newest complete version in the staging folder. None: nothing was ever mirrored.
 
     Raises:
-        CheckpointCorrupt: no generation is whole.
+        CheckpointCorrupt: no version is complete.
     """
     problems = []
-    for name in reversed(names):
+    for version in reversed(versions):
         try:
-            manifest = generations.read(name)
+            manifest = mirrored.read_manifest(version)
             if manifest is None:
-                raise Damaged("its manifest is damaged, or of another version")
-            _fetch(generations, manifest, names, staging)
+                raise Damaged("its manifest is damaged, or of another format")
+            _download(mirrored, manifest, versions, staging)
         except Damaged as damage:
-            problems.append(f"generation {name.number} ({name.file}): {damage}")
+            problems.append(f"version {version.number} ({version.file}): {damage}")
             continue
         if problems:
             logger.warning(
-                f"Of the mirror {generations.url}, generation {name.number} of {manifest.when} is used, because newer "
-                f"ones are not whole: {'; '.join(problems)}. What came after it is asked again."
+                f"Using version {version.number} of {manifest.when} from the mirror {mirrored.url}, because newer ones "
+                f"are damaged: {'; '.join(problems)}. What is newer than it is requested again."
             )
-        return name, manifest
-    if not generations.objects():
-        # A first generation is a claim, and holds nothing else. Its writer was killed over it.
-        logger.warning(f"{problems[0]}. Nothing else was mirrored to {generations.url} yet: starting anew.")
-        for name in names:
-            generations.remove(name)
+        return version, manifest
+    if not mirrored.list_objects():
+        # Only the first version is written before any object, and it is empty. A kill has torn its manifest.
+        logger.warning(f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The rank starts from nothing.")
+        for version in versions:
+            mirrored.remove(version)
         return None
-    raise _refused(generations.url, "\n  ".join(problems))
+    raise _no_complete_version(mirrored.url, "\n  ".join(problems))
 
 
-def _refused(url: str, problems: str) -> CheckpointCorrupt:
+def _no_complete_version(url: str, problems: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"No generation at {url} is whole:\n  {problems}\nBring the objects back if you can (a bucket may keep old "
-        f"versions), and run the same command again. To start this rank over, and pay for it again, remove {url}."
+        f"No version at {url} is complete:\n  {problems}\nBring the objects back if you can (some buckets keep "
+        "overwritten ones), and run the same command again. To start this rank over, and pay for it again, remove "
+        f"{url}."
     )
 
 
-def _fetch(generations: Versions, manifest: Manifest, names: list[Version], staging: Path) -> None:
+def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], staging: Path) -> None:
     files.disk.remove_tree(staging)
     files.disk.make_dir(staging)
     for file, parts in manifest.files.items():
-        _write(staging / file, (generations.fetch(part) for part in parts))
+        _write(staging / file, (mirrored.read_object(part) for part in parts))
     if not manifest.finished:
-        _fill_cache(generations, manifest.answers, staging / CACHE)
-    run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], names)}
+        _fill_cache(mirrored, manifest.answers, staging / CACHE)
+    run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], versions)}
     _write(staging / RUN, [orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)])
     files.disk.sync_dir(staging)
 
@@ -209,23 +220,23 @@ def _write(path: Path, blocks: Iterable[bytes]) -> None:
     files.disk.sync(path)
 
 
-def _fill_cache(generations: Versions, answers: list[Part], path: Path) -> None:
-    """An unfinished rank has a request cache, also an empty one."""
+def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
+    """Makes the request cache, even if it is empty: an unfinished rank always has one."""
     cache = RequestCache(path)
     try:
         for part in answers:
-            cache.put(decode_answers(generations.fetch(part)))
+            cache.put(decode_answers(mirrored.read_object(part)))
     finally:
-        cache.close()  # which writes SQLite's log into the database
+        cache.close()  # moves SQLite's log into the database
     files.disk.sync(path)
 
 
-def _new_owner(owner: dict[str, Any], names: list[Version]) -> dict[str, Any]:
-    """Descends from all that is on the mirror. What is damaged there is no reason to look at it again."""
+def _new_owner(owner: OwnerJson, versions: list[Version]) -> OwnerJson:
+    """An owner whose ``earlier`` owners made every version on the mirror. See the module's docstring."""
     earlier = dict(owner["earlier"])
-    for name in names:
-        if earlier.get(name.nonce, 0) is not None:
-            earlier[name.nonce] = name.number
+    for version in versions:
+        if earlier.get(version.nonce, 0) is not None:
+            earlier[version.nonce] = version.number
     return {
         **owner,
         "host": socket.gethostname(),
@@ -236,7 +247,7 @@ def _new_owner(owner: dict[str, Any], names: list[Version]) -> dict[str, Any]:
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
-    """Moves away what is in the folder's place, unless a process works there."""
+    """Renames the existing folder, unless a process works on it. Returns its new path; None if there was no folder."""
     if not folder.exists():
         return None
     stack.callback(files.Lock(folder / LOCK).release)

@@ -1,188 +1,200 @@
-"""Uploads: what of one life's checkpoint lies on the remote, and the generations made of it."""
+"""Uploads: what this process has uploaded of a rank's checkpoint, and the versions it publishes."""
 
 from __future__ import annotations
 
 import datetime
-from typing import Any
 
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import ConfigError, Fenced
 from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.mirror.manifests import Manifest, Ownership, Part, Version, Versions, encode_answers
+from datatrove_ckpt.mirror.manifests import Manifest, Ownership, Part, RunJson, Version, Versions, encode_answers
 from datatrove_ckpt.remote_errors import io_errors
 
-KEPT = 3
-"""Versions."""
-# A file of this many parts gets its small last ones as one: restoring it should not take a thousand requests.
+KEPT_VERSIONS = 3
+# When a file has this many parts, its small last ones are uploaded again as one: a restore should not take a thousand
+# requests.
 _MAX_PARTS = 64
-_SMALL_PART = 8 * 2**20
+_SMALL_PART_BYTES = 8 * 2**20
 
 
 class Uploads:
-    """What lies on the remote of this life's checkpoint.
+    """The parts that are uploaded, and the versions made of them.
 
-    Nothing of earlier lives is used again: their objects may be damaged, and a life starts with little. ``begin`` a
-    mirroring, ``add`` what is new, ``publish``. What was added and not published stays, and the next one goes on there.
+    For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then ``publish``. Parts that
+    were added and not published stay, and the next version uses them. Objects of earlier owners are not used again:
+    they may be damaged, and a process starts with little to upload.
     """
 
-    def __init__(self, generations: Versions) -> None:
+    def __init__(self, versions: Versions) -> None:
         self.last_answer = 0
-        """Number of the last answer that was copied."""
-        self._generations = generations
+        """Number of the last answer that is uploaded."""
+        self.owns_mirror = False
+        """Whether this process has taken ownership of the mirror."""
+        self._versions = versions
+        self._run: RunJson = {}
         self._files: dict[str, list[Part]] = {}
         self._answers: list[tuple[Part, frozenset[int]]] = []
-        self._count = 0
-        self._run: dict[str, Any] = {}
-        self._kept: dict[Version, set[str]] = {}
-        self._garbage: set[tuple[str, str]] = set()
+        self._object_count = 0
         self._published: Manifest | None = None
-        self._claim: Ownership | None = None
-        self._floor: int | None = None
-        """Numbers of this life's generations are larger."""
-        self.begun = False
-        """Whether this life has claimed the mirror."""
+        self._kept: dict[Version, set[str]] = {}
+        """The versions on the mirror, with the names of their objects."""
+        self._garbage: set[tuple[str, str]] = set()
+        """Folder and name of objects that are removed once no kept version needs them."""
+        self._ownership: Ownership | None = None
+        self._number_floor: int | None = None
+        """The numbers of this owner's versions are larger."""
 
     # objects ---------------------------------------------------------------------------------------------------
 
-    def size(self, name: str) -> int:
-        """How many bytes of the file were copied."""
+    def uploaded_bytes(self, name: str) -> int:
+        """How many bytes of the file are uploaded."""
         return sum(part.size for part in self._files.get(name, ()))
 
-    def make_room(self) -> None:
-        """Where there are many small parts, forgets them: they are copied again as one."""
+    def compact(self) -> None:
+        """Forgets small parts where there are many of them, so that they are uploaded again as one."""
         for parts in self._files.values():
             if len(parts) >= _MAX_PARTS:
-                while parts and parts[-1].size < _SMALL_PART:
+                while parts and parts[-1].size < _SMALL_PART_BYTES:
                     parts.pop()
         if len(self._answers) >= _MAX_PARTS:
             self._answers.clear()
             self.last_answer = 0
 
-    def begin(self, run: dict[str, Any], snapshot: Snapshot) -> None:
-        """Leaves out what committed chunks have dropped. ``run``: what ``run.json`` holds.
+    def start_version(self, run: RunJson, snapshot: Snapshot) -> None:
+        """Drops the parts that the snapshot no longer needs. The first call takes ownership of the mirror.
 
         Raises:
-            ConfigError: the place to mirror to does not exist.
+            ConfigError: the bucket or folder does not exist.
         """
         self._run = run
-        if not self.begun:
-            self._begin_life()
-            self.begun = True
+        if not self.owns_mirror:
+            self._take_ownership()
+            self.owns_mirror = True
         for name in self._files.keys() - snapshot.sizes.keys():
             del self._files[name]
         self._answers = [(part, of) for part, of in self._answers if of & snapshot.unfinished]
 
-    def _begin_life(self) -> None:
-        """Claims the mirror. Done again after it failed: with one number, which never outdoes a later life's claim."""
-        claims, names = self._generations.listing()
-        self._claim = self._claim or Ownership.after(claims, self._nonce)
+    def _take_ownership(self) -> None:
+        """Retries reuse the number, so they never outrank a newer owner."""
+        ownerships, versions = self._versions.listing()
+        self._ownership = self._ownership or Ownership.after(ownerships, self._nonce)
         try:
-            self._generations.claim(self._claim, self._run["owner"])
+            self._versions.write_ownership(self._ownership, self._run["owner"])
         except FileNotFoundError as error:
             raise ConfigError(
-                f"checkpoints_remote_dir: nothing can be written to {self._generations.url}: {error}. Make the bucket "
-                "or folder, or correct the setting, and run the same command again; what was answered is kept here."
+                f"checkpoints_remote_dir: nothing can be written to {self._versions.url}: {error}. Make the bucket or "
+                "folder, or correct the setting, and run the same command again. Saved answers are kept on this node."
             ) from error
-        if not names:
-            # So that objects without any generation are damage, and not a first upload that was killed.
-            self._generations.write(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())
+        if not versions:
+            # An empty first version, so that objects without any version always mean damage, and never a first upload
+            # that was killed.
+            self._versions.write_manifest(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())
 
     def add(self, name: str, data: bytes) -> None:
-        """The file's next bytes."""
-        self._files.setdefault(name, []).append(self._put(data))
+        """Uploads the file's next bytes."""
+        self._files.setdefault(name, []).append(self._put_part(data))
 
     def add_answers(self, snapshot: Snapshot) -> None:
-        """All or nothing: of answers that are half copied, all are copied again."""
-        self._answers += [(self._put(data), ordinals) for data, ordinals in encode_answers(snapshot.answers)]
+        """Uploads the snapshot's answers. If that fails halfway, all of them are uploaded again next time."""
+        self._answers += [(self._put_part(data), ordinals) for data, ordinals in encode_answers(snapshot.answers)]
         self.last_answer = snapshot.last_answer
 
-    def _put(self, data: bytes) -> Part:
-        name = f"{self._nonce}-{self._count:06d}"
-        self._count += 1
+    def _put_part(self, data: bytes) -> Part:
+        name = f"{self._nonce}-{self._object_count:06d}"
+        self._object_count += 1
         self._garbage |= {("objects", name), ("copies", name)}
-        return self._generations.put(name, data)
+        return self._versions.put_object(name, data)
 
     @property
     def _nonce(self) -> str:
         return str(self._run["owner"]["nonce"])
 
-    # generations -----------------------------------------------------------------------------------------------
+    # versions --------------------------------------------------------------------------------------------------
 
     def publish(self, finished: bool) -> bool:
-        """Makes a generation of what was copied, if it is another than the last one, and tidies up.
+        """Makes a version of the uploaded parts, unless nothing has changed, and removes what is no longer needed.
 
-        Returns whether it was another.
+        Returns whether there is a new version.
 
         Raises:
-            Fenced: another process has claimed the mirror since.
+            Fenced: another process has taken ownership of the mirror.
         """
         files = {name: list(parts) for name, parts in self._files.items()}
         manifest = Manifest(self._run, files, [part for part, _ in self._answers], finished)
-        claims, names = self._list()  # also by a process that has nothing new to say
+        ownerships, versions = self._list_as_owner()  # also if nothing has changed: a fenced process must stop
         if manifest == self._published:
             return False
         if self._published is None:
-            self._take_stock(names)
-        new = self._next(names)
-        self._generations.write(new, manifest, _now())
+            self._load_leftovers(versions)
+        new = self._next_version(versions)
+        self._versions.write_manifest(new, manifest, _now())
         self._published = manifest
-        self._kept[new] = manifest.objects()
+        self._kept[new] = manifest.object_names()
         try:
-            # Only what was seen before is removed. If nobody has claimed the mirror until now, all of it is older than
-            # whoever does next, however long this process stands still from here on.
-            self._list()
-            self._tidy([name for name in names if name < new], claims)
+            # Only what was listed before is removed. If nobody else has taken ownership until now, all of it is older
+            # than the next owner, even if this process pauses for long between here and the removals.
+            self._list_as_owner()
+            self._collect_garbage([version for version in versions if version < new], ownerships)
         except io_errors() as error:
             logger.warning(
-                f"Could not remove old generations at {self._generations.url}: {error_text(error)}. They "
-                "take room and do no harm; the next mirroring tries again."
+                f"Could not remove old versions at {self._versions.url}: {error_text(error)}. They use storage and do "
+                "no harm. The next upload tries again."
             )
         return True
 
-    def _next(self, names: list[Version]) -> Version:
-        """A life's first number leaves as many out as there were claims, later ones leave none out.
+    def _next_version(self, versions: list[Version]) -> Version:
+        """This owner's first number skips as many numbers as there were owners, its later ones skip none.
 
-        An owner before us that listed before we claimed may still write one generation, and that must not be newer than
-        ours: if it is its first one, it leaves fewer out.
+        An earlier owner that listed the mirror before we took ownership may still write one version. Ours must be
+        newer. It is: if that version is the earlier owner's first one, it skips fewer numbers.
         """
-        if self._floor is None:
-            assert self._claim is not None
-            self._floor = max((name.number for name in names), default=0) + self._claim.number
-        own = [name.number for name in names if name.nonce == self._nonce]
-        return Version(1 + max([self._floor, *own]), self._nonce)
+        if self._number_floor is None:
+            assert self._ownership is not None
+            highest = max((version.number for version in versions), default=0)
+            self._number_floor = highest + self._ownership.number
+        own = [version.number for version in versions if version.nonce == self._nonce]
+        return Version(1 + max([self._number_floor, *own]), self._nonce)
 
-    def _list(self) -> tuple[list[Ownership], list[Version]]:
-        """Claims and generations, unless there is a newer claim than ours."""
-        claims, names = self._generations.listing()
-        if claims and self._claim is not None and claims[-1] > self._claim:
+    def _list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
+        """Lists ownerships and versions.
+
+        Raises:
+            Fenced: another process has taken ownership.
+        """
+        ownerships, versions = self._versions.listing()
+        if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:
+            other = self._versions.owner_text(ownerships[-1])
             raise Fenced(
-                f"Another process has taken this rank over: {self._generations.claimant(claims[-1])} has claimed the "
-                f"mirror {self._generations.url}. This one writes nothing more; what it saved is kept."
+                f"Another process has taken this rank over: {other} owns the mirror {self._versions.url} now. This one "
+                "writes nothing more; what it saved is kept."
             )
-        return claims, names
+        return ownerships, versions
 
-    def _take_stock(self, names: list[Version]) -> None:
-        """What earlier owners left behind. Who is still at work among them stops at the sight of our claim."""
-        for name in names:
-            manifest = self._generations.read(name)
+    def _load_leftovers(self, versions: list[Version]) -> None:
+        """Reads what earlier owners left. Those that still run stop when they see our ownership."""
+        for version in versions:
+            manifest = self._versions.read_manifest(version)
             if manifest is not None:
-                self._kept[name] = manifest.objects()
-        self._garbage |= self._generations.objects()
+                self._kept[version] = manifest.object_names()
+        self._garbage |= self._versions.list_objects()
 
-    def _tidy(self, names: list[Version], claims: list[Ownership]) -> None:
-        """First generations, then what none of the others needs: a kill in between leaves objects too many only."""
-        keep = sorted(self._kept)[-KEPT:]
-        for name in sorted({*names, *self._kept} - set(keep)):
-            self._generations.remove(name)
-        for claim in claims[:-1]:
-            self._generations.remove(claim)
-        self._kept = {name: self._kept[name] for name in keep}
+    def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
+        """Removes old versions first, then the objects that no kept version needs.
+
+        In this order a kill in between leaves superfluous objects, and never a version without its objects.
+        """
+        keep = sorted(self._kept)[-KEPT_VERSIONS:]
+        for version in sorted({*versions, *self._kept} - set(keep)):
+            self._versions.remove(version)
+        for ownership in ownerships[:-1]:
+            self._versions.remove(ownership)
+        self._kept = {version: self._kept[version] for version in keep}
         needed = set().union(*self._kept.values())
         for found in sorted(self._garbage):
             if found[1] not in needed:
-                self._generations.remove_object(*found)
+                self._versions.remove_object(*found)
                 self._garbage.discard(found)
 
 

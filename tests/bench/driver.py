@@ -120,11 +120,11 @@ class Bench:
                 off = results["off"]
                 sent = [None] * 4
                 if name != "off":
-                    sent = [median(some, key) for key in ("mirror_share", "bytes_per_document", "puts", "generations")]
+                    sent = [median(some, key) for key in ("mirror_share", "bytes_per_document", "puts", "versions")]
                 rows.append([f"{latency:g}", name, median(some, "rate"), median(some, "us"), ratio(some, off, "us"),
                              ratio(some, off, "wall"), *sent, median(some, "tail"), wrong(some)])  # fmt: skip
             header = ["latency ms", "mirrored every s", "documents/s", "CPU us/document", "CPU on/off", "wall on/off"]
-            header += ["% of CPU in mirror", "bytes mirrored/document", "puts", "generations", "s after last request"]
+            header += ["% of CPU in mirror", "bytes mirrored/document", "puts", "versions", "s after last request"]
             table([*header, "lost"], rows)
 
     def _mirror_once(self, often: dict[str, dict[str, Any]], latency: float, count: int, name: str) -> Result:

@@ -224,10 +224,10 @@ def watch_mirror(counts: dict[str, Any]) -> None:
         def put(self, fs: Any, path: str, data: bytes) -> None:
             counts["mirrored"] += len(data)
             counts["puts"] += 1
-            counts["generations"] += "/generation-" in path
+            counts["versions"] += "/generation-" in path
             super().put(fs, path, data)
 
-    counts |= {"mirrored": 0, "puts": 0, "generations": 0, "mirror_cpu": 0.0}
+    counts |= {"mirrored": 0, "puts": 0, "versions": 0, "mirror_cpu": 0.0}
     object_store.effects = Counting()
     for cls, name in ((RemoteMirror, "_run"), (CheckpointManager, "_snapshot")):
         setattr(cls, name, timed(getattr(cls, name)))

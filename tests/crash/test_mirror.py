@@ -35,7 +35,7 @@ async def one_pass() -> None:
 
 
 async def ask_twice(document: Document, generate: Any) -> Any:
-    """Between any two answers there is a mirroring."""
+    """Between any two answers there is an upload to the mirror."""
     await generate({"messages": [{"role": "user", "content": document.text}]})
     await one_pass()
     answer = await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
@@ -51,9 +51,9 @@ def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def warnings() -> Iterator[list[str]]:
-    """A mirror that fails is a warning only; here it would prove nothing."""
+    """A mirror that fails only warns. Here that would make the test prove nothing."""
     warnings: list[str] = []
-    logger.remove()  # hundreds of lives
+    logger.remove()  # hundreds of runs
     logger.add(warnings.append, level="WARNING", format="{message}")
     yield warnings
     assert not [line for line in warnings if "ould not" in line][:3]
@@ -66,13 +66,13 @@ def folder(ram: Path) -> Path:
 
 
 def mirrored(folder: Path, server: FakeServer, **changes: Any) -> InferenceRunner:
-    """One document after the other, so that each life has the same effects."""
+    """One document after the other, so that each run has the same effects."""
     changes = {"checkpoints_remote_dir": str(folder / "remote"), "mirror_seconds": 0, "config": ONE_BY_ONE, **changes}
     return runner(folder, server, ask_twice, **changes)
 
 
-def in_newest_generation(folder: Path) -> Counter[str]:
-    """What the mirror knows to be answered."""
+def in_newest_version(folder: Path) -> Counter[str]:
+    """The questions that are answered according to the mirror."""
     scratch = folder.with_name("scratch")
     shutil.rmtree(scratch, ignore_errors=True)
     if not list((folder / "remote" / "00000").glob("generation-*")):
@@ -93,18 +93,18 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
     with FakeServer() as server:
         known: Counter[str] = Counter()
 
-        def life(folder: Path) -> None:
+        def run(folder: Path) -> None:
             server.asked.clear()
             mirrored(folder, server).run(documents(number))
-            assert not known & server.asked, f"asked again for what a generation holds: {known & server.asked}"
+            assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
             known.clear()
 
         def note(folder: Path) -> None:
             after_crash(folder)
-            known.update(in_newest_generation(folder))
+            known.update(in_newest_version(folder))
 
         return assert_same_output_after_crash(
-            life, folder, recoveries=False, torn=torn, after_crash=note, counted=REMOTE_EFFECTS
+            run, folder, recoveries=False, torn=torn, after_crash=note, counted=REMOTE_EFFECTS
         )
 
 
@@ -118,12 +118,12 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
         pytest.param(lose_the_node, True, 6, id="node lost, longer", marks=pytest.mark.full),
     ],
 )
-def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_generation(
+def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_version(
     folder: Path, after_crash: Any, torn: bool, number: int, warnings: list[str]
 ) -> None:
     report = prove(folder, after_crash, torn, number)
     print(report)
-    assert torn or not [line for line in warnings if "not whole" in line], "a kill leaves whole generations only"
+    assert torn or not [line for line in warnings if "are damaged" in line], "a kill leaves complete versions only"
     effects = Counter(re.sub(r"[0-9a-f]{16}-\d+|\d{8}-[0-9a-f]{16}", "", point) for point in report.points)
     for effect in ("put ", "copy ", "put generation-.json", "delete generation-.json", "delete "):
         assert effects[effect] > 2, effects
@@ -135,18 +135,18 @@ def stopped_in_the_middle(folder: Path) -> None:
     job.run_until("text 5 again")
     assert (job.rank / "chunk_00001.jsonl").exists()
     job.lose_the_node()
-    assert in_newest_generation(folder) == up_to("text 5 again")
+    assert in_newest_version(folder) == up_to("text 5 again")
 
 
 def prove_restoring(folder: Path, server: FakeServer, after_crash: Any) -> CrashReport:
-    known = in_newest_generation(folder)
+    known = in_newest_version(folder)
 
-    def life(folder: Path) -> None:
+    def run(folder: Path) -> None:
         server.asked.clear()
         Job(folder).run(server)
-        assert not known & server.asked, f"asked again for what a generation holds: {known & server.asked}"
+        assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
 
-    return assert_same_output_after_crash(life, folder, recoveries=False, torn=True, after_crash=after_crash)
+    return assert_same_output_after_crash(run, folder, recoveries=False, torn=True, after_crash=after_crash)
 
 
 @pytest.mark.timeout(300)
@@ -173,10 +173,10 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
 
     with FakeServer() as server:
 
-        def life(folder: Path) -> None:
+        def run(folder: Path) -> None:
             mirrored(folder, server).run(documents(1))
 
-        print(assert_same_output_after_crash(life, folder, torn=True, after_crash=lose_it_once))
+        print(assert_same_output_after_crash(run, folder, torn=True, after_crash=lose_it_once))
 
 
 # The proofs above are worth something only if a wrong order fails them. -----------------------------------------------
@@ -186,7 +186,7 @@ def test_writing_the_manifest_before_its_objects_is_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     waiting: list[tuple[Any, ...]] = []
-    put, write = Versions.put, Versions.write
+    put, write = Versions.put_object, Versions.write_manifest
 
     def put_later(self: Versions, name: str, data: bytes) -> Part:
         waiting.append((self, name, data))
@@ -198,24 +198,24 @@ def test_writing_the_manifest_before_its_objects_is_noticed(
             put(*one)
         waiting.clear()
 
-    monkeypatch.setattr(Versions, "put", put_later)
-    monkeypatch.setattr(Versions, "write", write_first)
+    monkeypatch.setattr(Versions, "put_object", put_later)
+    monkeypatch.setattr(Versions, "write_manifest", write_first)
     prove(folder, lose_the_node, False, 1)
-    assert any("not whole" in line for line in warnings)
+    assert any("are damaged" in line for line in warnings)
 
 
-def test_tidying_up_before_the_manifest_is_written_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_garbage_before_the_manifest_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: list[tuple[Any, ...]] = []
-    write, tidy = Versions.write, Uploads._tidy
+    write, collect_garbage = Versions.write_manifest, Uploads._collect_garbage
 
-    def tidy_first(self: Uploads, *args: Any) -> None:
-        tidy(self, *args)
+    def collect_first(self: Uploads, *args: Any) -> None:
+        collect_garbage(self, *args)
         write(*waiting.pop())
 
-    monkeypatch.setattr(uploads, "KEPT", 1)
-    monkeypatch.setattr(Versions, "write", lambda *args: waiting.append(args))
-    monkeypatch.setattr(Uploads, "_tidy", tidy_first)
-    with pytest.raises(CheckpointCorrupt, match="There is none, but there are objects"):
+    monkeypatch.setattr(uploads, "KEPT_VERSIONS", 1)
+    monkeypatch.setattr(Versions, "write_manifest", lambda *args: waiting.append(args))
+    monkeypatch.setattr(Uploads, "_collect_garbage", collect_first)
+    with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
         prove(folder, lose_the_node, False, 2)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that outlive the node: what is mirrored and restored, and what becomes of damage and of two nodes."""
+"""Checkpoints that survive the loss of a node: mirroring, restoring, damaged objects, two nodes at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.uploads import KEPT
+from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.preflight.plan import MIRROR_REQUESTS
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
@@ -40,17 +40,17 @@ def expected() -> dict[str, bytes]:
         return outputs(Path(folder) / "output")
 
 
-def generations(job: Job) -> list[Path]:
+def manifests(job: Job) -> list[Path]:
     return sorted((job.folder / "remote" / "00000").glob("generation-*"))
 
 
-def three_generations(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A mirror that holds three different states of one life, and what each of them is restored to, oldest first."""
+def three_versions(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Makes a mirror of three different states of one run. Returns what each is restored to, oldest first."""
 
     with monkeypatch.context() as watched:
         PASSES.watch(watched)
         job.run_until("text 5 again", PASSES.one, mirror_seconds=0)
-    names = generations(job)
+    names = manifests(job)
     contents = [name.read_bytes() for name in names]
     states = []
     for number, _ in enumerate(names):
@@ -75,7 +75,7 @@ def state(rank: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
-def test_a_node_that_is_lost_costs_what_came_after_the_last_generation(
+def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     job: Job, expected: dict[str, bytes], log: list[str], where: str
 ) -> None:
     if where != "folder":
@@ -87,7 +87,7 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_generation(
         assert not up_to("text 4 again") & server.asked
         assert server.asked.total() == 3
     assert outputs(job.folder / "output") == expected
-    assert any("Restored" in line and "from generation" in line for line in log)
+    assert any("Restored" in line and "from version" in line for line in log)
     MemoryFileSystem.store.clear()
 
 
@@ -127,13 +127,13 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
 ) -> None:
     job.run_until("text 4 again")
 
-    def down(self: object_store.Store, folder: str = "") -> list[str]:
+    def down(self: object_store.ObjectStore, folder: str = "") -> list[str]:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(object_store.Store, "names", down)
+    monkeypatch.setattr(object_store.ObjectStore, "names", down)
     with FakeServer() as server:
         job.run(server)
-        assert any("Could not look at the mirror" in line and "going on with" in line for line in log)
+        assert any("Could not read the mirror" in line and "Continuing with" in line for line in log)
         job.lose_the_node()
         with pytest.raises(StorageFailed, match=r"Could not read the mirror .*no route to host.*run the same command"):
             job.run(server)
@@ -169,13 +169,13 @@ def restored(job: Job) -> dict[str, Any]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("places", [40, pytest.param(None, marks=pytest.mark.full, id="every byte")])
-def test_no_damage_to_any_one_object_costs_more_than_a_generation(
+def test_no_damage_to_any_one_object_costs_more_than_a_version(
     job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
-    states = three_generations(job, monkeypatch)
+    states = three_versions(job, monkeypatch)
     assert restored(job) == states[2]
     tried = 0
-    newest = generations(job)[-1]
+    newest = manifests(job)[-1]
     needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", newest.read_text()))
     assert len(needed) >= 3  # commits, a journal, answers
     objects = [path for path in (job.folder / "remote" / "00000").rglob("*-*") if path.name in needed]
@@ -190,18 +190,18 @@ def test_no_damage_to_any_one_object_costs_more_than_a_generation(
                 path.write_bytes(damaged)
             assert restored(job) == (states[2] if path != newest else states[1])
             if path.parent.name == "objects":
-                assert any(f"{path.name} is missing or damaged; its copy is read" in line for line in log)
+                assert any(f"{path.name} is missing or damaged. Reading its copy" in line for line in log)
             elif path == newest and damaged is not None:
-                assert any("is used, because newer ones are not whole" in line for line in log)
+                assert any("because newer ones are damaged" in line for line in log)
             tried += 1
             path.write_bytes(content)
     print(f"{tried} kinds of damage to {len(objects) + 1} objects")
 
 
-def spoil(job: Job, generation: Path, beyond: Path | None) -> None:
-    """Damages both copies of what the generation has and the older one has not."""
+def spoil(job: Job, manifest: Path, older: Path | None) -> None:
+    """Damages both copies of the objects that the version has and the older one has not."""
     needed, shared = (
-        set(re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())) if path else set() for path in (generation, beyond)
+        set(re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())) if path else set() for path in (manifest, older)
     )
     assert needed - shared
     for name in needed - shared:
@@ -210,19 +210,19 @@ def spoil(job: Job, generation: Path, beyond: Path | None) -> None:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
-def test_a_damaged_generation_falls_back_to_the_one_before_and_says_so(
+def test_a_damaged_version_falls_back_to_the_one_before_and_says_so(
     job: Job, expected: dict[str, bytes], log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = three_generations(job, monkeypatch)
-    oldest, middle, newest = generations(job)
+    states = three_versions(job, monkeypatch)
+    oldest, middle, newest = manifests(job)
     spoil(job, newest, middle)
     assert restored(job) == states[1]
-    (line,) = [line for line in log if "not whole" in line]
+    (line,) = [line for line in log if "are damaged" in line]
     assert newest.name in line
     assert middle.name not in line
     spoil(job, middle, oldest)
     assert restored(job) == states[0]
-    (line,) = [line for line in log if "not whole" in line and middle.name in line]
+    (line,) = [line for line in log if "are damaged" in line and middle.name in line]
     assert newest.name in line
     job.lose_the_node()
     with FakeServer() as server:
@@ -231,12 +231,12 @@ def test_a_damaged_generation_falls_back_to_the_one_before_and_says_so(
     assert outputs(job.folder / "output") == expected
 
 
-def test_when_no_generation_is_whole_the_run_is_refused_with_one_clear_message(
+def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    three_generations(job, monkeypatch)
-    for generation in generations(job):
-        generation.write_bytes(generation.read_bytes()[:-2])
+    three_versions(job, monkeypatch)
+    for manifest in manifests(job):
+        manifest.write_bytes(manifest.read_bytes()[:-2])
     job.lose_the_node()
     with FakeServer() as server:
         with pytest.raises(CheckpointCorrupt) as refused:
@@ -245,9 +245,9 @@ def test_when_no_generation_is_whole_the_run_is_refused_with_one_clear_message(
         assert str(refused.value).count("its manifest is damaged") == 3
         assert f"To start this rank over, and pay for it again, remove {job.remote}/00000" in str(refused.value)
         assert not job.rank.exists()
-        for generation in generations(job):
-            generation.unlink()
-        with pytest.raises(CheckpointCorrupt, match="There is none, but there are objects"):
+        for manifest in manifests(job):
+            manifest.unlink()
+        with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
             job.run(server)
         shutil.rmtree(job.folder / "remote" / "00000")
         job.run(server)
@@ -271,26 +271,26 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     assert outputs(job.folder / "output") == expected
     aside = job.checkpoints / "00000.replaced-1"
     assert state(aside) == old
-    assert any("Another node has gone on with this rank" in line and str(aside) in line for line in log)
+    assert any("Another node has continued this rank" in line and str(aside) in line for line in log)
 
 
 def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
     job.run_until("text 2")
     for question in ("text 3", "text 4 again"):
         before = set(job.checkpoints.iterdir())
-        job.run_until(question, checkpoints_remote_dir=None)  # lives that mirrored nothing
+        job.run_until(question, checkpoints_remote_dir=None)  # runs that mirrored nothing
         job.run_until(question)
         assert set(job.checkpoints.iterdir()) == before
     assert answered(job.rank) == up_to("text 4 again")
 
 
-def test_a_node_that_was_restored_from_an_older_generation_is_not_restored_again(
+def test_a_node_that_was_restored_from_an_older_version_is_not_restored_again(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own work is newer than the damaged generations that it passed over."""
-    three_generations(job, monkeypatch)
-    for generation in generations(job)[-2:]:
-        generation.write_bytes(b"damaged")
+    """Its own work is newer than the damaged versions that were skipped."""
+    three_versions(job, monkeypatch)
+    for manifest in manifests(job)[-2:]:
+        manifest.write_bytes(b"damaged")
     job.lose_the_node()
     with monkeypatch.context() as failing:
         failing.setattr(object_store, "effects", Failing())
@@ -323,12 +323,12 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expecte
     assert outputs(job.folder / "output") == expected
 
 
-def test_a_folder_and_a_mirror_that_were_begun_separately_are_refused(job: Job) -> None:
+def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job) -> None:
     job.run_until("text 2", checkpoints_remote_dir=None)
     other = job.on_another_node()
     with FakeServer() as server:
         other.run(server)
-        with pytest.raises(CheckpointMismatch, match=r"begun separately.*Remove the folder .* or remove the mirror"):
+        with pytest.raises(CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"):
             job.run(server)
 
 
@@ -343,14 +343,14 @@ def test_a_mirror_of_another_run_is_refused_by_its_settings(job: Job) -> None:
 
 
 class Failing(object_store.Effects):
-    """A remote that takes nothing."""
+    """A remote that refuses every write."""
 
     def put(self, fs: Any, path: str, data: bytes) -> None:
         raise ConnectionError("no route to host")
 
 
 class FailingOnce(object_store.Effects):
-    """A remote that refuses the first generation once, and whatever is written of the second."""
+    """A remote that refuses the first version once, and the second one always."""
 
     def __init__(self) -> None:
         self.refused = False
@@ -364,7 +364,7 @@ class FailingOnce(object_store.Effects):
 
 
 class Hanging(object_store.Effects):
-    """A remote that takes for ever."""
+    """A remote that never answers."""
 
     def __init__(self) -> None:
         self.hangs = threading.Event()
@@ -386,10 +386,10 @@ def test_a_remote_that_fails_costs_a_warning_and_nothing_else(
     assert any("WARNING Could not mirror the checkpoint" in line and "no route to host" in line for line in log)
 
 
-def test_a_first_generation_that_failed_once_is_written_before_any_object(
+def test_a_first_version_that_failed_once_is_written_before_any_object(
     job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    """Objects without any generation would be taken for damage."""
+    """Objects without any version would be taken for damage."""
     with monkeypatch.context() as failing:
         failing.setattr(object_store, "effects", FailingOnce())
         with FakeServer() as server:
@@ -404,13 +404,13 @@ def test_a_first_generation_that_failed_once_is_written_before_any_object(
 
 
 class Missing(object_store.Effects):
-    """A bucket that is not there, as file systems of fsspec say it."""
+    """A bucket that does not exist, as fsspec's file systems report it."""
 
     def put(self, fs: Any, path: str, data: bytes) -> None:
         raise FileNotFoundError("The specified bucket does not exist")
 
 
-def test_a_place_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_to_its_end(
+def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_to_its_end(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "effects", Missing())
@@ -422,13 +422,13 @@ def test_a_place_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_t
         assert server.asked.total() < 12
 
 
-def test_a_place_that_vanishes_later_costs_warnings_only(
+def test_a_bucket_that_vanishes_later_costs_warnings_only(
     job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     with FakeServer(hold_after=3) as server:
         running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
         running.start()
-        until(lambda: generations(job) and server.asked.total() == 4)
+        until(lambda: manifests(job) and server.asked.total() == 4)
         monkeypatch.setattr(object_store, "effects", Missing())
         server.release()
         running.join(20)
@@ -437,9 +437,9 @@ def test_a_place_that_vanishes_later_costs_warnings_only(
     assert any("Could not mirror the checkpoint" in line and "does not exist" in line for line in log)
 
 
-def test_a_mirror_that_was_given_up_claims_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its claim would stop the next life, which may have begun."""
-    monkeypatch.setattr(mirror, "LAST_SECONDS", 0.1)
+def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fence the rank's next process, which may have started."""
+    monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
     asked, release, put = threading.Event(), threading.Event(), []
     take = CheckpointManager.snapshot
 
@@ -469,7 +469,7 @@ def test_a_remote_that_hangs_delays_neither_the_run_nor_its_end_by_more_than_the
 ) -> None:
     hanging = Hanging()
     monkeypatch.setattr(object_store, "effects", hanging)
-    monkeypatch.setattr(mirror, "LAST_SECONDS", 0.2)
+    monkeypatch.setattr(mirror, "STOP_SECONDS", 0.2)
     with FakeServer() as server:
         started = time.monotonic()
         job.run(server)
@@ -480,15 +480,15 @@ def test_a_remote_that_hangs_delays_neither_the_run_nor_its_end_by_more_than_the
     assert any("did not end within 0.2 s" in line for line in log)
 
 
-def test_a_rank_that_is_told_to_end_mirrors_at_once_and_waits_for_the_last_time_less_or_not_at_all(
+def test_a_fast_stop_uploads_at_once_and_waits_less_or_not_at_all_for_the_last_upload(
     job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     job.rank.mkdir(parents=True)
     hanging = Hanging()
-    monkeypatch.setattr(mirror, "HASTENED_SECONDS", 0.1)
+    monkeypatch.setattr(mirror, "FAST_STOP_SECONDS", 0.1)
     mirrored: list[None] = []
-    once = mirror.RemoteMirror._mirror
-    monkeypatch.setattr(mirror.RemoteMirror, "_mirror", lambda self: mirrored.append(once(self)))
+    upload = mirror.RemoteMirror._upload
+    monkeypatch.setattr(mirror.RemoteMirror, "_upload", lambda self: mirrored.append(upload(self)))
     with FakeServer(hold_after=3) as server:
         opened: list[CheckpointManager] = []
         start = mirror.RemoteMirror.start
@@ -510,7 +510,7 @@ def test_a_rank_that_is_told_to_end_mirrors_at_once_and_waits_for_the_last_time_
     assert any("did not end within 0.1 s" in line for line in log)
 
 
-def test_only_what_is_new_travels_and_three_generations_are_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_new_is_sent_and_three_versions_are_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     put: list[tuple[str, int]] = []
 
     class Counting(object_store.Effects):
@@ -521,8 +521,8 @@ def test_only_what_is_new_travels_and_three_generations_are_kept(job: Job, monke
     monkeypatch.setattr(object_store, "effects", Counting())
     with FakeServer(delay=lambda payload, times: 0.02) as server:
         job.run(server, 40, mirror_seconds=0, records_per_chunk=20)
-    kept = generations(job)
-    assert len(kept) == KEPT
+    kept = manifests(job)
+    assert len(kept) == KEPT_VERSIONS
     journals = sum(size for name, size in put if not name.startswith("generation"))
     written = sum(len(content) for content in outputs(job.folder / "output").values())
     assert len([name for name, _ in put if name.startswith("generation")]) > 10
@@ -532,11 +532,11 @@ def test_only_what_is_new_travels_and_three_generations_are_kept(job: Job, monke
         assert {path.name for path in (job.folder / "remote" / "00000" / folder).iterdir()} == needed
 
 
-def test_plan_reckons_with_as_many_requests_as_a_generation_takes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[str] = []
 
     def counted(name: str) -> Any:
-        method = getattr(object_store.Store, name)
+        method = getattr(object_store.ObjectStore, name)
 
         def call(*args: Any) -> Any:
             requests.append(f"{name} {args[1] if len(args) > 1 else ''}")
@@ -545,7 +545,7 @@ def test_plan_reckons_with_as_many_requests_as_a_generation_takes(job: Job, monk
         return call
 
     for name in ("put", "copy", "remove", "read", "names"):
-        monkeypatch.setattr(object_store.Store, name, counted(name))
+        monkeypatch.setattr(object_store.ObjectStore, name, counted(name))
     with FakeServer(delay=lambda payload, times: 0.02) as server:
         job.run(server, 60, mirror_seconds=0.02, records_per_chunk=20)
     made = len([one for one in requests if one.startswith("put generation")])

@@ -25,7 +25,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
 from datatrove_ckpt.inference.servers import guardian
-from datatrove_ckpt.mirror.object_store import Store
+from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.process import preemption, slurm_job
 from datatrove_ckpt.process.preemption import Preemption
@@ -446,7 +446,7 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
         still_here.append(where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((Store, "read") if where == "restore" else (ChunkOutput, "prepare")), slow)
+        patch.setattr(*((ObjectStore, "read") if where == "restore" else (ChunkOutput, "prepare")), slow)
         with pytest.raises(Preempted):
             runner(tmp_path, server, plain, **mirrored).run(documents(3))
     assert not still_here

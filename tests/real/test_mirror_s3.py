@@ -110,9 +110,9 @@ def test_no_damage_to_any_one_object_costs_an_answer_and_none_is_ever_silent(
             tried += 1
         fs.pipe_file(name, content)
     print(f"{tried} kinds of damage")
-    for generation in fs.glob(f"{bucket}/mirror/00000/generation-*"):
-        fs.pipe_file(generation, fs.cat_file(generation)[:-1])
-    with pytest.raises(CheckpointCorrupt, match=r"No generation at s3://.* is whole"):
+    for manifest in fs.glob(f"{bucket}/mirror/00000/generation-*"):
+        fs.pipe_file(manifest, fs.cat_file(manifest)[:-1])
+    with pytest.raises(CheckpointCorrupt, match=r"No version at s3://.* is complete"):
         restored()
 
 
@@ -125,7 +125,7 @@ def test_a_bucket_that_does_not_exist_is_refused_before_anything_is_asked(
     if kept:
         job.run_until("text 2", checkpoints_remote_dir=None)
     with FakeServer() as server:
-        with pytest.raises(ConfigError, match=r"checkpoints_remote_dir: s3://no-such-bucket/.* does not exist. Make"):
+        with pytest.raises(ConfigError, match=r"checkpoints_remote_dir: the bucket of s3://no-.* does not exist. Make"):
             job.run(server)
         assert not server.asked
 

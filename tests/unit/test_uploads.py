@@ -1,4 +1,4 @@
-"""Snapshots of a checkpoint, and what is made of them below a URL."""
+"""Snapshots of a checkpoint, and the versions made of them below a URL."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror import uploads
-from datatrove_ckpt.mirror.manifests import Damaged, Version, Versions, covers, decode_answers, encode_answers
-from datatrove_ckpt.mirror.object_store import Store
+from datatrove_ckpt.mirror.manifests import Damaged, Version, Versions, contains_version, decode_answers, encode_answers
+from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.uploads import Uploads
 
 
@@ -68,42 +68,42 @@ class Mirrored:
     """Uploads of an imagined checkpoint of one growing file and some answers."""
 
     def __init__(self, folder: Path | str) -> None:
-        self.generations = Versions(f"{folder}/00000")
-        self.uploads = Uploads(self.generations)
+        self.versions = Versions(f"{folder}/00000")
+        self.uploads = Uploads(self.versions)
         self.content = b""
         self.rows: list[CachedRequest] = []
 
-    def once(self, data: bytes, rows: list[CachedRequest], unfinished: set[int], nonce: str = "0" * 16) -> None:
+    def upload(self, data: bytes, rows: list[CachedRequest], unfinished: set[int], nonce: str = "0" * 16) -> None:
         """What ``RemoteMirror`` does."""
         self.content += data
         self.rows = [row for row in [*self.rows, *rows] if row.ordinal in unfinished]
-        self.uploads.make_room()
+        self.uploads.compact()
         new = self.rows if not self.uploads.last_answer else rows
         count = self.uploads.last_answer + len(rows)
         snapshot = Snapshot(b"", {"chunk_00000.jsonl": len(self.content)}, frozenset(unfinished), new, max(count, 1))
         owner = {"nonce": nonce, "host": "here", "pid": 1, "earlier": {}}
-        self.uploads.begin({"owner": owner}, snapshot)
-        if start := self.content[self.uploads.size("chunk_00000.jsonl") :]:
+        self.uploads.start_version({"owner": owner}, snapshot)
+        if start := self.content[self.uploads.uploaded_bytes("chunk_00000.jsonl") :]:
             self.uploads.add("chunk_00000.jsonl", start)
         self.uploads.add_answers(snapshot)
         self.uploads.publish(finished=False)
 
-    def whole(self, generation: Version) -> bool:
-        manifest = self.generations.read(generation)
+    def is_complete(self, version: Version) -> bool:
+        manifest = self.versions.read_manifest(version)
         try:
-            return manifest is not None and all(map(self.generations.fetch, manifest.parts()))
+            return manifest is not None and all(map(self.versions.read_object, manifest.parts()))
         except Damaged:
             return False
 
     def newest(self) -> tuple[bytes, set[CachedRequest]]:
-        manifest = self.generations.read(self.generations.names()[-1])
+        manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
         assert manifest is not None
-        content = b"".join(map(self.generations.fetch, manifest.files.get("chunk_00000.jsonl", [])))
-        rows = {row for part in manifest.answers for row in decode_answers(self.generations.fetch(part))}
+        content = b"".join(map(self.versions.read_object, manifest.files.get("chunk_00000.jsonl", [])))
+        rows = {row for part in manifest.answers for row in decode_answers(self.versions.read_object(part))}
         return content, rows
 
     def parts(self) -> int:
-        manifest = self.generations.read(self.generations.names()[-1])
+        manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
         assert manifest is not None
         return sum(1 for _ in manifest.parts())
 
@@ -112,7 +112,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "_MAX_PARTS", 8)
-    monkeypatch.setattr(uploads, "_SMALL_PART", 1000)
+    monkeypatch.setattr(uploads, "_SMALL_PART_BYTES", 1000)
     chance = random.Random(0)
     mirrored = Mirrored(tmp_path)
     unfinished: set[int] = set()
@@ -120,7 +120,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
         unfinished.add(number)
         if len(unfinished) > 4:
             unfinished.remove(chance.choice(sorted(unfinished)))
-        mirrored.once(chance.randbytes(chance.randrange(30)), [request(number)], unfinished)
+        mirrored.upload(chance.randbytes(chance.randrange(30)), [request(number)], unfinished)
         content, rows = mirrored.newest()
         assert content == mirrored.content
         assert set(mirrored.rows) <= rows
@@ -130,29 +130,29 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
 
 
 def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
-    generations = Versions(str(tmp_path / "00000"))
-    part = generations.put("0" * 16 + "-000000", b"content")
+    versions = Versions(str(tmp_path / "00000"))
+    part = versions.put_object("0" * 16 + "-000000", b"content")
     (tmp_path / "00000" / "objects" / part.name).unlink()
-    assert generations.fetch(part) == b"content"
+    assert versions.read_object(part) == b"content"
     (tmp_path / "00000" / "copies" / part.name).write_bytes(b"Content")
     with pytest.raises(Damaged, match=f"object {part.name} is missing or damaged, and so is its copy"):
-        generations.fetch(part)
+        versions.read_object(part)
 
 
 @pytest.mark.parametrize(
-    ("earlier", "covered"),
+    ("earlier", "contained"),
     [({}, False), ({"b": None}, True), ({"b": 4}, False), ({"b": 5}, True), ({"b": 6}, True), ({"c": None}, False)],
 )
-def test_an_owner_covers_what_its_folder_holds(earlier: dict[str, Any], covered: bool) -> None:
-    assert covers({"nonce": "a", "earlier": earlier}, Version(5, "b")) is covered
-    assert covers({"nonce": "a", "earlier": earlier}, Version(5, "a"))
+def test_an_owner_contains_the_versions_that_its_folder_holds(earlier: dict[str, Any], contained: bool) -> None:
+    assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "b")) is contained
+    assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "a"))
 
 
-# Two lives of one rank at once ----------------------------------------------------------------------------------------
+# Two processes of one rank at once ----------------------------------------------------------------------------------
 
 
-class Life(threading.Thread):
-    """Mirrors a growing file three times, and stands still before each request until it may ``go``."""
+class Process(threading.Thread):
+    """Mirrors a growing file three times, and pauses before each request until ``go`` is called."""
 
     def __init__(self, nonce: str) -> None:
         super().__init__(daemon=True)
@@ -160,32 +160,32 @@ class Life(threading.Thread):
         self.nonce = nonce
         self.error: BaseException | None = None
         self.ended = False
-        self._may_go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
+        self._may_go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self.start()
-        self._stands.acquire()
+        self._paused.acquire()
 
     def run(self) -> None:
         try:
             for number in range(3):
-                # What the other one clears away before it was copied, costs a warning; then comes Fenced.
+                # The other process may remove an object before it is copied. That is a warning; Fenced follows.
                 with suppress(FileNotFoundError):
-                    self.mirrored.once(b"%d of %s, " % (number, self.nonce.encode()), [], set(), self.nonce)
+                    self.mirrored.upload(b"%d of %s, " % (number, self.nonce.encode()), [], set(), self.nonce)
         except BaseException as error:
             self.error = error
         self.ended = True
-        self._stands.release()
+        self._paused.release()
 
     def before_request(self) -> None:
-        self._stands.release()
+        self._paused.release()
         self._may_go.acquire()
 
     def go(self, requests: int) -> int:
-        """Makes so many requests, or fewer: as many as there are left. Returns how many."""
+        """Lets the process make ``requests`` requests, or all that are left. Returns how many it made."""
         for number in range(requests):
             if self.ended:
                 return number
             self._may_go.release()
-            self._stands.acquire()
+            self._paused.acquire()
         return requests
 
     def go_to_the_end(self) -> Iterator[None]:
@@ -194,34 +194,35 @@ class Life(threading.Thread):
 
 
 @pytest.fixture
-def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def paced_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def paced(method: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            life = threading.current_thread()
-            if isinstance(life, Life):
-                life.before_request()
+            process = threading.current_thread()
+            if isinstance(process, Process):
+                process.before_request()
             return method(*args, **options)
 
         return call
 
     for name in ("put", "copy", "remove", "read", "names"):
-        monkeypatch.setattr(Store, name, paced(getattr(Store, name)))
+        monkeypatch.setattr(ObjectStore, name, paced(getattr(ObjectStore, name)))
     yield
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def check_mirror(one: Life, other: Life) -> None:
-    """What the life with the newer claim has published is the newest, and whole."""
-    claims, names = Versions("memory://mirror/00000").listing()
-    published = [name for name in names if name.number > 1 and claims and name.nonce == claims[-1].nonce]
-    assert names[-1].nonce == claims[-1].nonce or not published
-    assert one.mirrored.whole(names[-1]) or not published
-    assert all(map(one.mirrored.whole, published))
-    for life in (one, other):
-        if life.error is not None and not isinstance(life.error, Fenced):
-            raise life.error
-    winner = one if one.nonce == claims[-1].nonce else other
+def check_mirror(one: Process, other: Process) -> None:
+    """What the owner has published is the newest, and complete."""
+    ownerships, versions = Versions("memory://mirror/00000").listing()
+    nonce = ownerships[-1].nonce if ownerships else None
+    published = [version for version in versions if version.number > 1 and version.nonce == nonce]
+    assert versions[-1].nonce == nonce or not published
+    assert one.mirrored.is_complete(versions[-1]) or not published
+    assert all(map(one.mirrored.is_complete, published))
+    for process in (one, other):
+        if process.error is not None and not isinstance(process.error, Fenced):
+            raise process.error
+    winner = one if one.nonce == nonce else other
     assert winner.error is None
     if winner.ended:
         assert one.mirrored.newest()[0] == winner.mirrored.content
@@ -229,20 +230,20 @@ def check_mirror(one: Life, other: Life) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("first", "second"), [("a" * 16, "b" * 16), ("b" * 16, "a" * 16)])
-def test_whoever_claims_last_has_whole_and_newest_generations_wherever_two_lives_stand_still(
-    lives: None, first: str, second: str
+def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_pause(
+    paced_store: None, first: str, second: str
 ) -> None:
-    """The first stands still before each of its requests in turn, the second before each of its own meanwhile."""
+    """The first process pauses before each of its requests in turn, the second before each of its own meanwhile."""
     cases = at_first = at_second = 0
     while True:
         MemoryFileSystem.store.clear()
         earlier = Mirrored("memory://mirror")
         for data in (b"old", b"older"):
-            earlier.once(data, [], set())
-        one = Life(first)
-        stood = one.go(at_first)
-        two = Life(second)
-        stood_too = two.go(at_second)
+            earlier.upload(data, [], set())
+        one = Process(first)
+        made = one.go(at_first)
+        two = Process(second)
+        made_too = two.go(at_second)
         for _ in one.go_to_the_end():
             check_mirror(one, two) if at_second % 5 == 0 or two.ended else None
         check_mirror(one, two)
@@ -250,8 +251,8 @@ def test_whoever_claims_last_has_whole_and_newest_generations_wherever_two_lives
             pass
         check_mirror(one, two)
         cases += 1
-        if stood < at_first:
+        if made < at_first:
             break
-        at_first, at_second = (at_first, at_second + 1) if stood_too == at_second else (at_first + 1, 0)
+        at_first, at_second = (at_first, at_second + 1) if made_too == at_second else (at_first + 1, 0)
     print(f"{cases} ways to interleave {at_first} requests")
     assert at_first > 30

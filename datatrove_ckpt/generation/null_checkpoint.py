@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.chunk_output import RemoteFiles
+from datatrove_ckpt.output.file_managers import RemoteFiles
 
 _PATIENCE = 1.0  # seconds
 

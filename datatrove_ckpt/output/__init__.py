@@ -1,4 +1,12 @@
-"""A finished chunk into an output file: any DiskWriter of datatrove's, staged, then published in one step.
+"""Writes a finished chunk as output files: through any datatrove ``DiskWriter``, staged, then published in one step.
 
-It may import ``checkpoint`` and ``documents``. Start at ``chunk_output.py``; ``upload.py`` is for remote folders.
+    chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
+    file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
+    upload.py          RemoteFolder: uploads to S3 and other file systems, with retries
+    adapter.py         datatrove's default adapter without its deep copy
+    arrow.py           a memory allocator for Arrow that does not block the event loop
+
+The bytes of a file depend on the documents only, so writing a chunk again after a crash is harmless.
+
+This package may import ``checkpoint``, ``documents`` and the modules below them (``errors``, ``backoff``, ...).
 """

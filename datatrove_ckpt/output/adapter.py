@@ -1,8 +1,8 @@
-"""What datatrove's default adapter makes of a document, without its deep copy.
+"""The output of datatrove's default adapter, made without its deep copy.
 
-``dataclasses.asdict`` copies everything down to the last string (half of what publishing costs, measured), so that a
-writer may change what it is given. A document that comes out of a journal belongs to nobody else: new containers are
-enough. The result is the same, value for value and key for key; a test compares.
+``dataclasses.asdict`` copies everything down to the last string (half of the cost of publishing, measured), so that a
+writer may change the dict it gets. A document that comes out of a journal has no other owner, so new containers are
+enough. The result is the same, value for value and key for key; a test compares them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ _DEFAULT = DiskWriter._default_adapter
 
 
 def use_shallow_adapter(writer: DiskWriter) -> None:
-    """Has effect only where the writer's adapter is datatrove's default one."""
+    """Replaces the writer's adapter if it is datatrove's default one."""
     if getattr(writer.adapter, "__func__", None) is _DEFAULT:
         writer.adapter = MethodType(_shallow_adapter, writer)
+
+
+# ``Any`` below: a document's metadata holds whatever a reader or a rollout puts there.
 
 
 def _shallow_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:
@@ -31,12 +34,12 @@ def _shallow_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:
     if document.id:
         data["id"] = document.id
     if document.media:
-        data["media"] = [_plain(media) for media in document.media]
+        data["media"] = [_copy_containers(media) for media in document.media]
         if not writer.save_media_bytes:
             for media in data["media"]:
                 media["media_bytes"] = None
     if document.metadata:
-        metadata = _plain(document.metadata)
+        metadata = _copy_containers(document.metadata)
         if writer.expand_metadata:
             data |= metadata
         else:
@@ -44,13 +47,13 @@ def _shallow_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:
     return data
 
 
-def _plain(value: Any) -> Any:
-    """The value with new containers, and dicts in place of the two dataclasses that ``documents.decode`` gives."""
+def _copy_containers(value: Any) -> Any:
+    """The value with new containers, and with dicts instead of the two dataclasses that ``documents.decode`` makes."""
     kind = type(value)
     if kind is dict:
-        return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
+        return {key: item if type(item) is str else _copy_containers(item) for key, item in value.items()}
     if kind is list:
-        return [_plain(item) for item in value]
+        return [_copy_containers(item) for item in value]
     if kind is InferenceResult or kind is Media:
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _copy_containers(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value

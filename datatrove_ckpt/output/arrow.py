@@ -1,8 +1,8 @@
-"""Arrow beside an event loop: what it does with the interpreter's lock held should be short.
+"""Keeps Arrow from holding the interpreter's lock for long, which would block the event loop.
 
-A batch of documents becomes Arrow's in one call, under the lock. What takes long in there is not the copying: Arrow's
-default allocator, mimalloc, takes memory from the system afresh and gives it back soon, page by page. With the system's
-allocator 1000 documents of 2 kB take 1 to 4 ms, and not 20 to 50 now and then; of 200 kB 0.26 s, and not 2.4
+Arrow converts a batch of documents in one call, under the lock. The slow part of that call is memory, not copying:
+Arrow's default allocator, mimalloc, gets memory from the system and soon returns it, page by page. With the system's
+allocator 1000 documents of 2 kB take 1 to 4 ms instead of sometimes 20 to 50 ms, and of 200 kB 0.26 s instead of 2.4 s
 (measured, Arrow 26).
 """
 
@@ -15,11 +15,11 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 
 def prepare_arrow(writer: DiskWriter) -> None:
-    """Before the loop runs. Has effect only for a ParquetWriter; an allocator that the user has chosen stays."""
+    """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before the loop runs."""
     if not isinstance(writer, ParquetWriter):
         return
     import pyarrow as pa
 
     if pa.default_memory_pool().backend_name == "mimalloc" and "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
         pa.set_memory_pool(pa.system_memory_pool())
-    pa.array([""])  # imports pandas, where it is installed
+    pa.array([""])  # imports pandas, if it is installed

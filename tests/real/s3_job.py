@@ -1,4 +1,4 @@
-"""One life of a job whose output goes to S3: `python -m tests.real.s3_job job.json`. It is killed, too.
+"""A job whose output goes to S3: `python -m tests.real.s3_job job.json`. Tests also kill it.
 
 job.json holds the endpoint of the model (url), the folders (input, output, checkpoints, logs), tasks and workers, the
 size of a document's text and of a chunk, and may change how long and in which parts is uploaded.
@@ -20,7 +20,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from loguru import logger
-from s3fs import S3FileSystem  # noqa: F401 (so that a life that is forked need not import it)
+from s3fs import S3FileSystem  # noqa: F401 (so that forked processes need not import it)
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.cli.quiet_errors import QuietErrors
@@ -30,7 +30,7 @@ from datatrove_ckpt.readers import JsonlReader, ParquetReader
 
 @functools.cache
 def noise(number: int, size: int) -> str:
-    """Text that hardly compresses, the same in every life."""
+    """Text that hardly compresses, the same in every process."""
     return base64.b85encode(random.Random(number).randbytes(size * 4 // 5)).decode()
 
 
@@ -77,8 +77,8 @@ def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
 
 
 def run(job: dict[str, Any]) -> None:
-    upload.PATIENCE = job.get("patience", upload.PATIENCE)
-    upload.PART = job.get("part", upload.PART)
+    upload.RETRY_SECONDS = job.get("retry_seconds", upload.RETRY_SECONDS)
+    upload.PART_BYTES = job.get("part", upload.PART_BYTES)
     step = runner(job)
     documents = reader(job)
     if "logs" not in job:
@@ -89,8 +89,8 @@ def run(job: dict[str, Any]) -> None:
     ).run()
 
 
-def life(job: dict[str, Any], environment: dict[str, str], log: str) -> None:
-    """In a process that was forked for it: it begins at once, and has a session of its own."""
+def run_in_fork(job: dict[str, Any], environment: dict[str, str], log: str) -> None:
+    """Runs the job in a forked process, which starts at once and has a session of its own."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

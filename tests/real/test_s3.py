@@ -62,8 +62,8 @@ def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     running = Relay(weed.port)
     for name, value in environment(running.url).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(upload, "PART", PART)  # which the job sets, too
-    monkeypatch.setattr(upload, "PATIENCE", upload.PATIENCE)
+    monkeypatch.setattr(upload, "PART_BYTES", PART)  # which the job sets, too
+    monkeypatch.setattr(upload, "RETRY_SECONDS", upload.RETRY_SECONDS)
     s3fs.S3FileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
     yield running
@@ -116,7 +116,7 @@ def test_files_of_many_parts_arrive_byte_for_byte(
 # kill -9 --------------------------------------------------------------------------------------------------------------
 
 
-class Lives:
+class JobProcesses:
     """The job in processes of its own, forked from one that has everything imported."""
 
     def __init__(self, job: dict[str, Any], relay: Relay, log: Path, **environment: str) -> None:
@@ -127,7 +127,7 @@ class Lives:
 
     def start(self) -> Any:
         arguments = (self._job, environment(self._relay.url) | self.environment, str(self._log))
-        process = self._context.Process(target=s3_job.life, args=arguments)
+        process = self._context.Process(target=s3_job.run_in_fork, args=arguments)
         process.start()
         return process
 
@@ -139,7 +139,7 @@ class Lives:
         return int(process.exitcode)
 
     def run_until(self, due: Callable[[Request], bool]) -> bool:
-        """Kills it at the first stage of a request that is due; False if there was none."""
+        """Kills the job at the first stage of a request that is due. Returns whether there was one."""
         lock, killed = threading.Lock(), threading.Event()
 
         def rule(request: Request) -> str | None:
@@ -157,8 +157,8 @@ class Lives:
         return killed.is_set()
 
 
-@pytest.mark.timeout(900)  # some thirty lives
-def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next_life_cleans_up(
+@pytest.mark.timeout(900)  # some thirty processes
+def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next_process_cleans_up(
     job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
 ) -> None:
     job |= {"documents": 3, "size": 3_600_000, "chunk": 3}
@@ -173,8 +173,8 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
     ]
     for key in foreign:
         bucket.open_upload(key)
-    lives = Lives(job, relay, tmp_path / "log")
-    # Each life is killed where none was before it, and has the mess of the one before it to clean up first.
+    processes = JobProcesses(job, relay, tmp_path / "log")
+    # Each process is killed where none was before it, and first cleans up after the one before it.
     died_at: set[tuple[str, str, str]] = set()
     left_open = shown = 0
 
@@ -182,7 +182,7 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
         where = (request.kind, re.sub("&?uploadId=[^&]*", "", request.path), request.stage)
         return where not in died_at and not died_at.add(where)
 
-    while lives.run_until(is_new):
+    while processes.run_until(is_new):
         found = bucket.files("output")
         assert found in ({}, whole)
         shown += bool(found)
@@ -227,7 +227,7 @@ def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(
         ("UploadPart partNumber=1", "half", "reset"),
         ("UploadPart partNumber=2", "answered", "reset"),
         ("UploadPart partNumber=3", "asked", 503),
-        ("CompleteMultipartUpload", "answered", "reset"),  # done, and the client is told that there is no such upload
+        ("CompleteMultipartUpload", "answered", "reset"),  # done, and the retry finds no such upload
         ("PutObject", "half", "reset"),
         ("PutObject", "asked", 500),
         ("HeadObject", "asked", "reset"),
@@ -260,12 +260,12 @@ def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
 ) -> None:
     for name, value in changes.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-    patience = 60  # which trying again would take
+    retry_seconds = 60
     began = time.monotonic()
     with pytest.raises(OutputFailed, match=f"output cannot be written to: .*{message}"):
-        s3_job.run(job | {"patience": patience} | ({"output": output} if output else {}))
-    assert time.monotonic() - began < patience
-    assert len(relay.requests) <= 1, "hopeless is not tried again"
+        s3_job.run(job | {"retry_seconds": retry_seconds} | ({"output": output} if output else {}))
+    assert time.monotonic() - began < retry_seconds
+    assert len(relay.requests) <= 1, "a permanent error is not retried"
     assert not server.asked
     assert not finished(job)
 
@@ -317,14 +317,14 @@ def test_a_server_that_is_away_for_seconds_is_waited_for(
     whole = expected(job, tmp_path)
     server.asked.clear()
     server._delay = lambda payload, times: 0.1
-    lives = Lives(job, relay, tmp_path / "log")
-    process = lives.start()
+    processes = JobProcesses(job, relay, tmp_path / "log")
+    process = processes.start()
     wait_for(lambda: len(bucket.files("output")) > 0)
     weed.kill()
     began = time.monotonic()
     weed.start()
     print(f"away for {time.monotonic() - began:.1f} s")
-    assert lives.end(process) == 0, (tmp_path / "log").read_text()
+    assert processes.end(process) == 0, (tmp_path / "log").read_text()
     assert bucket.files("output") == whole
     assert asked(server) == 24
     assert [request for request in relay.requests if request.stage != "answered"], "some found nobody"
@@ -334,18 +334,18 @@ def test_a_server_that_is_away_for_seconds_is_waited_for(
 def test_a_server_that_stays_away_stops_the_rank_and_the_same_command_finishes(
     job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
 ) -> None:
-    job |= {"patience": 0.5, "logs": str(tmp_path / "logs")}
+    job |= {"retry_seconds": 0.5, "logs": str(tmp_path / "logs")}
     whole = expected(job, tmp_path)
     server.asked.clear()
 
     relay.rule = lambda request: 500 if request.kind in ("PutObject", "List") else None
-    lives = Lives(job, relay, tmp_path / "log", AWS_MAX_ATTEMPTS="1")  # botocore's own take half a minute
-    assert lives.end(lives.start()) == 1
+    processes = JobProcesses(job, relay, tmp_path / "log", AWS_MAX_ATTEMPTS="1")  # botocore's own take half a minute
+    assert processes.end(processes.start()) == 1
     assert "could not be uploaded" in (tmp_path / "log").read_text()
     assert not finished(job)
     assert not (tmp_path / "logs/completions/00000").exists()
     relay.rule = lambda request: None
-    assert lives.end(lives.start()) == 0
+    assert processes.end(processes.start()) == 0
     assert bucket.files("output") == whole
     assert (tmp_path / "logs/completions/00000").exists()
     assert asked(server) == 8
@@ -465,8 +465,8 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
     assert not (tmp_path / "logs/completions/00000").exists()
 
     relay.rule = lambda request: None
-    lives = Lives(job, relay, tmp_path / "log")
-    assert lives.end(lives.start()) == 0, (tmp_path / "log").read_text()
+    processes = JobProcesses(job, relay, tmp_path / "log")
+    assert processes.end(processes.start()) == 0, (tmp_path / "log").read_text()
     assert len(bucket.files("output")) == 2
     assert asked(server) == 8
     assert bucket.open_uploads() == []

@@ -1,4 +1,4 @@
-"""Our adapter gives what datatrove's default one gives, value for value and key for key."""
+"""Our adapter returns what datatrove's default one returns, value for value and key for key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DOCUMENTS = {
 @pytest.mark.parametrize("expand_metadata", [False, True])
 @pytest.mark.parametrize("save_media_bytes", [False, True])
 @pytest.mark.parametrize("writer_class", [JsonlWriter, ParquetWriter])
-def test_it_gives_what_the_default_one_gives(
+def test_it_returns_what_the_default_one_returns(
     tmp_path: Path, name: str, expand_metadata: bool, save_media_bytes: bool, writer_class: Any
 ) -> None:
     writer = writer_class(
@@ -63,7 +63,7 @@ def test_it_gives_what_the_default_one_gives(
     expected = writer.adapter(document)
     use_shallow_adapter(writer)
     given = writer.adapter(document)
-    assert repr(given) == repr(expected)  # of which the order of keys and the types of values are parts
+    assert repr(given) == repr(expected)  # also the order of keys and the types of values
     assert writer.adapter.__func__ is not DiskWriter._default_adapter
 
 

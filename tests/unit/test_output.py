@@ -1,4 +1,4 @@
-"""What is decided without a server: which errors are tried again, when waiting ends, what is staged and what counts."""
+"""Output without a server: which errors are retried, when waiting ends, which uploads are aborted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Breaking(MemoryFileSystem):
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     fsspec.register_implementation("breaking", Breaking, clobber=True)
-    monkeypatch.setattr(upload, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(Breaking, "before", Breaking.before)
     monkeypatch.setattr(Breaking, "after", Breaking.after)
     monkeypatch.setattr(Breaking, "store", {})
@@ -71,7 +71,7 @@ def local(tmp_path: Path) -> Path:
 
 
 def failing(*errors: Exception) -> Put:
-    """Fails so often, and then no more."""
+    """Raises these errors, one per call, and then none."""
     left = list(errors)
 
     def fail(path: str) -> None:
@@ -81,7 +81,7 @@ def failing(*errors: Exception) -> Put:
     return fail
 
 
-def test_what_may_pass_is_tried_again(files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str]) -> None:
+def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str]) -> None:
     files.before = failing(ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), EOFError())
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
@@ -106,7 +106,7 @@ def test_an_error_that_no_file_system_raises_is_not_retried(
         (NoCredentialsError(), "Unable to locate credentials. Set AWS_ACCESS_KEY_ID"),
     ],
 )
-def test_what_another_attempt_cannot_change_ends_it_at_once_and_says_what_to_do(
+def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
     files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str], error: Exception, advice: str
 ) -> None:
     files.before = failing(error)
@@ -117,12 +117,12 @@ def test_what_another_attempt_cannot_change_ends_it_at_once_and_says_what_to_do(
     assert log == []
 
 
-def test_patience_ends(
+def test_retrying_ends(
     files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "PATIENCE", 0.05)
+    monkeypatch.setattr(upload, "RETRY_SECONDS", 0.05)
     files.before = failing(*[ConnectionError("refused")] * 10_000)
-    with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Mend the connection"):
+    with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
         folder.upload(local, "a")
     assert files.store == {}
 
@@ -152,8 +152,8 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
 def test_a_stop_ends_the_pause_between_attempts(
     files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "_FIRST_DELAY", 1000.0)
-    monkeypatch.setattr(upload, "_LONGEST_DELAY", 1000.0)
+    monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 1000.0)
+    monkeypatch.setattr(upload, "_LONGEST_DELAY_SECONDS", 1000.0)
 
     def fail(path: str) -> None:
         threading.Timer(0.05, folder.stop).start()
@@ -165,7 +165,7 @@ def test_a_stop_ends_the_pause_between_attempts(
 
 
 class Answered(Exception):
-    """As botocore's, aiohttp's and requests' errors look."""
+    """Has the attributes of botocore's, aiohttp's, requests' and gcsfs' errors."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
@@ -196,12 +196,12 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
         (OSError("broken pipe"), False),
     ],
 )
-def test_permanent_is_what_no_other_attempt_can_change(error: Exception, permanent: bool) -> None:
+def test_which_errors_are_permanent(error: Exception, permanent: bool) -> None:
     assert is_permanent(error) is permanent
 
 
 class Uploads:
-    """Of S3, what is asked about open uploads: a list in pages of two, and aborting."""
+    """S3's open uploads: a list in pages of two, and aborting."""
 
     def __init__(self, *keys: str) -> None:
         self.open = [(key, f"id-{number}") for number, key in enumerate(keys)]
@@ -247,7 +247,7 @@ def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are(
     assert [key for key, _ in uploads.open] == others
 
 
-def test_after_a_good_end_nothing_is_looked_for() -> None:
+def test_after_a_good_end_no_open_uploads_are_listed() -> None:
     uploads = Uploads("output/a")
     uploads.refuses = "list_multipart_uploads"
     on_s3(uploads).prepare(None)
@@ -255,7 +255,7 @@ def test_after_a_good_end_nothing_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
-def test_who_may_write_but_not_abort_is_told_and_goes_on(refused: str, log: list[str]) -> None:
+def test_a_user_who_may_write_but_not_abort_gets_a_warning(refused: str, log: list[str]) -> None:
     uploads = Uploads("output/a")
     uploads.refuses = refused
     on_s3(uploads).prepare(["a"])
@@ -263,7 +263,7 @@ def test_who_may_write_but_not_abort_is_told_and_goes_on(refused: str, log: list
     assert "lifecycle rule" in log[0]
 
 
-def test_who_may_not_write_is_told_at_once(log: list[str]) -> None:
+def test_a_user_who_may_not_write_gets_an_error_at_once(log: list[str]) -> None:
     uploads = Uploads()
     uploads.refuses = "create_multipart_upload"
     with pytest.raises(OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"):
@@ -271,7 +271,7 @@ def test_who_may_not_write_is_told_at_once(log: list[str]) -> None:
     assert log == []
 
 
-def test_an_upload_that_fails_in_a_run_is_made_up_for_and_generation_goes_on_meanwhile(
+def test_an_upload_that_fails_in_a_run_is_retried_while_generation_continues(
     files: type[Breaking], tmp_path: Path, server: FakeServer
 ) -> None:
     all_asked = threading.Event()

@@ -1,0 +1,142 @@
+"""File managers that replace datatrove's in a writer: they decide where the writer's files are, and when they appear.
+
+``StagedFiles`` writes to a staging folder and hashes the content. ``RemoteFiles`` writes to the remote folder, for runs
+without a checkpoint. Both can abandon files that are not complete; datatrove's manager can only close, which would
+publish them.
+
+Bytes depend on the documents only: the gzip header gets no time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec.compression
+import fsspec.utils
+from datatrove.io import OutputFileManager
+from fsspec.spec import AbstractBufferedFile
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import OutputFailed
+
+_BUFFER_BYTES = 1 << 20
+
+
+class StagedFiles(OutputFileManager):  # type: ignore[misc]
+    """Writes files below a staging folder, and keeps path, size and hash of each complete one."""
+
+    def __init__(self, folder: Path, original: OutputFileManager) -> None:
+        super().__init__(original.fs, original.mode, original.compression)
+        self.finished: dict[str, Path] = {}
+        self.sizes: dict[str, int] = {}
+        self.hashes: dict[str, str] = {}
+        self._folder = folder
+
+    def get_file(self, filename: str) -> _OutputStream:
+        if filename not in self._output_files:
+            if filename in self.finished:
+                raise OutputFailed(f"{filename} was closed and is written to again, which would lose its content.")
+            self._output_files[filename] = self._create(filename)
+        stream: _OutputStream = self._output_files[filename]
+        return stream
+
+    def _create(self, filename: str) -> _StagedStream:
+        path = self._folder / filename
+        files.disk.make_dirs(path.parent)
+        return _StagedStream(path, filename, self)
+
+    def abandon(self) -> None:
+        """Drops the files that were not closed, without completing them."""
+        _abandon_all(self)
+
+
+class RemoteFiles(OutputFileManager):  # type: ignore[misc]
+    """Writes files to a remote file system. A file appears when it is closed, and not if it is abandoned."""
+
+    def get_file(self, filename: str) -> _OutputStream:
+        if filename not in self._output_files:
+            self._output_files[filename] = _RemoteStream(self.fs.open(filename, "wb"), filename, self)
+        stream: _OutputStream = self._output_files[filename]
+        return stream
+
+    def abandon(self) -> None:
+        """Drops the files that were not closed, without completing their uploads."""
+        _abandon_all(self)
+
+
+def _abandon_all(manager: OutputFileManager) -> None:
+    for stream in manager.get_open_files().values():
+        stream.abandon()
+    manager.get_open_files().clear()
+
+
+class _OutputStream:
+    """An open file as a writer sees it: binary or text, compressed or not."""
+
+    def __init__(self, raw: io.RawIOBase, filename: str, manager: OutputFileManager) -> None:
+        self._raw = raw
+        self._buffered = io.BufferedWriter(raw, _BUFFER_BYTES)
+        compressed = _compressed(self._buffered, filename, manager.compression)
+        # ``Any``: a binary or a text stream. The writer that chose the mode writes bytes or text accordingly.
+        self._stream: Any = compressed
+        if "b" not in manager.mode:
+            self._stream = io.TextIOWrapper(compressed, encoding="utf-8", newline="\n")
+
+    def __getattr__(self, name: str) -> Any:  # whatever else a writer uses of a file
+        return getattr(self._stream, name)
+
+    def write(self, data: bytes | str) -> int:
+        written: int = self._stream.write(data)
+        return written
+
+    def close(self) -> None:
+        self._stream.close()
+        if not self._buffered.closed:  # gzip and zstd do not close the stream below them
+            self._buffered.close()
+
+    def abandon(self) -> None:
+        """Closes the descriptor first, so that buffered bytes cannot reach the file."""
+        self._raw.close()
+        self._stream = io.BytesIO()  # pyarrow's writer completes its file when it is collected: let it write here
+
+
+class _StagedStream(_OutputStream):
+    def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
+        self._file = files.HashedFile(path)
+        super().__init__(self._file, filename, manager)
+        self._filename = filename
+        self._manager = manager
+
+    def close(self) -> None:
+        if self._filename in self._manager.finished:
+            return
+        super().close()
+        files.disk.sync(self._file.path)
+        self._manager.finished[self._filename] = self._file.path
+        self._manager.sizes[self._filename] = self._file.size
+        self._manager.hashes[self._filename] = self._file.hexdigest()
+
+
+class _RemoteStream(_OutputStream):
+    def abandon(self) -> None:
+        if isinstance(self._raw, AbstractBufferedFile):
+            # Only some file systems can discard, and an error here must not hide the one that led to it.
+            with suppress(Exception):
+                self._raw.discard()
+            self._raw.closed = True  # closing it would publish it
+        super().abandon()
+
+
+def _compressed(file: io.BufferedIOBase, filename: str, compression: str | None) -> io.BufferedIOBase:
+    if compression == "infer":
+        compression = fsspec.utils.infer_compression(filename)
+    if compression is None:
+        return file
+    if compression == "gzip":
+        return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
+    stream: io.BufferedIOBase = fsspec.compression.compr[compression](file, mode="wb")
+    return stream

@@ -250,7 +250,7 @@ class DocumentSource:
             with self._reading:
                 first = list(itertools.islice(self._documents, 1))
             self._documents = itertools.chain(first, self._documents)
-            if self._reading.taken:
+            if self._reading.resumed:
                 logger.info(f"Went on after {point.next_ordinal} documents in {time.monotonic() - started:.2f} s.")
                 return
         with self._reading:

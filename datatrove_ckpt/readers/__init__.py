@@ -1,30 +1,37 @@
-"""Readers that seek: datatrove's, with the same arguments and the same documents, and a position on each document.
+"""Readers that resume: datatrove's, with the same arguments and documents, and a position on each document.
 
-A position is where its reader stands right after the document. As a state it is plain JSON, below 1 kB however many
-files there are, and says which input it was made for; an input that is not a continuation of that one is refused with
-``CheckpointMismatch``, naming the file. A continuation may have new files after the current one, and a plain JSONL
-file that grew at its end.
+    base.py            SeekingReader: files, resuming, positions, whatever the format; start reading here
+    jsonl.py           JsonlReader
+    tables.py          ParquetReader, IpcReader
+    positions.py       how a position gets from a document to the checkpoint and back
+    inputs.py          checks that the input is still the one that the position was made for
 
-    reader         goes on at                                     skips by
+This package may import ``errors`` and ``redaction``.
+
+A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
+there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the
+file, unless it continues the old one: new files after the current one, or a plain JSONL file that grew at its end.
+
+    reader         resumes at                                     skips earlier documents by
     JsonlReader    byte offset and line number                    seeking; gzip, zstd...: decompressing, not parsing
-    ParquetReader  row group and row                              leaving out earlier row groups
+    ParquetReader  row group and row                              not reading earlier row groups
     IpcReader      record batch and row                           seeking; with ``stream=True``: not converting
 
-``shuffle_seed`` takes the place of ``shuffle_files``, whose order is another one on every start. It orders the files by
-a hash of seed and name, so files that are added move no other file, and within a file the blocks (about 1 MiB of lines,
-a row group, a record batch) and what is in each. Compressed lines and streams can't be entered in the middle: their
-blocks keep their order. A document without an id of its own gets another than without shuffling: its place in the
+``shuffle_seed`` replaces ``shuffle_files``, whose order changes with every start. It orders the files by a hash of seed
+and name, so added files move no other file. Within a file it shuffles the blocks (about 1 MiB of lines, a row group, a
+record batch) and the rows of each block. Compressed lines and streams cannot be entered in the middle, so their blocks
+keep their order. A document without an id of its own gets another default id than without shuffling: its place in the
 file, because the number of documents before it is not known.
 
-A pipeline needs nothing but these readers: ``InferenceRunner`` finds the positions on the documents and hands back the
-saved one through ``Reading``. Elsewhere ``state_dict()`` and ``load_state_dict()`` do, as in torchdata:
+In a pipeline nothing else is needed: ``InferenceRunner`` finds the positions on the documents, and hands the saved one
+back through ``Reading``. Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:
 
     state = reader.state_dict()        # after any document
-    reader.load_state_dict(state)      # the next run() yields what comes after it
+    reader.load_state_dict(state)      # the next run() yields the documents after it
 
-Where these readers differ from datatrove's: bytes that are not UTF-8 cost their line, not the rest of the file; a line
-whose JSON is no object is a damaged line, not the end of the rank; all frames of a zstd file are read, not only the
-first; blank lines are passed without a warning.
+Differences from datatrove's readers: bytes that are not UTF-8 cost their line, not the rest of the file; a line whose
+JSON is no object is a damaged line and does not end the rank; all frames of a zstd file are read, not only the first;
+blank lines are skipped without a warning.
 """
 
 from datatrove_ckpt.readers.base import SeekingReader, Stateful

@@ -1,18 +1,19 @@
-"""What all readers that seek have in common: which files, from where, how far, and a position on each document.
+"""SeekingReader: what the readers with positions share: the choice of files, resuming, and a position per document.
 
-A format says how it reads one file from a place in it (``_read``), and which files it can go on with although they have
-grown. Everything here is datatrove's ``BaseDiskReader.run`` otherwise: same files, same order, same ``limit`` and
-``skip``, same stats.
+A format implements ``_read``, which reads one file from a place in it, and says which files may have grown since.
+Everything else is as in datatrove's ``BaseDiskReader.run``: same files, same order, same ``limit`` and ``skip``, same
+stats.
 
-On the step itself there is only plain data: datatrove copies and pickles it. And one step may run several ranks, so a
-run takes what ``load_state_dict`` left and forgets where the run before it ended.
+A step holds plain data only, because datatrove copies and pickles it. One step may run several ranks, so a run takes
+the state that ``load_state_dict`` left, and forgets where the run before it ended.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike, get_shard_from_paths_file
@@ -22,26 +23,41 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, short
-from datatrove_ckpt.readers.positions import FileOfRun, Position, PositionedDocument, Start, State, begin
+from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten
+from datatrove_ckpt.readers.positions import (
+    FilePosition,
+    FileState,
+    Position,
+    PositionedDocument,
+    ReaderStart,
+    State,
+    start_reader,
+)
 from datatrove_ckpt.redaction import check_no_secrets, check_options
 
 _VERSION = 1
 
-At = tuple[int, ...]
-"""A place in a file, right after a document. Its meaning is the format's."""
+Row: TypeAlias = dict[str, Any]
+"""A row of the input, as JSON or Arrow gives it: values of any type."""
 
-Read = tuple[Document, At]
+Adapter: TypeAlias = Callable[..., Row]
+"""datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
 
-Share = tuple[int, int]
-"""(index, of): of a file's lines or rows, every ``of``-th from ``index`` on."""
+ReadResult: TypeAlias = tuple[Document, FilePosition]
+"""A document, and the place in the file right after it."""
 
-ALL: Share = (0, 1)
+RowShard: TypeAlias = tuple[int, int]
+"""(index, count): every ``count``-th line or row of a file, from ``index`` on."""
+
+ALL_ROWS: RowShard = (0, 1)
+
+ShardKey: TypeAlias = list[int | str]
+"""The part of the input that a run reads, as its state names it: [rank, world_size], or [index, count, "rows"]."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can say where it stands, and go on from there. As in torchdata."""
+    """An iterator whose position can be saved and restored, as in torchdata."""
 
     def state_dict(self) -> State: ...
 
@@ -49,12 +65,12 @@ class Stateful(Protocol):
 
 
 class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
-    """Base of the readers that seek. A subclass comes before datatrove's reader of its format in the bases."""
+    """Base of the readers that seek. In a subclass's bases it comes before datatrove's reader of that format."""
 
     shuffle_seed: int | None
     _format: ClassVar[str]
     _order_options: ClassVar[tuple[str, ...]] = ("shuffle_seed", "skip", "glob_pattern", "recursive")
-    """What decides, beside the files, which documents come before a position. Kept in a state if not None."""
+    """The options that decide, beside the files, which documents come before a position. A state keeps them."""
 
     _empty_warning: bool
     _next_state: State | None = None  # for the next run
@@ -62,7 +78,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _position: Position | None = None  # of this run's last document
     _resolved: tuple[str, str] = ("", "")
 
-    def __init__(self, data_folder: DataFolderLike, *arguments: Any, **options: Any) -> None:
+    def __init__(self, data_folder: DataFolderLike, *arguments: object, **options: object) -> None:
         super().__init__(data_folder, *arguments, **options)
         check_no_secrets(self.data_folder, "data_folder")
         if isinstance(self.paths_file, tuple):
@@ -71,7 +87,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _set_shuffle(self, shuffle_files: bool, shuffle_seed: int | None) -> None:
         if shuffle_files:
             raise ConfigError(
-                "shuffle_files=True is another order on every start, so nothing can go on where it was. Use "
+                "shuffle_files=True gives another order on every start, so a restarted run could not resume. Use "
                 "shuffle_seed=<any integer> instead."
             )
         if shuffle_seed is not None and (isinstance(shuffle_seed, bool) or not isinstance(shuffle_seed, int)):
@@ -81,51 +97,52 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     # Stateful ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Where the reader stands: right after the last document it yielded. Plain JSON, below 1 kB."""
+        """The position right after the last document that the reader yielded. Plain JSON, below 1 kB."""
         if self._next_state is not None:
             return self._next_state
         if self._position is not None:
             return self._position[2].state(self._position)
-        return self._start_state or self._identity(0)
+        return self._start_state or self._reader_state(0)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """The next run goes on there. It checks that the input is a continuation of what was read."""
+        """Lets the next run resume there. That run checks that the input is a continuation of what was read."""
         self._next_state = state_dict
 
     # PipelineStep --------------------------------------------------------------------------------------------------
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yields what comes from before this step, and then this rank's documents.
+        """Yields the documents of the steps before this one, and then this rank's own documents.
 
         Raises:
             CheckpointMismatch: the input is not a continuation of the one that the state was made for.
         """
         if data:
             yield from data
-        start = begin(self._take_state())
+        start = start_reader(self._take_state())
         self._log_limit_scope(rank, world_size)
-        inputs = self._inputs(rank, world_size, fresh=start.state is None)
+        inputs = self._list_inputs(rank, world_size, fresh=start.state is None)
         if not inputs.names:
             logger.warning(f"No files found on {self.data_folder.path} for {rank=}")
-        if start.done is not None:
-            self._stand_aside(inputs, start)
+        if start.finished_digest is not None:
+            self._check_finished_input(inputs, start.finished_digest)
+            start.earlier.append(start.finished_digest)
         else:
-            yield from self._documents(inputs, start, [rank, world_size], ALL)
+            yield from self._documents(inputs, start, [rank, world_size], ALL_ROWS)
 
-    def share(self, index: int, of: int) -> Iterator[Document]:
-        """The ``index``-th of ``of`` shares of everything: by file, or by row where there are fewer files than shares.
+    def shard(self, index: int, count: int) -> Iterator[Document]:
+        """One of ``count`` shards of the whole input: every ``count``-th file, or row if there are fewer files.
 
-        Goes on where ``load_state_dict`` said, which counts from this call on, not from the first document.
+        Resumes from the state that ``load_state_dict`` got. The state is taken by this call, not at the first document.
         """
         state = self._take_state()
-        inputs = self._inputs(0, 1, fresh=state is None)
-        if len(inputs.names) >= of:
-            inputs = Inputs(self.data_folder, inputs.names[index::of])
-            return self._documents(inputs, Start(state=state), [index, of], ALL)
-        return self._documents(inputs, Start(state=state), [index, of, "rows"], (index, of))
+        inputs = self._list_inputs(0, 1, fresh=state is None)
+        if len(inputs.names) >= count:
+            inputs = Inputs(self.data_folder, inputs.names[index::count])
+            return self._documents(inputs, ReaderStart(state=state), [index, count], ALL_ROWS)
+        return self._documents(inputs, ReaderStart(state=state), [index, count, "rows"], (index, count))
 
-    def get_document_from_dict(self, data: dict[str, Any], source_file: str, id_in_file: int | str) -> Document | None:
-        """What datatrove's method of this name does, with a place for the position."""
+    def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
+        """datatrove's method of this name, but the document has a slot for its position."""
         fields = self.adapter(data, source_file, id_in_file)
         if not fields.get("text"):
             self._warn_of_empty_text(data)
@@ -136,12 +153,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.default_metadata:
             document.metadata = self.default_metadata | document.metadata
         if self.add_file_path:
-            if self._resolved[0] != source_file:  # once per file: it takes longer than all else here
+            if self._resolved[0] != source_file:  # once per file: nothing else here takes as long
                 self._resolved = (source_file, self.data_folder.resolve_paths(source_file))
             document.metadata.setdefault("file_path", self._resolved[1])
         return document
 
-    def _warn_of_empty_text(self, data: dict[str, Any]) -> None:
+    def _warn_of_empty_text(self, data: Row) -> None:
         if not self._empty_warning:
             self._empty_warning = True
             logger.warning(
@@ -156,12 +173,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._start_state, self._next_state = self._next_state, None
         return self._start_state
 
-    def _inputs(self, rank: int, world_size: int, fresh: bool) -> Inputs:
+    def _list_inputs(self, rank: int, world_size: int, fresh: bool) -> Inputs:
         if self.paths_file:
             names = list(get_shard_from_paths_file(self.paths_file, rank, world_size))
         else:
             if not fresh:
-                self.data_folder.invalidate_cache()  # what changed since the listing this process may remember
+                self.data_folder.invalidate_cache()  # this process may have an old listing
             names = self.data_folder.get_shard(
                 rank, world_size, recursive=self.recursive, glob_pattern=self.glob_pattern
             )
@@ -171,25 +188,27 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             names = _shuffled_names(names, self.shuffle_seed)
         return Inputs(self.data_folder, names)
 
-    def _documents(self, inputs: Inputs, start: Start, shard: list[Any], share: Share) -> Iterator[Document]:
-        state = self._checked(inputs, start.state, shard)
+    def _documents(
+        self, inputs: Inputs, start: ReaderStart, shard: ShardKey, row_shard: RowShard
+    ) -> Iterator[Document]:
+        state = self._check_state(inputs, start.state, shard)
         self._start_state = start.state
-        digest = inputs.resume(state) if state else Digest()
-        at: At = ()
+        digest = inputs.check_before(state) if state else Digest()
+        file_position: FilePosition = ()
         if state:
-            at = tuple(state["at"])
-            self._check_current(inputs, digest.files, state["file"], at)
+            file_position = tuple(state["at"])
+            self._check_current_file(inputs, digest.files, state["file"], file_position)
         documents, skipped = (state["documents"], self.skip) if state else (0, 0)
-        with self._progress(len(inputs.names)) as (documents_bar, files_bar):
+        with self._progress_bars(len(inputs.names)) as (documents_bar, files_bar):
             for index in range(digest.files, len(inputs.names)):
                 if self.limit != -1 and documents >= self.limit:
                     break
                 name, size = inputs.names[index], inputs.size(index)
                 self.stat_update("input_files")
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
-                file = FileOfRun(self._identity(start.number, shard, start.earlier, digest, inputs, index))
+                file = self._file_state(start, shard, digest, inputs, index)
                 before = documents
-                for document, after in self._read(name, size, at, share):
+                for document, after in self._read(name, size, file_position, row_shard):
                     if skipped < self.skip:
                         skipped += 1
                         continue
@@ -203,117 +222,104 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 files_bar.update()
                 self.stat_update("documents", value=documents - before, unit="input_file")
                 digest.add(name, size)
-                at = ()
+                file_position = ()
         start.earlier.append(str(digest))
 
-    def _progress(self, files: int) -> _Bars:
-        return _Bars(
-            tqdm(
-                total=self.limit if self.limit != -1 else None,
-                desc="Document progress",
-                unit="doc",
-                disable=not self.doc_progress,
-            ),
-            tqdm(total=files, desc="File progress", unit="file", disable=not self.file_progress),
-        )
+    @contextmanager
+    def _progress_bars(self, files: int) -> Iterator[tuple[tqdm, tqdm]]:
+        limit = self.limit if self.limit != -1 else None
+        documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress)
+        files_bar = tqdm(total=files, desc="File progress", unit="file", disable=not self.file_progress)
+        with closing(documents_bar), closing(files_bar):
+            yield documents_bar, files_bar
 
     # States --------------------------------------------------------------------------------------------------------
 
-    def _identity(
-        self,
-        number: int,
-        shard: Sequence[Any] = (),
-        earlier: Sequence[str] = (),
-        digest: Digest | None = None,
-        inputs: Inputs | None = None,
-        index: int = 0,
-    ) -> State:
-        state: State = {"version": _VERSION, "reader": self._format, "number": number, "options": self._options()}
-        if digest is None or inputs is None:
-            return state
+    def _reader_state(self, number: int) -> State:
+        """The state before the first document."""
+        return {"version": _VERSION, "reader": self._format, "number": number, "options": self._options()}
+
+    def _file_state(self, start: ReaderStart, shard: ShardKey, digest: Digest, inputs: Inputs, index: int) -> FileState:
         name, size = inputs.names[index], inputs.size(index)
         current = {
-            "name": short(name),
+            "name": shorten(name),
             "size": size,
             "hash": fingerprint(self.data_folder, name, size, whole=not self._may_grow(name)),
         }
-        return state | {"shard": list(shard), "earlier": list(earlier), "before": digest.state(), "file": current}
+        read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
+        return FileState(self._reader_state(start.number) | read)
 
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}
         return {
-            key: short(value) if isinstance(value, str) else value
+            key: shorten(value) if isinstance(value, str) else value
             for key, value in options.items()
             if value is not None
         }
 
-    def _checked(self, inputs: Inputs, state: State | None, shard: list[Any]) -> State | None:
-        """The state, once it is known to be one of this reader; None if it is one of a reader that had not begun."""
+    def _check_state(self, inputs: Inputs, state: State | None, shard: ShardKey) -> State | None:
+        """Returns the state, or None if it is the state before the first document.
+
+        Raises:
+            CheckpointMismatch: the state was made by another reader, with other options or for another shard.
+        """
         if state is None:
             return None
-        where = f"The position that was saved for {self.data_folder.path}"
+        where = f"The saved position in {self.data_folder.path}"
         made_by = (state.get("reader"), state.get("version"))
         if made_by != (self._format, _VERSION):
             raise CheckpointMismatch(
-                f"{where} is one of reader {made_by[0]!r} (version {made_by[1]}), and this is {self._format!r} "
+                f"{where} was made by reader {made_by[0]!r} (version {made_by[1]}), and this is {self._format!r} "
                 f"(version {_VERSION}). {REMEDY}"
             )
         then = state["options"] | ({"shard": state["shard"]} if "shard" in state else {})
         now = self._options() | ({"shard": shard} if "shard" in state else {})
         for key in then | now:
             if then.get(key) != now.get(key):
-                raise CheckpointMismatch(f"{where} is one with {key}={then.get(key)!r}, now {now.get(key)!r}. {REMEDY}")
+                raise CheckpointMismatch(
+                    f"{where} was made with {key}={then.get(key)!r}, now {now.get(key)!r}. {REMEDY}"
+                )
         return state if "file" in state else None
 
-    def _check_current(self, inputs: Inputs, index: int, then: State, at: At) -> None:
+    def _check_current_file(self, inputs: Inputs, index: int, then: State, file_position: FilePosition) -> None:
         name = inputs.names[index]
-        size, may_grow = inputs.size_as_before(index), self._may_grow(name)
+        size, may_grow = inputs.known_size(index), self._may_grow(name)
         if size < then["size"] or (size > then["size"] and not may_grow):
             raise CheckpointMismatch(f"The input file {name!r} had {then['size']} bytes, and has {size}. {REMEDY}")
         if fingerprint(self.data_folder, name, then["size"], whole=not may_grow) != then["hash"]:
             raise CheckpointMismatch(f"The content of the input file {name!r} has changed. {REMEDY}")
         if may_grow:
-            self._check_grown(name, size, at)
+            self._check_grown(name, size, file_position)
 
-    def _stand_aside(self, inputs: Inputs, start: Start) -> None:
-        """Yields nothing, because a later reader has begun; but only if what this one read is still the same."""
-        done = start.done or ""
-        count = int(done.partition(":")[0] or 0)
-        if count > len(inputs.names) or str(inputs.digest(count)) != done:
+    def _check_finished_input(self, inputs: Inputs, finished_digest: str) -> None:
+        """For a reader that had finished before the state was saved, and so yields nothing now.
+
+        Raises:
+            CheckpointMismatch: what this reader read has changed.
+        """
+        count = int(finished_digest.partition(":")[0] or 0)
+        if count > len(inputs.names) or str(inputs.digest(count)) != finished_digest:
             raise CheckpointMismatch(
                 f"One of the first {count} input files of {self.data_folder.path}, which were read before, is gone, "
                 f"new, renamed or resized. {REMEDY}"
             )
-        start.earlier.append(done)
 
     # Formats -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _read(self, name: str, size: int, at: At, share: Share) -> Iterator[Read]:
-        """The documents of one file after ``at`` (empty: from its beginning), each with the place right after it."""
+    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
+        """The documents of one file after ``file_position``, each with the place right after it."""
 
     def _may_grow(self, name: str) -> bool:
-        """Whether a longer file may be a continuation of the same."""
+        """Whether a longer file may be a continuation of the one that was read."""
         return False
 
-    def _check_grown(self, name: str, size: int, at: At) -> None:
-        """Refuses a file whose bytes before ``at`` are not those that were read."""
-
-
-class _Bars:
-    def __init__(self, *bars: Any) -> None:
-        self._bars = bars
-
-    def __enter__(self) -> tuple[Any, ...]:
-        return self._bars
-
-    def __exit__(self, *_: object) -> None:
-        for bar in self._bars:
-            bar.close()
+    def _check_grown(self, name: str, size: int, file_position: FilePosition) -> None:
+        """Refuses a file whose bytes before ``file_position`` are not those that were read."""
 
 
 def permutation(count: int, seed: int, *key: object) -> list[int]:
-    """The numbers below ``count``, in an order that depends on the arguments alone: no version of Python changes it."""
+    """The numbers below ``count`` in an order that depends on the arguments only, not on Python's version."""
     salt = xxh3_64_intdigest("/".join(map(str, (seed, *key))).encode())
     return sorted(range(count), key=lambda number: xxh3_64_intdigest(number.to_bytes(8, "little"), salt))
 

@@ -1,12 +1,12 @@
-"""How a position travels from a reader to whoever saves it, and how a saved one finds its reader again.
+"""How a position gets from a reader to the checkpoint, and how a saved position finds its reader again.
 
-There: on the document, in a slot that is not one of the dataclass's fields, so filters pass it on and no writer sees
-it. Making one costs a tuple; the state is built only for the documents whose position is saved.
+From the reader: on the document, in a slot that is not one of the dataclass's fields. Filters pass it on, and writers
+do not see it. A position costs one tuple per document; the state is built only for documents whose position is saved.
 
-Back: datatrove gives a step a lazy generator, so the readers of a pipeline start at the first ``next``, one after the
-other, all in the thread that reads. ``Reading`` is what they find in that thread. They number themselves in the order
-of starting, and a state names the number it belongs to. A step attribute would be simpler, but one step object may
-run several ranks, and a pipeline may have several readers.
+Back to the reader: datatrove gives a step a lazy generator, so the readers of a pipeline start at the first ``next``,
+one after the other, all in the thread that reads. They find a ``Reading`` in that thread. They number themselves in the
+order of starting, and a state names the number of its reader. An attribute of the step would be simpler, but one step
+object may run several ranks, and a pipeline may have several readers.
 """
 
 from __future__ import annotations
@@ -21,33 +21,38 @@ from datatrove.data import Document
 from datatrove_ckpt.errors import CheckpointMismatch
 
 State: TypeAlias = dict[str, Any]
+"""The state of a reader: plain JSON values."""
 
-PLAIN_INTEGER = 2**53 - 1  # what any JSON reader keeps exactly
+PLAIN_INTEGER = 2**53 - 1  # every JSON reader keeps integers up to this one exactly
+
+FilePosition: TypeAlias = tuple[int, ...]
+"""A place in a file, right after a document; () is the file's beginning. Each format defines its numbers."""
 
 
 @dataclass(slots=True, eq=False)
-class FileOfRun:
-    """One file of one run: the part of the state that all its documents share."""
+class FileState:
+    """The part of a state that all documents of one file in one run share."""
 
     shared: State
 
     def state(self, position: Position) -> State:
-        _, documents, _, at = position
-        return self.shared | {"documents": documents, "at": [number & PLAIN_INTEGER for number in at]}
+        """The reader's state at the position, which is in this file."""
+        _, documents, _, file_position = position
+        return self.shared | {"documents": documents, "at": [number & PLAIN_INTEGER for number in file_position]}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FileOfRun:
+    def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self
 
 
-Position: TypeAlias = tuple[int, int, FileOfRun, tuple[int, ...]]
-"""Number of the reader, documents it yielded so far, file, place in the file.
+Position: TypeAlias = tuple[int, int, FileState, FilePosition]
+"""Number of the reader, number of documents it has yielded, file, place in the file.
 
-Positions of one run compare with ``<`` as they were read: the first two numbers decide.
+Within one run, ``<`` orders positions as they were read: the first two numbers decide.
 """
 
 
 class PositionedDocument(Document):  # type: ignore[misc, unused-ignore]
-    """A document that knows where it was read. Equal to a plain one with the same fields."""
+    """A document with the position right after it. Equal to a plain one with the same fields."""
 
     __slots__ = ("position",)
     __hash__ = None  # type: ignore[assignment]
@@ -60,7 +65,7 @@ class PositionedDocument(Document):  # type: ignore[misc, unused-ignore]
 
 
 def position_of(document: Document) -> Position | None:
-    """None for a document that no reader of ours made, or that a step made anew."""
+    """None if the document was made by another reader, or made anew by a step."""
     return getattr(document, "position", None)
 
 
@@ -71,46 +76,47 @@ def position_state(document: Document) -> State | None:
 
 
 class Reading:
-    """One run of a pipeline, for the readers in it. Enter it in the thread that reads, around every ``next``.
+    """One run of a pipeline, as its readers see it. Enter it in the thread that reads, around every ``next``.
 
     Args:
-        state: where to go on, from ``position_state``; None to start at the beginning.
+        state: where to resume, from ``position_state``; None to start at the beginning.
     """
 
     def __init__(self, state: State | None = None) -> None:
         self._state = state
-        self._started = 0
-        self._passed_over = False
-        self._taken = False
+        self._readers_started = 0
+        self._skipped_a_reader = False
+        self._resumed = False
         self._earlier: list[str] = []
 
     @property
-    def taken(self) -> bool:
-        """Whether the readers stand where the state says. Decided once the first ``next`` returned or raised.
+    def resumed(self) -> bool:
+        """Whether the readers resumed from the state. Decided once the first ``next`` returned or raised.
 
         False: no reader in the pipeline can seek, so it starts at the beginning.
 
         Raises:
-            CheckpointMismatch: a reader stood aside for a later one that never came.
+            CheckpointMismatch: a reader yielded nothing because a later one should resume, but there is no later one.
         """
-        if self._passed_over and not self._taken:
+        if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
-                f"The position that was saved is one of reader {(self._state or {})['number']} of the pipeline "
-                f"(counted from 0), but only {self._started} of its readers can seek. Restore the pipeline, or start "
-                "with another checkpoints_local_dir."
+                f"The saved position belongs to reader {(self._state or {})['number']} of the pipeline (counted from "
+                f"0), but only {self._readers_started} of its readers can seek. Restore the pipeline, or start with "
+                "another checkpoints_local_dir."
             )
-        return self._taken
+        return self._resumed
 
-    def begin(self) -> Start:
-        """What the reader that starts now has to do."""
-        number, self._started = self._started, self._started + 1
-        wanted = -1 if self._state is None else int(self._state.get("number", 0))
-        self._taken |= number == wanted
-        self._passed_over |= number < wanted
-        return Start(number, self._state if number == wanted else None, self._earlier, self._past(number, wanted))
+    def start_reader(self) -> ReaderStart:
+        """How the reader that starts now starts."""
+        number, self._readers_started = self._readers_started, self._readers_started + 1
+        resuming = -1 if self._state is None else int(self._state.get("number", 0))
+        self._resumed |= number == resuming
+        self._skipped_a_reader |= number < resuming
+        state = self._state if number == resuming else None
+        return ReaderStart(number, state, self._earlier, self._finished_digest(number, resuming))
 
-    def _past(self, number: int, wanted: int) -> str | None:
-        if number >= wanted:
+    def _finished_digest(self, number: int, resuming: int) -> str | None:
+        if number >= resuming:
             return None
         earlier = (self._state or {}).get("earlier", [])
         return str(earlier[number]) if number < len(earlier) else ""
@@ -126,35 +132,35 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Start:
-    """What one reader is to do.
+class ReaderStart:
+    """How one reader starts.
 
     Attributes:
-        number: its place among the readers of the pipeline.
-        state: where to go on, or None.
-        earlier: what the readers before it have read; it adds its own when it has done.
-        done: what it had read when it had done, or None if it has something to read.
+        number: the reader's number among the readers of the pipeline, from 0.
+        state: where to resume, or None.
+        earlier: the digest of what each reader before this one has read. A reader adds its own when it has finished.
+        finished_digest: the digest of what this reader read, if it had finished before the state was saved; else None.
     """
 
     number: int = 0
     state: State | None = None
     earlier: list[str] = field(default_factory=list)
-    done: str | None = None
+    finished_digest: str | None = None
 
 
-def begin(loaded: State | None) -> Start:
-    """Called by a reader that starts. ``loaded`` is what its ``load_state_dict`` was given."""
+def start_reader(loaded: State | None) -> ReaderStart:
+    """Called by each reader when it starts. ``loaded`` is the state that its ``load_state_dict`` got."""
     if not _thread.readings:
-        return Start(state=loaded)
-    start = _thread.readings[-1].begin()
-    if loaded is not None and start.state is None and start.done is None:
+        return ReaderStart(state=loaded)
+    start = _thread.readings[-1].start_reader()
+    if loaded is not None and start.state is None and start.finished_digest is None:
         start.state = loaded
     return start
 
 
-class _Thread(threading.local):
+class _ThreadReadings(threading.local):
     def __init__(self) -> None:
         self.readings: list[Reading] = []
 
 
-_thread = _Thread()
+_thread = _ThreadReadings()

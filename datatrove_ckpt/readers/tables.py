@@ -1,73 +1,87 @@
 """Parquet by row group and row, Arrow IPC by record batch and row.
 
-A place in a file is (group, rows of it, documents of the file so far): a group is a row group or a record batch. The
-third is in it because datatrove's default id counts documents with text, not rows. Groups before the place are not
-read (an IPC stream's are, but not converted); of the group itself the rows before it are decoded and dropped.
+A ``FilePosition`` is (group, rows of it, documents of the file so far). A group is a row group or a record batch. The
+number of documents is needed because datatrove's default id counts documents with text, not rows. Groups before the
+position are not read (those of an IPC stream are read, but not converted). In the position's own group, earlier rows
+are decoded and dropped.
 
-Shuffled, a place is (groups begun, rows of the last of them): the groups take turns in an order of their own, and each
-is read whole, in Arrow's form, to hand out its rows in theirs.
+With ``shuffle_seed`` a position is (groups started, rows of the last of them). Groups come in a shuffled order. Each is
+read as a whole into Arrow's memory, and its rows are taken from there in shuffled order.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.readers.base import At, Read, SeekingReader, Share, permutation
+from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, ReadResult, Row, RowShard, SeekingReader, permutation
+from datatrove_ckpt.readers.positions import FilePosition
 
-_ROWS = 1000
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    Batch: TypeAlias = pa.RecordBatch | pa.Table
+
+_CONVERTED_ROWS = 1000
 
 
 class _TableReader(SeekingReader):
     @abstractmethod
-    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Any]]:
-        """From a place on: group, row of the batch's first row in it, batch. No batch spans two groups."""
+    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
+        """From (group, row) on: group, number of the batch's first row in it, batch. No batch spans two groups."""
 
     @abstractmethod
-    def _shuffled_groups(self, name: str, begun: int, seed: int) -> Iterator[tuple[int, int, Any]]:
-        """From the ``begun``-th turn on: groups begun, group, all its rows."""
+    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
+        """From the ``started``-th group in shuffled order on: groups started, group, all its rows."""
 
-    def _read(self, name: str, size: int, at: At, share: Share) -> Iterator[Read]:
+    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
         if self.shuffle_seed is None:
-            return self._in_order(name, at, share)
-        return self._shuffled(name, at, share, self.shuffle_seed)
+            return self._read_in_order(name, file_position, row_shard)
+        return self._read_shuffled(name, file_position, row_shard, self.shuffle_seed)
 
-    def _in_order(self, name: str, at: At, share: Share) -> Iterator[Read]:
-        group, row, number = at or (0, 0, 0)
-        for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first place is needed)
+    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
+        group, row, number = file_position or (0, 0, 0)
+        for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
             rows: Sequence[int] = range(row, row + batch.num_rows)
-            if share[1] > 1:
-                rows, batch = _share_of(rows, batch, group, share)
-            first_number = number if share[1] == 1 else None
+            if row_shard != ALL_ROWS:
+                rows, batch = _take_shard(rows, batch, group, row_shard)
+            first_number = number if row_shard == ALL_ROWS else None
             documents = self._convert(batch, rows, name, group, first_number)
             for document, row in documents:
                 number += 1
                 yield document, (group, row + 1, number)
 
-    def _shuffled(self, name: str, at: At, share: Share, seed: int) -> Iterator[Read]:
-        begun, done = at or (1, 0)
-        for turn, group, table in self._shuffled_groups(name, begun, seed):
+    def _read_shuffled(
+        self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int
+    ) -> Iterator[ReadResult]:
+        started, done = file_position or (1, 0)
+        index, count = row_shard
+        for turn, group, table in self._shuffled_groups(name, started, seed):
             order = permutation(table.num_rows, seed, name, group)
-            for start in range(done, len(order), _ROWS):
-                rows: Sequence[int] = order[start : start + _ROWS]
-                places = {row: start + place for place, row in enumerate(rows, start=1)}
-                if share[1] > 1:
-                    rows = [row for row in rows if (group + row) % share[1] == share[0]]
+            for start in range(done, len(order), _CONVERTED_ROWS):
+                rows: Sequence[int] = order[start : start + _CONVERTED_ROWS]
+                done_after = {row: start + number for number, row in enumerate(rows, start=1)}
+                if count > 1:
+                    rows = [row for row in rows if (group + row) % count == index]
                 documents = self._convert(_take(table, rows), rows, name, group, None)
                 for document, row in documents:
-                    yield document, (turn, places[row])
+                    yield document, (turn, done_after[row])
             done = 0
 
     def _convert(
-        self, batch: Any, rows: Sequence[int], name: str, group: int, number: int | None
+        self, batch: Batch, rows: Sequence[int], name: str, group: int, number: int | None
     ) -> list[tuple[Document, int]]:
-        """Without ``number``, that of the first document, documents are told apart by their rows."""
+        """The documents of a batch, each with its row. ``number`` is the first document's, for default ids.
+
+        If ``number`` is None, default ids are made of group and row.
+        """
         documents: list[tuple[Document, int]] = []
         with self.track_time("batch"):
             for row, data in zip(rows, batch.to_pylist(), strict=True):
@@ -98,10 +112,10 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         read_metadata: bool = True,
         file_progress: bool = False,
         doc_progress: bool = False,
-        adapter: Callable[..., dict[str, Any]] | None = None,
+        adapter: Adapter | None = None,
         text_key: str = "text",
         id_key: str = "id",
-        default_metadata: dict[str, Any] | None = None,
+        default_metadata: Row | None = None,
         recursive: bool = True,
         glob_pattern: str | None = None,
         shuffle_files: bool = False,
@@ -127,7 +141,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         self._set_shuffle(shuffle_files, shuffle_seed)
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
+    def _open(self, name: str) -> Iterator[pq.ParquetFile]:
         import pyarrow.parquet as pq
 
         with self.data_folder.open(name, "rb") as file, pq.ParquetFile(file) as parquet_file:
@@ -137,31 +151,31 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _columns(self) -> list[str] | None:
         return None if self.read_metadata else [self.text_key, self.id_key]
 
-    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Any]]:
+    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
             rows_of = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
             if group < len(rows_of) and row == rows_of[group]:
                 group, row = group + 1, 0
-            place, start = group, 0
-            # All groups at once, although a batch may then span two: tiny groups would be slow one by one.
+            current, start = group, 0
+            # All groups in one call, although a batch may then span two: one call per tiny group would be slow.
             for batch in file.iter_batches(
                 batch_size=self.batch_size, row_groups=list(range(group, len(rows_of))), columns=self._columns
             ):
                 offset = 0
                 while offset < batch.num_rows:
-                    while start == rows_of[place]:
-                        place, start = place + 1, 0
-                    length = min(batch.num_rows - offset, rows_of[place] - start)
-                    passed = max(0, min(length, row - start)) if place == group else 0
-                    if passed < length:
-                        yield place, start + passed, batch.slice(offset + passed, length - passed)
+                    while start == rows_of[current]:
+                        current, start = current + 1, 0
+                    length = min(batch.num_rows - offset, rows_of[current] - start)
+                    skipped = max(0, min(length, row - start)) if current == group else 0
+                    if skipped < length:
+                        yield current, start + skipped, batch.slice(offset + skipped, length - skipped)
                     offset += length
                     start += length
 
-    def _shuffled_groups(self, name: str, begun: int, seed: int) -> Iterator[tuple[int, int, Any]]:
+    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
             order = permutation(file.num_row_groups, seed, name)
-            for turn in range(begun, len(order) + 1):
+            for turn in range(started, len(order) + 1):
                 yield turn, order[turn - 1], file.read_row_group(order[turn - 1], columns=self._columns)
 
 
@@ -186,10 +200,10 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         stream: bool = False,
         file_progress: bool = False,
         doc_progress: bool = False,
-        adapter: Callable[..., dict[str, Any]] | None = None,
+        adapter: Adapter | None = None,
         text_key: str = "text",
         id_key: str = "id",
-        default_metadata: dict[str, Any] | None = None,
+        default_metadata: Row | None = None,
         recursive: bool = True,
         glob_pattern: str | None = None,
         shuffle_files: bool = False,
@@ -213,8 +227,8 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         )
         self._set_shuffle(shuffle_files, shuffle_seed)
 
-    def _groups(self, name: str, first: int, seed: int | None) -> Iterator[tuple[int, int, Any]]:
-        """Turn (from 0), record batch's number, record batch, from a turn on."""
+    def _groups(self, name: str, first: int, seed: int | None) -> Iterator[tuple[int, int, Batch]]:
+        """From the ``first``-th turn on, counted from 0: turn, number of the record batch, record batch."""
         import pyarrow as pa
 
         with self.data_folder.open(name, "rb") as file:
@@ -230,25 +244,25 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
                 for turn in range(first, count):
                     yield turn, order[turn], reader.get_batch(order[turn])
 
-    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Any]]:
+    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         for _, number, batch in self._groups(name, group, None):
-            passed = row if number == group else 0
-            if passed < batch.num_rows:
-                yield number, passed, batch.slice(passed)
+            skipped = row if number == group else 0
+            if skipped < batch.num_rows:
+                yield number, skipped, batch.slice(skipped)
 
-    def _shuffled_groups(self, name: str, begun: int, seed: int) -> Iterator[tuple[int, int, Any]]:
-        for turn, number, batch in self._groups(name, begun - 1, seed):
+    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
+        for turn, number, batch in self._groups(name, started - 1, seed):
             yield turn + 1, number, batch
 
 
-def _share_of(rows: Sequence[int], batch: Any, group: int, share: Share) -> tuple[Sequence[int], Any]:
-    index, of = share
-    first = (index - group - rows[0]) % of
-    chosen = rows[first::of]
-    return chosen, _take(batch, range(first, len(rows), of))
+def _take_shard(rows: Sequence[int], batch: Batch, group: int, row_shard: RowShard) -> tuple[Sequence[int], Batch]:
+    index, count = row_shard
+    first = (index - group - rows[0]) % count
+    chosen = rows[first::count]
+    return chosen, _take(batch, range(first, len(rows), count))
 
 
-def _take(table: Any, rows: Sequence[int]) -> Any:
+def _take(table: Batch, rows: Sequence[int]) -> Batch:
     import pyarrow as pa
 
     return table.take(pa.array(rows, type=pa.int64()))

@@ -26,7 +26,7 @@ from datatrove.pipeline import readers as original
 from loguru import logger
 
 from datatrove_ckpt import readers as ours
-from datatrove_ckpt.readers import base, jsonl, position_state
+from datatrove_ckpt.readers import jsonl, position_state, positions
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "jsonl": (original.JsonlReader, ours.JsonlReader),
@@ -94,7 +94,7 @@ def main(count: int) -> None:
 
 def tracking() -> None:
     """The few operations that make a position, by themselves."""
-    line, place, documents = b"x" * 2000, base.Place({}), []
+    line, file, documents = b"x" * 2000, positions.FileState({}), []
     fields = {"text": "", "id": "", "media": [], "metadata": {}}
     best = {}
     for name, make in {"plain": Document, "positioned": ours.PositionedDocument}.items():
@@ -103,7 +103,7 @@ def tracking() -> None:
             for i in range(100_000):
                 document = make(**fields)
                 if name == "positioned":
-                    document.position = (0, i, place, (i, i, i, jsonl.xxh3_64_intdigest(line)))
+                    document.position = (0, i, file, (i, i, i, jsonl.xxh3_64_intdigest(line)))
             best[name] = min(best.get(name, 1.0), (time.perf_counter() - started) * 10)
             documents.append(document)
     print(f"\nA positioned document takes {best['positioned'] - best['plain']:.2f} us longer to make than a plain one.")

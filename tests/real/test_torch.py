@@ -1,4 +1,4 @@
-"""A torch training loop stops and goes on in the middle of an epoch: no sample twice, none left out.
+"""A torch training loop stops and resumes in the middle of an epoch: no sample twice, none left out.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -35,7 +35,7 @@ DOCUMENTS = 97
 
 @pytest.fixture(params=["2 JSONL files", "20 JSONL files", "2 Parquet files"])
 def reader(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeekingReader:
-    """More shares than files, fewer shares than files (but with 4 workers on 3 ranks), and rows in groups."""
+    """More shards than files, fewer shards than files (but with 4 workers on 3 ranks), and rows in groups."""
     count, kind, _ = request.param.split()
     texts = [f"text {i}" for i in range(DOCUMENTS)]
     monkeypatch.setattr(jsonl, "_BLOCK", 256)
@@ -61,10 +61,10 @@ def texts(batches: Any) -> list[str]:
 
 
 def in_pieces(reader: SeekingReader, workers: int, rank: int, ranks: int, stops: list[int]) -> Iterator[list[str]]:
-    """The samples of an epoch, by one loader after the other; each takes so many batches and is thrown away."""
+    """The samples of an epoch, by one loader after the other. Each takes a number of batches and is dropped."""
     state = None
     for stop in [*stops, None]:
-        # The state tells the epoch: the loop that goes on need not have set it.
+        # The state holds the epoch, so the resuming loop need not set it.
         current = loader(reader, workers, rank, ranks, epoch=2 if state is None else 0)
         if state is not None:
             current.load_state_dict(state)
@@ -136,7 +136,7 @@ def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
         list(other)
     with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
         ReaderDataset(reader, shuffle_seed=2).load_state_dict(state["dataset_state"])
-    with pytest.raises(ConfigError, match="can't seek"):
+    with pytest.raises(ConfigError, match="cannot seek"):
         ReaderDataset(OriginalJsonl("/"))
     with pytest.raises(ConfigError, match="rank"):
         ReaderDataset(reader, 2, 2)
@@ -154,7 +154,7 @@ def test_a_state_goes_through_torch_save(reader: SeekingReader, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
-def test_the_loop_in_the_docs_stops_and_goes_on(reader: SeekingReader, workers: int) -> None:
+def test_the_loop_in_the_docs_stops_and_resumes(reader: SeekingReader, workers: int) -> None:
     if not isinstance(reader, JsonlReader):
         return  # the passage is about JSONL
     block = torch_example()

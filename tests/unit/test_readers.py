@@ -1,4 +1,4 @@
-"""Readers that seek: the same documents as datatrove's, from every place on, and never from another input."""
+"""Readers that seek: datatrove's documents, resumed from every position, and never from another input."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ from datatrove_ckpt.readers import (
 )
 from datatrove_ckpt.readers.inputs import Digest
 
-Read = Callable[..., SeekingReader]
-
 ODD_LINES = [
     b'{"text": "plain", "id": "own id", "lang": "en"}\n',
     b'{"text": "carriage return and line feed"}\r\n',
@@ -78,11 +76,11 @@ COMPRESS: dict[str | None, Callable[[bytes], bytes]] = {
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
         monkeypatch.setattr(jsonl, "_BLOCK", request.param)
-        monkeypatch.setattr(tables, "_ROWS", 3)
+        monkeypatch.setattr(tables, "_CONVERTED_ROWS", 3)
 
 
 def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
-    """Every seventh without text; no ids, so the default ones are compared."""
+    """Every seventh row has no text. No row has an id, so the default ids are compared."""
     return [{"text": f"text {i}" if i % 7 else "", "number": i} for i in range(first, first + count)]
 
 
@@ -196,7 +194,7 @@ def test_documents_are_those_of_datatrove_in_their_order(tmp_path: Path, kind: s
 
 
 def totals(step: Any) -> dict[str, float]:
-    """Of the stats both have. Files count when they are begun, and datatrove begins one more to find its limit."""
+    """The stats that both have. Files are counted when they are opened, and datatrove opens one more at its limit."""
     ours_alone = ("damaged_lines", "input_files")
     return {name: stat.total for name, stat in step.stats.stats.items() if stat.total and name not in ours_alone}
 
@@ -256,7 +254,7 @@ def test_damaged_lines_are_counted_and_logged_and_stop_the_reader_on_request(tmp
         list(JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True, shuffle_seed=1).run())
 
 
-# From every place on ---------------------------------------------------------------------------------------------
+# From every position --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -281,18 +279,18 @@ def test_the_rest_is_the_same_after_a_stop_after_each_document(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.usefixtures("_blocks")
-def test_shares_are_the_whole_and_go_on_from_every_place(tmp_path: Path, kind: str, seed: int | None) -> None:
+def test_shards_are_the_whole_and_resume_from_every_position(tmp_path: Path, kind: str, seed: int | None) -> None:
     write(tmp_path, kind)
     whole = sorted(document.text for document in reader(tmp_path.as_posix(), kind, shuffle_seed=seed).run())
-    for of in (1, 3, 7):
+    for count in (1, 3, 7):
         texts = []
-        for index in range(of):
-            documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed).share(index, of))
+        for index in range(count):
+            documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed).shard(index, count))
             texts += [document.text for document in documents]
             for done, document in enumerate(documents, start=1):
                 fresh = reader(tmp_path.as_posix(), kind, shuffle_seed=seed)
                 fresh.load_state_dict(state_of(document))
-                assert plain(fresh.share(index, of)) == plain(documents[done:])
+                assert plain(fresh.shard(index, count)) == plain(documents[done:])
         assert sorted(texts) == whole
 
 
@@ -341,7 +339,7 @@ def test_it_works_on_any_file_system_of_fsspec(tmp_path: Path, kind: str) -> Non
 
 
 class Counted:
-    """A file that adds up how much of it is read."""
+    """A file that records how much of it is read."""
 
     def __init__(self, file: Any, read: list[int]) -> None:
         self._file, self._read = file, read
@@ -402,7 +400,7 @@ def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None
     saved = through_json(ours.state_dict())
     ours.load_state_dict(saved)
     running = ours.run()
-    assert ours.state_dict() == saved, "a generator has not begun before its first document is asked for"
+    assert ours.state_dict() == saved, "a generator has not started before its first document is requested"
     assert plain(running) == plain(documents[5:])
     assert through_json(ours.state_dict()) == state_of(documents[-1])
     assert plain(ours.run()) == plain(documents), "the state was for one run"
@@ -468,7 +466,7 @@ def test_a_reader_can_be_copied_and_pickled_at_any_time(
     assert plain(twin.run()) == plain(documents), "a copy starts anew"
     twin.load_state_dict(ours.state_dict())
     assert plain(copied(twin).run()) == plain(documents[3:])
-    assert plain(running) == plain(documents[3:]), "and does not disturb the one it was made of"
+    assert plain(running) == plain(documents[3:]), "and does not disturb the original"
 
 
 # Another input ---------------------------------------------------------------------------------------------------
@@ -483,14 +481,14 @@ def six(tmp_path: Path) -> Path:
 
 
 def stop(folder: Path, after: int = 11, **options: Any) -> Any:
-    """After the second document of ``f3.jsonl``, if not elsewhere."""
+    """The state after the second document of ``f3.jsonl``, or after another number of documents."""
     documents = JsonlReader(folder.as_posix(), **options).run()
     for _ in range(after):
         document = next(documents)
     return state_of(document)
 
 
-def go_on(folder: Path, state: Any, **options: Any) -> list[str]:
+def resume(folder: Path, state: Any, **options: Any) -> list[str]:
     ours = JsonlReader(folder.as_posix(), **options)
     ours.load_state_dict(state)
     return [document.text for document in ours.run()]
@@ -524,11 +522,11 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_input_that_is_no_continuation_is_refused_by_the_name_of_the_file(six: Path, change: str) -> None:
     state = stop(six)
-    assert go_on(six, state) == REST
+    assert resume(six, state) == REST
     make, message = CHANGES[change]
     make(six)
     with pytest.raises(CheckpointMismatch, match=message):
-        go_on(six, state)
+        resume(six, state)
 
 
 @pytest.mark.parametrize("change", ["gone", "new", "renamed", "resized"])
@@ -547,7 +545,7 @@ def test_the_file_is_named_among_a_thousand(tmp_path: Path, change: str) -> None
     else:
         path.write_text("")
     with pytest.raises(CheckpointMismatch, match=path.name):
-        go_on(tmp_path, state)
+        resume(tmp_path, state)
 
 
 def test_several_changes_are_refused_at_the_first_of_them(tmp_path: Path) -> None:
@@ -557,7 +555,7 @@ def test_several_changes_are_refused_at_the_first_of_them(tmp_path: Path) -> Non
     for i in (41, 50):
         (tmp_path / f"{i:04}.jsonl").write_text("")
     with pytest.raises(CheckpointMismatch, match=r"among the 4 files from '0040.jsonl' on"):
-        go_on(tmp_path, state)
+        resume(tmp_path, state)
 
 
 def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -565,14 +563,14 @@ def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory:
     names = [f"f{i}.jsonl" for i in range(6)]
     paths.write_text("\n".join(names))
     state = stop(six, paths_file=paths.as_posix())
-    assert go_on(six, state, paths_file=paths.as_posix()) == REST
+    assert resume(six, state, paths_file=paths.as_posix()) == REST
     names[1], names[2] = names[2], names[1]
     paths.write_text("\n".join(names))
     with pytest.raises(CheckpointMismatch, match=r"first difference is at 'f2.jsonl'"):
-        go_on(six, state, paths_file=paths.as_posix())
+        resume(six, state, paths_file=paths.as_posix())
     (six / "f2.jsonl").unlink()
     with pytest.raises(CheckpointMismatch, match=r"'f2.jsonl' is gone"):
-        go_on(six, state, paths_file=paths.as_posix())
+        resume(six, state, paths_file=paths.as_posix())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -593,10 +591,10 @@ def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b'{"text": "%06d"}\n' % i for i in range(10_000)))
     state = stop(tmp_path, after=8000)
-    assert len(go_on(tmp_path, state)) == 2000
+    assert len(resume(tmp_path, state)) == 2000
     overwrite(path, b"007999", b"007998")
-    with pytest.raises(CheckpointMismatch, match=r"'a.jsonl' is another before byte 152000"):
-        go_on(tmp_path, state)
+    with pytest.raises(CheckpointMismatch, match=r"'a.jsonl' has changed before byte 152000"):
+        resume(tmp_path, state)
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
@@ -614,14 +612,14 @@ def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path: Pat
         assert plain(ours.run()) == plain(documents[done:])
 
 
-def test_a_last_line_that_went_on_is_refused(tmp_path: Path) -> None:
+def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}')
     state = stop(tmp_path, after=2)
     with path.open("ab") as file:
         file.write(b' {"text": "c"}\n')
-    with pytest.raises(CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that begins at byte 14"):
-        go_on(tmp_path, state)
+    with pytest.raises(CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that starts at byte 14"):
+        resume(tmp_path, state)
 
 
 @pytest.mark.parametrize("kind", ["jsonl gzip", "jsonl zstd", "arrows"])
@@ -644,7 +642,7 @@ def test_a_file_of_another_kind_may_not_grow(tmp_path: Path, kind: str) -> None:
 def test_an_option_that_changes_the_order_is_refused_by_its_name(six: Path, option: str, old: Any, new: Any) -> None:
     state = stop(six, **{option: old})
     with pytest.raises(CheckpointMismatch, match=re.escape(f"{option}={old!r}, now {new!r}")):
-        go_on(six, state, **{option: new})
+        resume(six, state, **{option: new})
 
 
 def test_a_state_of_another_reader_or_rank_is_refused(six: Path) -> None:
@@ -658,13 +656,13 @@ def test_a_state_of_another_reader_or_rank_is_refused(six: Path) -> None:
     with pytest.raises(CheckpointMismatch, match=r"shard=\[0, 1\], now \[0, 2\]"):
         list(ours.run(None, 0, 2))
     with pytest.raises(CheckpointMismatch, match="version 2"):
-        go_on(six, state | {"version": 2})
+        resume(six, state | {"version": 2})
 
 
-def test_a_higher_limit_goes_on(six: Path) -> None:
+def test_a_higher_limit_reads_more(six: Path) -> None:
     state = stop(six, limit=11)
-    assert go_on(six, state, limit=11) == []
-    assert go_on(six, state, limit=12) == ["3.2"]
+    assert resume(six, state, limit=11) == []
+    assert resume(six, state, limit=12) == ["3.2"]
 
 
 def test_shuffle_files_is_refused_and_the_error_names_what_to_use() -> None:
@@ -705,7 +703,7 @@ def three_folders(tmp_path: Path) -> list[JsonlReader]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_chained_readers_behind_filters_go_on_from_every_document(tmp_path: Path, batch_size: int) -> None:
+def test_chained_readers_behind_filters_resume_from_every_document(tmp_path: Path, batch_size: int) -> None:
     class Ahead(PipelineStep):  # type: ignore[misc]
         """A filter that takes documents in batches before it lets any pass."""
 
@@ -723,7 +721,7 @@ def test_chained_readers_behind_filters_go_on_from_every_document(tmp_path: Path
 
     with Reading() as reading:
         documents = list(pipeline())
-    assert not reading.taken
+    assert not reading.resumed
     positions = [document.position for document in documents]
     assert positions == sorted(positions)
     assert [position[0] for position in positions] == [0] * 4 + [1] * 6 + [2] * 5
@@ -734,7 +732,7 @@ def test_chained_readers_behind_filters_go_on_from_every_document(tmp_path: Path
         while True:
             with reading:
                 following = next(rest, None)
-            assert reading.taken
+            assert reading.resumed
             if following is None:
                 break
             left.append(following)
@@ -742,7 +740,7 @@ def test_chained_readers_behind_filters_go_on_from_every_document(tmp_path: Path
         assert [state_of(later) for later in left] == [state_of(later) for later in documents[done:]]
 
 
-def test_a_reader_that_stands_aside_still_checks_its_input(tmp_path: Path) -> None:
+def test_a_reader_that_had_finished_still_checks_its_input(tmp_path: Path) -> None:
     with Reading():
         last = list(chain(*three_folders(tmp_path)))[-1]
     (tmp_path / "a" / "1.jsonl").write_bytes(b"")
@@ -757,14 +755,14 @@ def test_a_reading_is_for_its_own_thread_and_its_own_time(tmp_path: Path) -> Non
     reading = Reading(state_of(documents[1]))
     with reading, ThreadPoolExecutor(1) as other:
         assert plain(other.submit(lambda: list(ours.run())).result()) == plain(documents)
-    assert not reading.taken
+    assert not reading.resumed
     lazy = ours.run()
     with reading:
         pass
-    assert plain(lazy) == plain(documents), "a generator that was made, but not asked, has not started"
+    assert plain(lazy) == plain(documents), "a generator whose first document was not requested has not started"
     with reading:
         assert plain(ours.run()) == plain(documents[2:])
-    assert reading.taken
+    assert reading.resumed
 
 
 def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path: Path) -> None:
@@ -772,11 +770,11 @@ def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path: Path) -> None
         last = list(chain(*three_folders(tmp_path)))[-1]
     with Reading(state_of(last)) as reading:
         assert len(list(OriginalJsonl(f"{tmp_path}/a").run())) == 6
-    assert not reading.taken
+    assert not reading.resumed
     with Reading(state_of(last)) as reading:
         assert list(JsonlReader(f"{tmp_path}/a").run()) == []
     with pytest.raises(CheckpointMismatch, match="reader 2 of the pipeline"):
-        _ = reading.taken
+        _ = reading.resumed
 
 
 def test_one_step_runs_several_ranks_without_mixing_them_up(tmp_path: Path) -> None:

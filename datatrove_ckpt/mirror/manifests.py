@@ -5,6 +5,7 @@
     REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by versions
     REMOTE/00000/copies/<nonce>-000034              a second copy of the same part
 
+The names of the objects are part of the format, so they keep the older words "claim" and "generation".
 ``nonce`` is that of the owner (see ``checkpoint/identity.py``) that wrote the object, so two processes never write one
 object.
 

@@ -1,4 +1,4 @@
-"""SeekingReader: what the readers with positions share: the choice of files, resuming, and a position per document.
+"""SeekingReader, the base of all readers here: it chooses files, resumes, and gives each document its position.
 
 A format implements ``_read``, which reads one file from a place in it, and says which files may have grown since.
 Everything else is as in datatrove's ``BaseDiskReader.run``: same files, same order, same ``limit`` and ``skip``, same
@@ -57,7 +57,7 @@ ShardKey: TypeAlias = list[int | str]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An iterator whose position can be saved and restored, as in torchdata."""
+    """A reader whose position can be saved and restored, as in torchdata."""
 
     def state_dict(self) -> State: ...
 
@@ -191,7 +191,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _documents(
         self, inputs: Inputs, start: ReaderStart, shard: ShardKey, row_shard: RowShard
     ) -> Iterator[Document]:
-        state = self._check_state(inputs, start.state, shard)
+        state = self._check_state(start.state, shard)
         self._start_state = start.state
         digest = inputs.check_before(state) if state else Digest()
         file_position: FilePosition = ()
@@ -257,7 +257,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if value is not None
         }
 
-    def _check_state(self, inputs: Inputs, state: State | None, shard: ShardKey) -> State | None:
+    def _check_state(self, state: State | None, shard: ShardKey) -> State | None:
         """Returns the state, or None if it is the state before the first document.
 
         Raises:

@@ -455,7 +455,7 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
     assert due.wait(60)
     if event != "upload error":
         os.killpg(process.pid, signal.Signals[event])
-    code, said, seconds = end(process, 60)  # waiting for the upload, or trying it again, would take for ever, or 300
+    code, said, seconds = end(process, 60)  # the upload never ends, and retries take 300 s
     release.set()
     print(f"{event}, logs {logs}: {seconds:.1f} s to the exit, code {code}")
     assert code != 0, said

@@ -1,13 +1,17 @@
-"""AnswerParser: what is an answer and what is not, in one piece, in two at every byte, and byte by byte."""
+"""ResponseParser: what is a response and what is not, in one piece, split at every byte, and split at random."""
 
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import pytest
+from httptools import HttpParserCallbackError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from datatrove_ckpt.inference.client import http1
-from datatrove_ckpt.inference.client.http1 import AnswerParser, BadAnswer, Response
+from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response, ResponseParser
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 # What the server sends; the answer; whether the connection can be used again.
@@ -31,6 +35,11 @@ ANSWERS = {
         Response(200, b"x", ""),
         True,
     ),
+    "fields of an interim response": (
+        b"HTTP/1.1 103 X\r\nRetry-After: 7\r\nContent-Encoding: a\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
+        Response(200, b"", ""),
+        True,
+    ),
     "chunks": (CHUNKED + b"1\r\na\r\n00A\r\n0123456789\r\n0\r\n\r\n", Response(200, b"a0123456789", ""), True),
     "chunk with line breaks": (CHUNKED + b"4\r\n\r\n\r\n\r\n0\r\n\r\n", Response(200, b"\r\n\r\n", ""), True),
     "no chunk": (CHUNKED + b"0\r\n\r\n", Response(200, b"", ""), True),
@@ -45,11 +54,14 @@ ANSWERS = {
 BAD = {
     "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
     "HTTP/2": b"HTTP/2 200 OK\r\n\r\n",
+    "HTTP/2.0": b"HTTP/2.0 200 OK\r\nContent-Length: 0\r\n\r\n",
+    "HTTP/0.9": b"HTTP/0.9 200 OK\r\nContent-Length: 0\r\n\r\n",
     "no status": b"HTTP/1.1 OK\r\n\r\n",
     "two digits": b"HTTP/1.1 20 OK\r\n\r\n",
     "four digits": b"HTTP/1.1 2000 OK\r\n\r\n",
     "status 0": b"HTTP/1.1 000 OK\r\n\r\n",
     "another protocol asked": b"HTTP/1.1 101 Switching\r\nUpgrade: h2c\r\n\r\n",
+    "another protocol begins": b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\nPRI",
     "a line break alone": b"HTTP/1.1 200 OK\nContent-Length: 1\r\n\r\nx",
     "a folded line": b"HTTP/1.1 200 OK\r\nA: b\r\n c\r\nContent-Length: 1\r\n\r\nx",
     "a space before the colon": b"HTTP/1.1 200 OK\r\nContent-Length : 1\r\n\r\nx",
@@ -63,13 +75,13 @@ BAD = {
     "far too long": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n",
     "compressed": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
     "gzip in chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
+    "a tab after chunked": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\t\r\n\r\n",
     "chunked twice": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
     "chunks in HTTP/1.0": b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "no chunk size": CHUNKED + b"\r\na\r\n",
     "a bad chunk size": CHUNKED + b"0x1\r\na\r\n",
     "a negative chunk size": CHUNKED + b"-1\r\na\r\n",
     "a chunk that is too long": CHUNKED + b"1\r\nab\r\n0\r\n\r\n",
-    "a chunk of a petabyte": CHUNKED + b"FFFFFFFFFFFFF\r\n",
     "a chunk size too long": CHUNKED + b"FFFFFFFFFFFFFFFFF\r\n",
     "a nul": b"HTTP/1.1 200 OK\r\nA: \0\r\nContent-Length: 1\r\n\r\nx",
     "a header without end": b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000,
@@ -79,9 +91,9 @@ BAD = {
 }
 
 
-def feed(pieces: list[bytes]) -> AnswerParser:
+def feed(pieces: list[bytes]) -> ResponseParser:
     """A parser whose answer is complete with the last piece and not before."""
-    parser = AnswerParser()
+    parser = ResponseParser()
     assert [parser.feed(piece) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     return parser
 
@@ -101,7 +113,7 @@ def test_an_answer_is_the_same_however_it_is_cut(name: str) -> None:
 def test_a_connection_that_ends_inside_an_answer_gives_none(name: str) -> None:
     raw, _, _ = ANSWERS[name]
     for size in range(len(raw)):
-        parser = AnswerParser()
+        parser = ResponseParser()
         assert not parser.feed(raw[:size])
         assert not parser.end()
 
@@ -116,7 +128,7 @@ def test_a_connection_on_which_more_comes_is_not_used_again(name: str) -> None:
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nServer: x\r\n\r\n"])
 def test_without_a_length_the_end_of_the_connection_ends_the_answer(head: bytes) -> None:
-    parser = AnswerParser()
+    parser = ResponseParser()
     for piece in (head, b"hel", b"lo"):
         assert not parser.feed(piece)
     assert parser.end()
@@ -129,18 +141,22 @@ def test_what_is_no_answer_is_an_error_however_it_is_cut(name: str) -> None:
     raw = BAD[name]
     steps = [1] if len(raw) < 1000 else [4096]
     for step in [len(raw), *steps]:
-        parser = AnswerParser()
-        with pytest.raises(BadAnswer):  # noqa: PT012 (one of the pieces)
+        parser = ResponseParser()
+        with pytest.raises(RemoteProtocolError):  # noqa: PT012 (one of the pieces)
             for start in range(0, len(raw), step):
                 assert not parser.feed(raw[start : start + step])
 
 
 def test_a_body_without_a_length_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1, "_MAX_BODY", 10)
-    for head, body in ((b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 11), (CHUNKED, b"6\r\n123456\r\n5\r\n12345\r\n")):
-        parser = AnswerParser()
+    monkeypatch.setattr(http1, "_MAX_BODY_BYTES", 10)
+    for head, body in (
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 11),
+        (CHUNKED, b"6\r\n123456\r\n5\r\n12345\r\n"),
+        (CHUNKED, b"FFFFFFFFFFFFF\r\n12345678901"),
+    ):
+        parser = ResponseParser()
         parser.feed(head)
-        with pytest.raises(BadAnswer, match="longer than 10"):
+        with pytest.raises(RemoteProtocolError, match="longer than 10"):
             parser.feed(body)
 
 
@@ -155,12 +171,133 @@ def test_a_long_answer_in_many_pieces_is_read_in_linear_time() -> None:
         assert feed(raw).response().body == body
 
 
+@pytest.mark.parametrize(
+    ("head", "endless"),
+    [
+        (b"", b"HTTP/1.1 102 Processing\r\n\r\n"),
+        (CHUNKED, b"1;" + b"x" * 50 + b"\r\na\r\n"),
+        (CHUNKED + b"0\r\n", b"A: b\r\n"),
+    ],
+)
+def test_framing_without_end_has_a_limit(head: bytes, endless: bytes) -> None:
+    parser = ResponseParser()
+    assert not parser.feed(head)
+    with pytest.raises(RemoteProtocolError, match="longer than 65536"):  # noqa: PT012 (one of the pieces)
+        for _ in range(20_000):
+            assert not parser.feed(endless)
+
+
+def test_any_number_of_chunks_is_allowed() -> None:
+    assert feed([CHUNKED, b"1\r\na\r\n" * 50_000, b"0\r\n\r\n"]).response().body == b"a" * 50_000
+
+
+def test_a_trailer_changes_nothing() -> None:
+    trailer = b"Connection: close\r\nRetry-After: 7\r\nContent-Encoding: gzip\r\nX: y\r\n\r\n"
+    parser = feed([CHUNKED + b"1\r\na\r\n0\r\n" + trailer])
+    assert parser.response() == Response(200, b"a", "")
+    assert parser.reusable
+
+
+def test_an_error_of_a_callback_is_not_taken_for_one_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_body(self: object, data: bytes) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(http1._ResponseBuilder, "on_body", on_body)
+    with pytest.raises(HttpParserCallbackError) as caught:
+        feed([ANSWERS["length"][0]])
+    assert isinstance(caught.value.__context__, KeyError)
+
+
 def test_a_parser_is_freed_without_a_collector() -> None:
     gc.collect()
     gc.disable()
     try:
         for raw, _, _ in ANSWERS.values():
             feed([raw])
+            ResponseParser().feed(raw[:-1])
+            feed([raw + b"H"])
+        for raw in BAD.values():
+            with suppress(RemoteProtocolError):
+                ResponseParser().feed(raw)
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def chunked(body: list[bytes]) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in [*filter(None, body), b""])
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> tuple[bytes, Response, bool]:
+    """A valid response: its bytes, what it says, and whether its end is that of the connection."""
+    status = draw(st.sampled_from([200, 200, 201, 204, 304, 400, 429, 500, 503]))
+    body = draw(st.lists(st.binary(max_size=30), max_size=4))
+    framing = draw(st.sampled_from(["length", "chunked", "close"]))
+    fields = draw(
+        st.lists(st.sampled_from([b"Server: uvicorn", b"X:", b"Date:  \t a, b ", b"A-b: \xc3\xa4"]), max_size=4)
+    )
+    retry_after = draw(st.sampled_from(["", "", "7", "Fri, 31 Dec 1999 23:59:59 GMT"]))
+    if retry_after:
+        fields.append(b"retry-after: " + retry_after.encode())
+    content = b"".join(body)
+    if framing == "length":
+        fields.append(b"Content-Length: %d" % len(content))
+    elif framing == "chunked":
+        fields.append(b"Transfer-Encoding: chunked")
+    head = b"\r\n".join([b"HTTP/1.1 %d Some reason" % status, *draw(st.permutations(fields)), b"", b""])
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" * draw(st.integers(0, 2))
+    if status in (204, 304):
+        return interim + head, Response(status, b"", retry_after), False
+    raw = interim + head + (chunked(body) if framing == "chunked" else content)
+    return raw, Response(status, content, retry_after), framing == "close"
+
+
+def outcome(pieces: list[bytes]) -> Response | str:
+    """What a connection that carries these pieces and then closes gives: a response, "malformed" or "incomplete"."""
+    parser = ResponseParser()
+    try:
+        complete = any(parser.feed(piece) for piece in pieces)
+    except RemoteProtocolError:
+        return "malformed"
+    return parser.response() if complete or parser.end() else "incomplete"
+
+
+@st.composite
+def splits(draw: st.DrawFn, raw: bytes) -> list[bytes]:
+    ends = sorted(draw(st.sets(st.integers(1, len(raw) - 1), max_size=6))) if len(raw) > 1 else []
+    return [raw[start:end] for start, end in zip([0, *ends], [*ends, len(raw)], strict=True)]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
+    """Some bytes are removed, and others inserted in their place, at one to three places."""
+    tokens = [b"\r\n", b"\n", b":", b"-1", b"chunked", b"Content-Length: 9\r\n", b"HTTP/1.1 100 X\r\n\r\n"]
+    for _ in range(draw(st.integers(1, 3))):
+        start, removed = draw(st.integers(0, len(raw))), draw(st.integers(0, 3))
+        raw = raw[:start] + draw(st.sampled_from([b"", *tokens]) | st.binary(max_size=2)) + raw[start + removed :]
+    return raw
+
+
+@settings(max_examples=300, deadline=None)
+@given(responses(), st.data())
+def test_a_valid_response_is_the_same_however_it_is_split(
+    case: tuple[bytes, Response, bool], data: st.DataObject
+) -> None:
+    raw, expected, ends_at_close = case
+    parser = ResponseParser()
+    pieces = data.draw(splits(raw))
+    assert [parser.feed(piece) for piece in pieces] == [False] * (len(pieces) - 1) + [not ends_at_close]
+    assert parser.end() == ends_at_close
+    assert parser.reusable == (not ends_at_close)
+    assert parser.response() == expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(responses(), st.data())
+def test_a_damaged_response_has_one_outcome_and_one_kind_of_error(
+    case: tuple[bytes, Response, bool], data: st.DataObject
+) -> None:
+    raw = data.draw(damaged(case[0]))
+    pieces = data.draw(splits(raw))
+    assert outcome(pieces) == outcome([raw]) == outcome([raw[i : i + 1] for i in range(len(raw))])

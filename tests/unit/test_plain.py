@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from datatrove_ckpt.inference.client.http1 import BadAnswer
+from datatrove_ckpt.inference.client.http1 import RemoteProtocolError
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.unit.test_client import RawServer, Reply, answer, http, never, reset, serving, then_close
@@ -170,10 +170,10 @@ def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not
 @pytest.mark.parametrize(
     ("reply", "error", "timeout"),
     [
-        (then_close(), BadAnswer, 30.0),
-        (then_close(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"), BadAnswer, 30.0),
-        (reset, BadAnswer, 30.0),
-        (answer(b"SSH-2.0-OpenSSH\r\n\r\n"), BadAnswer, 30.0),
+        (then_close(), RemoteProtocolError, 30.0),
+        (then_close(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"), RemoteProtocolError, 30.0),
+        (reset, RemoteProtocolError, 30.0),
+        (answer(b"SSH-2.0-OpenSSH\r\n\r\n"), RemoteProtocolError, 30.0),
         (never, TimeoutError, 0.2),
     ],
 )

@@ -1,169 +1,176 @@
-"""An HTTP/1.1 answer, from bytes as they come, in whatever pieces. No sockets here: see ``plain.py``.
+"""Parses one HTTP/1.1 response from bytes that arrive in pieces of any size. No sockets here: see ``plain.py``.
 
-Only what it is sure of is an answer: what does not follow RFC 9112 to the letter is an error, never a guess.
+httptools does the parsing. It wraps llhttp, the parser of Node.js and uvicorn. This module adds limits on size, and
+rejects responses that we did not ask for: compressed ones, protocol upgrades, transfer codings other than ``chunked``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import NamedTuple
+import weakref
+from typing import NamedTuple, NoReturn
 
-_MAX_HEAD = 1 << 16  # bytes of status line and header, and of a chunk's size line
-_MAX_BODY = 1 << 28
+from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 
-_HEAD = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*")
-_FIELD = re.compile(
-    rb"\r\n(content-length|transfer-encoding|content-encoding|connection|retry-after):[ \t]*([^\r]*)", re.IGNORECASE
-)
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?")
+_MAX_BODY_BYTES = 1 << 28
+# Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
+_MAX_FRAMING_BYTES = 1 << 16
+# A size line takes 5 to 20 bytes without an extension, and servers do not send extensions.
+_MAX_FRAMING_BYTES_PER_CHUNK = 32
 
 
 class Response(NamedTuple):
-    """An answer. ``body`` is what came of it if the connection broke after a status that is an error anyway."""
+    """A response. If the connection broke, ``body`` is a part, and ``status`` is an error."""
 
     status: int
     body: bytes
     retry_after: str
 
 
-class BadAnswer(ConnectionError):
-    """The server sent something that is no HTTP, or only a part of an answer."""
+class RemoteProtocolError(ConnectionError):
+    """The server sent something that is not an HTTP/1.1 response, or only a part of one."""
 
 
-class AnswerParser:
-    """One answer, from bytes as they come, in whatever pieces.
+class ResponseParser:
+    """Parses one response, in pieces of any size.
 
-    Attributes:
-        status: 0 until the header is there.
-        reusable: the connection may be used for another request once the answer is complete.
+    The result does not depend on how the bytes are split.
     """
 
     def __init__(self) -> None:
-        self.status = 0
-        self.reusable = False
-        self.retry_after = ""
-        self._received = bytearray()
-        self._body = bytearray()
-        self._missing = 0
-        # A function, not a method: an object that holds its own method is garbage that only the collector finds.
-        self._parse: Callable[[AnswerParser], bool] = AnswerParser._parse_head
+        self._builder = builder = _ResponseBuilder()
+        self._llhttp = llhttp = _LlhttpParser(builder)
+        # RFC 9112 allows both: Content-Length together with Transfer-Encoding, which overrides it (section 6.3), and
+        # spaces between the size and the extension of a chunk (section 7.1.1).
+        llhttp.set_dangerous_leniencies(lenient_chunked_length=True, lenient_spaces_after_chunk_size=True)
+        builder.llhttp = weakref.ref(llhttp)
+        self._received_bytes = 0
 
-    def feed(self, data: bytes) -> bool:
-        """Whether the answer is complete.
+    @property
+    def status(self) -> int:
+        """The status code; 0 until the header is complete."""
+        return self._builder.status
 
-        Raises:
-            BadAnswer: it will never be.
-        """
-        self._received += data
-        return self._parse(self)
-
-    def end(self) -> bool:
-        """The server has closed the connection; whether the answer is complete."""
-        if self._parse is not AnswerParser._parse_until_close:
-            return False
-        self._body, self._received = self._received, self._body
-        return True
+    @property
+    def reusable(self) -> bool:
+        """Whether the connection can carry another request. Valid once the response is complete."""
+        return self._builder.reusable
 
     def response(self) -> Response:
-        return Response(self.status, bytes(self._body), self.retry_after)
+        """The response, as far as it has arrived."""
+        builder = self._builder
+        return Response(builder.status, bytes(builder.body), builder.retry_after)
 
-    def _parse_head(self) -> bool:
-        end = self._received.find(b"\r\n\r\n")
-        if end > _MAX_HEAD or (end < 0 and len(self._received) > _MAX_HEAD):
-            raise BadAnswer(f"its header is longer than {_MAX_HEAD} bytes")
-        if end < 0:
-            if not b"HTTP/1.".startswith(self._received[:7]):
-                raise BadAnswer(f"this is no HTTP/1.1: {bytes(self._received[:100])!r}")
-            return False
-        head = bytes(self._received[:end])
-        del self._received[: end + 4]
-        match = _HEAD.fullmatch(head)
-        if match is None:
-            raise BadAnswer(f"its header is no HTTP/1.1: {head[:200]!r}")
-        status = int(match[2])
-        if 100 <= status < 200 and status != 101:  # more is to come
-            return self._parse_head()
-        fields: dict[bytes, bytes] = {}
-        for name, value in _FIELD.findall(head):
-            name, value = name.lower(), value.rstrip(b" \t")
-            fields[name] = fields[name] + b", " + value if name in fields else value
-        self._frame(fields, status, is_old=match[1] == b"0")
-        self.status = status
-        return self._parse(self)
+    def feed(self, data: bytes) -> bool:
+        """Parses the next bytes. Returns whether the response is complete.
 
-    def _frame(self, fields: dict[bytes, bytes], status: int, is_old: bool) -> None:
-        """How the body ends, and whether the connection can be used again."""
-        self.retry_after = fields.get(b"retry-after", b"").decode("latin-1")
-        options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
-        self.reusable = b"close" not in options and (not is_old or b"keep-alive" in options)
-        if fields.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise BadAnswer("it is compressed, which was not asked for")
+        Raises:
+            RemoteProtocolError: the bytes are not a response, or the response exceeds a limit.
+        """
+        builder = self._builder
+        self._received_bytes += len(data)
+        try:
+            self._llhttp.feed_data(data)
+        except HttpParserError as error:
+            if builder.complete:  # the error is in bytes after the end
+                builder.reusable = False
+            elif builder.refusal:
+                raise RemoteProtocolError(builder.refusal) from None
+            elif isinstance(error, HttpParserCallbackError):
+                raise  # a bug in a callback of ours
+            else:
+                raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
+        framing = self._received_bytes - len(builder.body)
+        if framing > _MAX_FRAMING_BYTES + _MAX_FRAMING_BYTES_PER_CHUNK * builder.chunks:
+            raise RemoteProtocolError(f"header and trailer are longer than {_MAX_FRAMING_BYTES} bytes")
+        return builder.complete
+
+    def end(self) -> bool:
+        """The server has closed the connection. Returns whether the response is complete."""
+        return self._builder.ends_at_close
+
+
+class _LlhttpParser(HttpResponseParser):
+    """Supports weak references, which the base class does not."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _StopParsing(Exception):
+    """Makes llhttp stop."""
+
+
+class _ResponseBuilder:
+    """Builds the response in the callbacks of llhttp.
+
+    llhttp holds the bound methods. The reference in the other direction is weak: a strong one would close a cycle, and
+    only the garbage collector would free the two, for each response.
+    """
+
+    def __init__(self) -> None:
+        self.llhttp: weakref.ref[_LlhttpParser]
+        self.status = 0
+        self.retry_after = ""
+        self.body = bytearray()
+        self.chunks = 0
+        self.reusable = False
+        self.ends_at_close = False
+        self.complete = False
+        self.refusal = ""
+        self._fields: dict[bytes, bytes] = {}
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self._refuse("bytes after the end")
+        self._fields.clear()  # those of an interim response (1xx)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Tabs stay: llhttp does not recognise "chunked" before a tab, so on_headers_complete must not either.
+        name, value = name.lower(), value.strip(b" ")
+        self._fields[name] = self._fields[name] + b", " + value if name in self._fields else value
+
+    def on_headers_complete(self) -> None:
+        llhttp = self.llhttp()
+        assert llhttp is not None  # it calls us
+        status, version, fields = llhttp.get_status_code(), llhttp.get_http_version(), self._fields
+        if version not in ("1.1", "1.0") or status < 100:
+            self._refuse(f"not HTTP/1.1: version {version}, status {status}")
         if status == 101:
-            raise BadAnswer("the server wants to speak another protocol")
-        encoding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
+            self._refuse("the server wants to switch to another protocol")
+        if status < 200:
+            return  # an interim response, the final one follows
+        if fields.get(b"content-encoding", b"identity").lower() != b"identity":
+            self._refuse("the response is compressed, which was not requested")
+        coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
         if status in (204, 304):
-            self._parse = AnswerParser._parse_body
-        elif encoding is not None:
-            if encoding.lower() != b"chunked" or is_old:
-                raise BadAnswer(f"its Transfer-Encoding is {encoding!r}")
-            self.reusable = self.reusable and length is None  # both: somebody on the way is confused
-            self._parse = AnswerParser._parse_chunks
+            pass  # neither has a body, whatever the fields say
+        elif coding is not None:
+            if coding.lower() != b"chunked" or version == "1.0":
+                self._refuse(f"Transfer-Encoding {coding!r} is not supported, only b'chunked' in HTTP/1.1")
         elif length is not None:
-            if not (length.isdigit() and length.isascii()) or len(length) > 15:
-                raise BadAnswer(f"its Content-Length is {length!r}")
-            self._missing = int(length)
-            self._limit(self._missing)
-            self._parse = AnswerParser._parse_body
+            if int(length) > _MAX_BODY_BYTES:  # llhttp has checked that these are digits
+                self._refuse_size()
         else:
-            self.reusable = False
-            self._parse = AnswerParser._parse_until_close
+            self.ends_at_close = True
+        # With both fields, the server or a proxy may disagree with us about where the next response begins.
+        self.reusable = llhttp.should_keep_alive() and (coding is None or length is None)
+        self.retry_after = fields.get(b"retry-after", b"").decode("latin-1")
+        self.status = status
 
-    def _parse_body(self) -> bool:
-        if len(self._received) < self._missing:
-            return False
-        if len(self._received) > self._missing:
-            self.reusable = False  # whatever that is
-            del self._received[self._missing :]
-        self._body, self._received = self._received, self._body
-        return True
+    def on_chunk_header(self) -> None:
+        self.chunks += 1
 
-    def _parse_until_close(self) -> bool:
-        self._limit(len(self._received))
-        return False
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+        # For chunks, this is the only check: httptools does not report their sizes.
+        if len(self.body) > _MAX_BODY_BYTES:
+            self._refuse_size()
 
-    def _parse_chunks(self) -> bool:
-        received, start = self._received, 0
-        while (end := received.find(b"\r\n", start, start + _MAX_HEAD)) >= 0:
-            match = _CHUNK_SIZE.fullmatch(received, start, end)
-            if match is None:
-                raise BadAnswer(f"no size of a chunk: {bytes(received[start:end][:100])!r}")
-            size = int(match[1], 16)
-            self._limit(len(self._body) + size)
-            if not size:
-                self._parse = AnswerParser._parse_trailers
-                start = end
-                break
-            if len(received) < end + 2 + size + 2:
-                break
-            if received[end + 2 + size : end + 4 + size] != b"\r\n":
-                raise BadAnswer("a chunk is longer than its size")
-            self._body += received[end + 2 : end + 2 + size]
-            start = end + 2 + size + 2
-        if end < 0 and len(received) - start >= _MAX_HEAD:
-            raise BadAnswer("a chunk without a size")
-        del received[:start]
-        return self._parse_trailers() if self._parse is AnswerParser._parse_trailers else False
+    def on_message_complete(self) -> None:
+        self.complete = self.status > 0  # not after an interim response
 
-    def _parse_trailers(self) -> bool:
-        """After the last chunk's size: its line's end, lines that nobody needs, and an empty one."""
-        end = self._received.find(b"\r\n\r\n")
-        if end > _MAX_HEAD or (end < 0 and len(self._received) > _MAX_HEAD):
-            raise BadAnswer(f"its trailer is longer than {_MAX_HEAD} bytes")
-        if end >= 0:
-            self.reusable = self.reusable and len(self._received) == end + 4
-        return end >= 0
+    def _refuse_size(self) -> NoReturn:
+        self._refuse(f"the body is longer than {_MAX_BODY_BYTES} bytes")
 
-    def _limit(self, size: int) -> None:
-        if size > _MAX_BODY:
-            raise BadAnswer(f"it is longer than {_MAX_BODY} bytes")
+    def _refuse(self, reason: str) -> NoReturn:
+        self.refusal = reason
+        raise _StopParsing

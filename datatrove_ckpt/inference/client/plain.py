@@ -15,7 +15,7 @@ from typing import Any
 
 from yarl import URL
 
-from datatrove_ckpt.inference.client.http1 import AnswerParser, BadAnswer, Response
+from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response, ResponseParser
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 # Below this size one ``send`` of header and body is cheaper than two without a copy.
@@ -37,10 +37,10 @@ class _Connection(asyncio.Protocol):
         self.usable = True
         self.idle_since = 0.0
         self._answer: asyncio.Future[Response] | None = None
-        self._parser: AnswerParser
+        self._parser: ResponseParser
 
     def ask(self, head: HiddenBytes, body: bytes) -> asyncio.Future[Response]:
-        self._parser = AnswerParser()
+        self._parser = ResponseParser()
         self._answer = answer = asyncio.get_running_loop().create_future()
         if len(body) <= _JOINED:
             self._transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
@@ -75,7 +75,7 @@ class _Connection(asyncio.Protocol):
         try:
             if self._parser.feed(data):
                 self._answered()
-        except BadAnswer as error:
+        except RemoteProtocolError as error:
             self.fail(error)
 
     def _answered(self) -> None:
@@ -95,7 +95,7 @@ class _Connection(asyncio.Protocol):
             self._answered()
         elif self._answer is not None:
             when = "inside the answer" if self._parser.status else "before the answer"
-            self.fail(BadAnswer(f"the connection was closed {when}" + (f": {error}" if error else "")))
+            self.fail(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
         else:
             self.fail()
 

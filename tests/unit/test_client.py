@@ -443,8 +443,8 @@ def test_a_body_of_several_megabytes_is_sent_whole() -> None:
     [
         (answer(http(403, b"no")), ServerRefused, "answered HTTP 403"),
         (answer(b"HTTP/1.1 OK nonsense\r\n\r\n"), RequestFailed, "HTTP/1.1 OK nonsense"),
-        (then_close(), RequestFailed, "before the answer|disconnected"),
-        (then_close(http(200, chat())[:-10]), RequestFailed, "inside the answer|not completed"),
+        (then_close(), RequestFailed, "before the response|disconnected"),
+        (then_close(http(200, chat())[:-10]), RequestFailed, "inside the response|not completed"),
     ],
 )
 @pytest.mark.parametrize("user", ["", "user:hush@"])

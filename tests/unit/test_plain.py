@@ -184,7 +184,7 @@ def test_a_request_without_an_answer_ends_with_its_connection(
         with pytest.raises(error):
             await transport.post(b"one")
         assert not transport._idle
-        assert not transport._asked
+        assert not transport._in_flight
 
     play(test, reply, timeout=timeout)
 
@@ -240,7 +240,7 @@ def test_a_cancelled_request_closes_its_connection() -> None:
         asking.cancel()
         with suppress(asyncio.CancelledError):
             await asking
-        assert not transport._asked
+        assert not transport._in_flight
         server.replies = [GOOD]
         assert (await transport.post(b"two")).body == b"good"
         assert server.connections == 2

@@ -1,9 +1,10 @@
-"""POST to a plain http:// URL: all that a server on this node, or in this cluster, asks for.
+"""An HTTP client for POST to one http:// URL: no TLS, no proxies, no redirects, no compression.
 
-aiohttp serves every case (TLS, proxies, redirects, compression), and costs 60 to 77 us of CPU per request for it, half
-of what a document costs as a whole; this costs 20 (measured). One request at a time per connection, nothing is ever
-sent twice: whether to try again is ``client.py``'s business. A connection on which anything was wrong
-is not used again.
+aiohttp serves every case, and costs 60 to 77 us of CPU per request for it: half of what a document costs as a whole.
+This client costs 20 us (measured). A server on this node or in this cluster needs no more.
+
+Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about retries. After any
+error, a connection is closed and not used again.
 """
 
 from __future__ import annotations
@@ -18,96 +19,98 @@ from yarl import URL
 from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response, ResponseParser
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
-# Below this size one ``send`` of header and body is cheaper than two without a copy.
-_JOINED = 1 << 16
-# uvicorn's socket queues 2048 connections; one that is turned away tries again after a whole second.
-_CONNECTING_AT_ONCE = 1000
-# Seconds a host's addresses are kept: connections come in thousands, and a lookup takes a thread each.
-_ADDRESS_LIFE = 10.0
+# Up to this size, one ``send`` with a copy of header and body is cheaper than two without.
+_MAX_COPIED_BYTES = 1 << 16
+# uvicorn's socket queues 2048 connections. The kernel retries a connection that found the queue full only after 1 s.
+_MAX_CONCURRENT_CONNECTS = 1000
+# Connections are opened in thousands, and each lookup takes a thread. So the addresses of the host are cached.
+_ADDRESS_CACHE_SECONDS = 10.0
 
 
 class ConnectTimeout(TimeoutError):
-    """No connection in time."""
+    """The connection was not established in time."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. ``usable`` until it closes, or something was wrong with it."""
+    """One connection. ``usable`` is False once it is closed or an error occurred on it."""
 
     def __init__(self) -> None:
         self.usable = True
         self.idle_since = 0.0
-        self._answer: asyncio.Future[Response] | None = None
+        self._response: asyncio.Future[Response] | None = None
         self._parser: ResponseParser
 
-    def ask(self, head: HiddenBytes, body: bytes) -> asyncio.Future[Response]:
+    def request(self, head: HiddenBytes, body: bytes) -> asyncio.Future[Response]:
+        """Sends a request. The future receives the response, or the error that prevented it."""
         self._parser = ResponseParser()
-        self._answer = answer = asyncio.get_running_loop().create_future()
-        if len(body) <= _JOINED:
+        self._response = response = asyncio.get_running_loop().create_future()
+        if len(body) <= _MAX_COPIED_BYTES:
             self._transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
         else:
             self._transport.write(b"%s%d\r\n\r\n" % (head, len(body)))
             self._transport.write(body)
-        return answer
+        return response
 
-    def fail(self, error: Exception | None = None) -> None:
-        """Nothing more is sent or received; the request under way, if there is one, ends with the error."""
+    def abort(self, error: Exception | None = None) -> None:
+        """Closes the connection at once. A request in flight fails with ``error``."""
         self.usable = False
         self._transport.abort()
-        answer, self._answer = self._answer, None
-        if answer is None or answer.done():
+        response, self._response = self._response, None
+        if response is None or response.done():
             return
-        if self._parser.status >= 300:  # the status alone decides, however little of its text has come
-            answer.set_result(self._parser.response())
+        if self._parser.status >= 300:  # the status alone decides; the body is only shown, and may be a part
+            response.set_result(self._parser.response())
         elif error is not None:
-            answer.set_exception(error)
+            response.set_exception(error)
 
-    # what asyncio calls ------------------------------------------------------------------------------------------
+    # Callbacks of asyncio -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         self._transport: asyncio.Transport = transport
-        # An answer may take an hour; a host that vanishes without a word is noticed by this alone.
+        # A response may take an hour. Without keep-alive probes, a host that disappears would not be noticed.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:
-            self.fail()  # nobody has asked
+        if self._response is None:
+            self.abort()  # the server sent bytes without a request
             return
         try:
             if self._parser.feed(data):
-                self._answered()
+                self._finish()
         except RemoteProtocolError as error:
-            self.fail(error)
+            self.abort(error)
 
-    def _answered(self) -> None:
-        answer, self._answer = self._answer, None
-        # An answer that comes before the request is sent refuses it: what is left of it is nothing to go on after.
+    def _finish(self) -> None:
+        response, self._response = self._response, None
+        # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
+        # the write buffer then, and the connection cannot be used again.
         if not self._parser.reusable or self._transport.get_write_buffer_size():
-            self.fail()
-        if answer is not None and not answer.done():
-            answer.set_result(self._parser.response())
+            self.abort()
+        if response is not None and not response.done():
+            response.set_result(self._parser.response())
         del self._parser
 
     def eof_received(self) -> None:
         self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._answer is not None and error is None and self._parser.end():
-            self._answered()
-        elif self._answer is not None:
-            when = "inside the answer" if self._parser.status else "before the answer"
-            self.fail(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
+        if self._response is not None and error is None and self._parser.end():
+            self._finish()
+        elif self._response is not None:
+            when = "inside the response" if self._parser.status else "before the response"
+            self.abort(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
         else:
-            self.fail()
+            self.abort()
 
 
 class PlainTransport:
-    """Sends requests to one http:// URL, over as many connections as there are requests at once.
+    """Sends requests to one http:// URL, over as many connections as there are requests in flight.
 
     Args:
-        headers: further header fields, such as the API key's.
-        timeout: seconds from a request's sending to the end of its answer.
-        connect_timeout: seconds until there is a connection.
-        keepalive: seconds after which a connection that nobody used is not used any more.
+        headers: additional header fields, such as the API key.
+        timeout: seconds from sending a request to the end of its response.
+        connect_timeout: seconds to establish a connection.
+        keepalive: seconds after which an idle connection is closed instead of used again.
     """
 
     def __init__(
@@ -122,67 +125,70 @@ class PlainTransport:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = []
-        # In order of their deadlines, as all have the same timeout. One timer, for the first of them, serves all.
-        self._asked: dict[_Connection, float] = {}
+        # The deadline of each connection's request. They are in order, because all requests have the same timeout, so
+        # one timer, set to the first deadline, is enough.
+        self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._connecting = asyncio.Semaphore(_CONNECTING_AT_ONCE)
+        self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
         self._lookup: asyncio.Future[list[Any]] | None = None
-        self._looked_up_at = 0.0
-        self._reached: Any = None
+        self._lookup_started_at = 0.0
+        self._last_connected: Any = None
 
     async def post(self, body: bytes) -> Response:
-        """The answer, whatever its status.
+        """Sends one request. Returns the response, whatever its status.
 
         Raises:
-            ConnectTimeout, TimeoutError: there was no connection, or no answer, in time.
-            OSError: connection refused, broken, or something else than an answer.
+            ConnectTimeout: no connection within ``connect_timeout``.
+            TimeoutError: no response within ``timeout``.
+            OSError: the connection was refused or broke, the response was malformed, or the client was closed.
         """
         connection = self._take_idle() or await self._connect()
         if self._closed:
-            connection.fail()
+            connection.abort()
             raise ConnectionAbortedError("the client is closed")
-        self._asked[connection] = deadline = self._loop.time() + self._timeout
+        self._in_flight[connection] = deadline = self._loop.time() + self._timeout
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._expire)
         try:
-            answer = await connection.ask(self._head, body)
+            response = await connection.request(self._head, body)
         except BaseException:
-            connection.fail()
+            connection.abort()
             raise
         finally:
-            del self._asked[connection]
+            del self._in_flight[connection]
         if connection.usable and not self._closed:
             connection.idle_since = self._loop.time()
             self._idle.append(connection)
-        return answer
+        return response
 
     async def close(self) -> None:
-        """Closes every connection; requests under way fail."""
+        """Closes every connection. Requests in flight fail with ``ConnectionAbortedError``."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for connection in (*self._idle, *self._asked):
-            connection.fail(ConnectionAbortedError("the client was closed"))
+        for connection in (*self._idle, *self._in_flight):
+            connection.abort(ConnectionAbortedError("the client was closed"))
         self._idle.clear()
-        await asyncio.sleep(0)  # the loop closes their sockets in its next turn
+        await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
 
     def _take_idle(self) -> _Connection | None:
-        """The connection that was used last: the others may close meanwhile."""
+        """Returns the most recently used connection, so that surplus ones reach their idle limit."""
         oldest = self._loop.time() - self._keepalive
         while self._idle:
             connection = self._idle.pop()
             if connection.usable and connection.idle_since > oldest:
                 return connection
-            connection.fail()
+            connection.abort()
         return None
 
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout), self._connecting:
-                # One that has answered before goes first, and one that is silent leaves time for the others.
-                *others, last = sorted(await self._resolve(), key=lambda address: address != self._reached)
+                # The address that accepted the last connection goes first. Each gets a share of the time, so that one
+                # that does not respond leaves time for the others.
+                *others, last = sorted(await self._resolve(), key=lambda address: address != self._last_connected)
                 for address in others:
-                    with contextlib.suppress(OSError):  # which a TimeoutError is
+                    with contextlib.suppress(OSError):  # includes TimeoutError
                         async with asyncio.timeout(self._connect_timeout / (1 + len(others))):
                             return await self._connect_to(address)
                 return await self._connect_to(last)
@@ -192,40 +198,42 @@ class PlainTransport:
     async def _connect_to(self, address: Any) -> _Connection:
         family, *_, (host, port, *_) = address
         _, connection = await self._loop.create_connection(_Connection, host, port, family=family)
-        self._reached = address
+        self._last_connected = address
         return connection
 
     async def _resolve(self) -> list[Any]:
-        """The host's addresses. Whoever asks while a lookup is under way waits for that one."""
-        with contextlib.suppress(socket.gaierror):  # it is an address already
+        """Returns the addresses of the host. Concurrent callers share one lookup."""
+        with contextlib.suppress(socket.gaierror):  # raised unless the host is an IP address
             return socket.getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
             )
         now, lookup = self._loop.time(), self._lookup
-        if lookup is None or (lookup.done() and (lookup.exception() or now - self._looked_up_at > _ADDRESS_LIFE)):
+        expired = now - self._lookup_started_at > _ADDRESS_CACHE_SECONDS
+        if lookup is None or (lookup.done() and (lookup.exception() or expired)):
             coroutine = self._loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
             lookup = self._lookup = asyncio.ensure_future(coroutine)
-            self._looked_up_at = now
+            self._lookup_started_at = now
         return await asyncio.shield(lookup)
 
     def _expire(self) -> None:
+        """Fails the requests whose deadline has passed, and sets the timer to the next deadline."""
         self._timer = None
         now = self._loop.time()
-        late = []
-        for connection, deadline in self._asked.items():
+        expired = []
+        for connection, deadline in self._in_flight.items():
             if deadline > now:
                 self._timer = self._loop.call_at(deadline, self._expire)
                 break
-            late.append(connection)
-        for connection in late:
-            connection.fail(TimeoutError())
+            expired.append(connection)
+        for connection in expired:
+            connection.abort(TimeoutError())
 
 
 def _head(url: URL, headers: HiddenDict) -> HiddenBytes:
-    """Everything up to the value of Content-Length.
+    """Returns the head of every request, up to the value of Content-Length.
 
     Raises:
-        ValueError: a line break where none may be.
+        ValueError: a header value holds a line break or a NUL.
     """
     if any(character in value for value in headers.values() for character in "\r\n\0"):
         raise ValueError(f"a line break in a header field (one of {', '.join(headers)})")

@@ -31,7 +31,7 @@ from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress, wants_bar
 from datatrove_ckpt.generation.run_identity import code_identity, run_identity
-from datatrove_ckpt.generation.scheduler import Scheduler
+from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
 from datatrove_ckpt.inference.servers.multi_node import follow
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import connect
@@ -215,10 +215,10 @@ class InferenceRunner(PipelineStep):
         data: Iterable[Document],
         rank: int,
         preemption: Preemption,
-        checkpoint: Any,
+        unopened: Openable,
         output: ChunkOutput | None,
     ) -> None:
-        checkpoint.open()
+        checkpoint = unopened.open()
         preemption.on_signal = checkpoint.fast_stop
         if not checkpoint.has_locks:
             logger.warning(
@@ -290,7 +290,7 @@ class InferenceRunner(PipelineStep):
         return RemoteMirror(f"{self.checkpoints_remote_dir}/{below}", folder, self.mirror_seconds)
 
     async def _generate(
-        self, data: Iterable[Document], rank: int, checkpoint: Any, progress: Progress, preemption: Preemption
+        self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: Progress, preemption: Preemption
     ) -> None:
         point = checkpoint.resumed
         if not point.is_fresh:
@@ -344,14 +344,14 @@ class InferenceRunner(PipelineStep):
         else:
             raise ConfigError(f"shared_context: gave a {type(context).__name__} instead of a dict.")
 
-    def _inference_timer(self) -> Any:
+    def _inference_timer(self) -> TimingStats:
         """datatrove's "inference_time" stat."""
         timer = self.stats.stats["inference_time"]
         if not isinstance(timer, TimingStats):
             timer = self.stats.stats["inference_time"] = TimingStats(unit="seconds")
         return timer
 
-    def _say_ended(self, rank: int, checkpoint: Any, progress: Progress, preemption: Preemption) -> None:
+    def _say_ended(self, rank: int, checkpoint: Checkpoint, progress: Progress, preemption: Preemption) -> None:
         if checkpoint.error is not None:
             logger.error(f"Rank {rank}: not everything could be saved: {checkpoint.error}")
         kept = (
@@ -362,7 +362,7 @@ class InferenceRunner(PipelineStep):
         )
         logger.warning(f"Rank {rank}: ended by {preemption.cause} after {preemption.seconds:.1f} s; {kept}")
 
-    def _say_done(self, rank: int, checkpoint: Any, progress: Progress) -> None:
+    def _say_done(self, rank: int, checkpoint: Checkpoint, progress: Progress) -> None:
         counts = checkpoint.counts
         where = self.output_writer.output_folder.resolve_paths("")
         resume = (

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import read_lines, seal, whole_size
+from datatrove_ckpt.checkpoint.lines import Json, read_lines, seal, whole_size
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 
@@ -67,7 +66,7 @@ class Commit:
     first_ordinal: int
     counts: DocumentCounts
     files: list[OutputFile] = field(default_factory=list)
-    position: dict[str, Any] | None = None
+    position: Json | None = None
     last_input: str = ""
     dead_letters_size: int = 0
 

@@ -22,12 +22,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import orjson
 import xxhash
 
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 # A chunk that waits for one slow document keeps its journal open, and there may be as many such chunks as documents
 # in work. Far below every default limit on open files, far above what a sane records_per_chunk needs.
@@ -243,7 +246,7 @@ class HashedFile(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data).cast("B")
         disk.write(self._fd, view, self.path)
         self._hash.update(view)

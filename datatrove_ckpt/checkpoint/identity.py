@@ -23,12 +23,13 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN, journal_path
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 
 FORMAT = 1
@@ -42,18 +43,26 @@ _LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
 class RunIdentity:
     """What makes a run this run and no other."""
 
-    fields: dict[str, Any]
+    fields: Json
     """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
     notes: dict[str, str] = field(default_factory=dict)
     """What to add to the error if a field differs, by the name of the field."""
     earlier: RunIdentity | None = None
     """The same run as an earlier release described it."""
+class Owner(TypedDict):
+    """The process that owns a rank, as ``run.json`` has it. ``earlier``: the owners before it, see above."""
+
+    fence: int
+    host: str
+    pid: int
+    nonce: str
+    earlier: dict[str, int | None]
 
 
 class Fence:
     """This process's claim on a rank. See ``RunClaim``."""
 
-    def __init__(self, path: Path, owner: dict[str, Any]) -> None:
+    def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
         self._owner = owner
         self.lost = False
@@ -112,7 +121,7 @@ class RunClaim:
         self._fields = _as_kept(identity.fields)
         self._fence = 0
         self._earlier: dict[str, int | None] = {}
-        self._accepted: list[dict[str, Any]] = []
+        self._accepted: list[Json] = []
         self.is_first = not self._path.exists()
         """No process has ever owned the rank."""
         if not self.is_first:
@@ -129,7 +138,7 @@ class RunClaim:
 
     def take(self) -> Fence:
         """Writes ``run.json``; a process that owned the rank before finds that out before its next write."""
-        owner = {
+        owner: Owner = {
             "fence": self._fence + 1,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -143,21 +152,21 @@ class RunClaim:
         return Fence(self._path, owner)
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> Json:
     """What ``run.json`` holds.
 
     Raises:
         CheckpointCorrupt: it cannot be read.
     """
     try:
-        content: dict[str, Any] = orjson.loads(path.read_bytes())
+        content: Json = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise CheckpointCorrupt(f"{path} cannot be read ({error}). Restore it from a copy.") from error
     return content
 
 
 def _refuse_foreign(folder: Path) -> None:
-    foreign = [name for name in (COMMITS, CACHE, "chunk_00000.jsonl") if (folder / name).exists()]
+    foreign = [name for name in (COMMITS, CACHE, journal_path(folder, 0).name) if (folder / name).exists()]
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no run.json: another program made it (datatrove's own "
@@ -165,13 +174,13 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _as_kept(fields: dict[str, Any]) -> dict[str, Any]:
+def _as_kept(fields: Json) -> Json:
     """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
-    kept: dict[str, Any] = orjson.loads(orjson.dumps({"format": FORMAT, **fields}))
+    kept: Json = orjson.loads(orjson.dumps({"format": FORMAT, **fields}))
     return kept
 
 
-def _changes(folder: Path, old: dict[str, Any], identity: RunIdentity, accept: bool) -> list[dict[str, Any]]:
+def _changes(folder: Path, old: Json, identity: RunIdentity, accept: bool) -> list[Json]:
     earlier = identity.earlier
     if earlier is not None and old.get("identity_version") == earlier.fields.get("identity_version"):
         identity = earlier
@@ -191,7 +200,7 @@ def _changes(folder: Path, old: dict[str, Any], identity: RunIdentity, accept: b
     return [{"when": when, "field": name, "old": old.get(name), "new": new.get(name)} for name in changed]
 
 
-def _shown(identity: dict[str, Any], name: str) -> str:
+def _shown(identity: Json, name: str) -> str:
     if name not in identity:
         return "(not set)"
     text = orjson.dumps(identity[name]).decode()

@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from datatrove_ckpt.errors import ConfigError
 
@@ -83,12 +83,12 @@ def make_interval(seconds: Seconds, tuning: Tuning) -> Interval:
     return TunedInterval(tuning) if seconds == "auto" else Interval(seconds)
 
 
-def check_seconds(name: str, value: Any) -> None:
+def check_seconds(name: str, value: object) -> None:
     """Refuses what is no ``Seconds``.
 
     Raises:
         ConfigError: naming the setting.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value != "auto" and not (is_number and 0 <= value < math.inf):
+    is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    if value != "auto" and not is_valid:
         raise ConfigError(f'{name}: must be "auto" or a number of seconds >= 0; it is {value!r}.')

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import xxhash
 
 from datatrove_ckpt.errors import CheckpointCorrupt
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object. Its values are ``Any`` because only their owners know them: a reader its position, a user the settings
+of a run. The checkpoint keeps, compares and prints them."""
 
 _PREFIX = b'{"xxh":"'
 _BODY = len(_PREFIX) + 16 + len(b'",')

@@ -24,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, journal_indices, journal_path
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 
 
@@ -44,7 +44,7 @@ class ResumePoint:
 
     next_chunk: int = 0
     next_ordinal: int = 0
-    position: dict[str, Any] | None = None
+    position: Json | None = None
     milestones: dict[int, str] = field(default_factory=dict)
     done: dict[int, Commit] = field(default_factory=dict)
     journals: dict[int, ChunkJournal] = field(default_factory=dict)

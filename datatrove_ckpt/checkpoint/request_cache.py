@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from importlib import resources
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
@@ -57,6 +57,7 @@ _INSERT = (
     "error_message, ordinal, occurrence) VALUES "
 )
 _ROW = "(?,?,?,?,?,?,?,?,?)"
+_Row: TypeAlias = tuple[int | str | bytes | None, ...]
 _ROWS_AT_ONCE = 64
 
 
@@ -108,7 +109,7 @@ class RequestCache:
     def put(self, group: Iterable[CachedRequest]) -> None:
         """One transaction for the whole group."""
         # Numbered by us: SQLite would give the numbers of dropped rows again.
-        rows = [
+        rows: list[_Row] = [
             (n, r.chunk_index, r.doc_id, r.key.rollout_idx, r.key.payload_hash, *r.answer, r.ordinal, r.key.occurrence)
             for n, r in enumerate(group, self.last_answer + 1)
         ]
@@ -118,7 +119,7 @@ class RequestCache:
         files.disk.commit(self._connection, self.path)
         self.unsynced = True
 
-    def _insert(self, rows: list[tuple[Any, ...]]) -> None:
+    def _insert(self, rows: list[_Row]) -> None:
         # For each execution of a statement the module gives Python's lock away and has to wait until it has it again;
         # ``executemany`` executes for each row. Numbers of rows are powers of two: few statements to prepare.
         start = 0

@@ -12,7 +12,7 @@ from typing import Literal, NoReturn
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.manager import ChunkSlot
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.errors import CkptError, DocumentFailed, RequestPoisoned, RequestRejected, TooManyDeadLetters
 from datatrove_ckpt.generation.dead_letters import cause_of, dead_letter
 from datatrove_ckpt.generation.prefetch import SourceDocument

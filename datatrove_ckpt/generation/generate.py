@@ -14,7 +14,7 @@ import orjson
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
-from datatrove_ckpt.checkpoint.manager import ChunkSlot
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import trim
@@ -28,7 +28,7 @@ _PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_ST
 
 
 class AnswerStore(Protocol):
-    """Where answers are kept. See ``CheckpointManager``."""
+    """Where answers are kept. See ``OpenCheckpoint``."""
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
     def put_answer(self, place: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...

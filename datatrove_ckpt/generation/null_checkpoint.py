@@ -1,6 +1,6 @@
 """The absence of a checkpoint: documents go to the user's writer as they finish, and nothing is kept for a next life.
 
-It answers everything ``CheckpointManager`` is asked, so that nobody else has to know whether there is one.
+It has the methods of ``CheckpointManager`` and ``OpenCheckpoint``, so nobody else has to know whether there is one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.manager import ChunkSlot
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
@@ -27,6 +27,21 @@ _PATIENCE = 1.0  # seconds
 
 
 class NullCheckpoint:
+    """Not open yet: settings only."""
+
+    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int) -> None:
+        self._writer = writer
+        self._rank = rank
+        self._records_per_chunk = records_per_chunk
+
+    def open(self) -> OpenNullCheckpoint:
+        """Starts the thread that writes."""
+        checkpoint = OpenNullCheckpoint(self._writer, self._rank, self._records_per_chunk)
+        checkpoint.start()
+        return checkpoint
+
+
+class OpenNullCheckpoint:
     """Writes finished documents in a thread of its own, in the order in which they finish."""
 
     def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int) -> None:
@@ -48,9 +63,8 @@ class NullCheckpoint:
         self._queue: queue.SimpleQueue[tuple[ChunkSlot, Finished] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt writer", daemon=True)
 
-    def open(self) -> ResumePoint:
+    def start(self) -> None:
         self._thread.start()
-        return self.resumed
 
     def close(self, completed: bool = False) -> None:
         self._queue.put(None)

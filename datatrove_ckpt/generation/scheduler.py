@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from datatrove.data import Document
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
-from datatrove_ckpt.checkpoint.manager import ChunkSlot
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
@@ -42,16 +42,22 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 
 
 class Checkpoint(AnswerStore, Protocol):
-    """What the core asks of a checkpoint. See ``CheckpointManager``; ``Uncheckpointed`` is its absence."""
+    """One rank's checkpoint, open. See ``OpenCheckpoint`` and ``OpenNullCheckpoint``."""
 
     resumed: ResumePoint
-    counts: DocumentCounts
+    error: BaseException | None
     on_change: Callable[[], None]
 
     def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = ...) -> ChunkSlot | None: ...
     def finish(self, place: ChunkSlot, finished: Finished) -> None: ...
     def end_of_input(self) -> None: ...
     def raise_failure(self) -> None: ...
+    def fast_stop(self) -> None: ...
+    def close(self, completed: bool = ...) -> None: ...
+    @property
+    def has_locks(self) -> bool: ...
+    @property
+    def counts(self) -> DocumentCounts: ...
     @property
     def congested(self) -> bool: ...
     @property
@@ -60,6 +66,12 @@ class Checkpoint(AnswerStore, Protocol):
     def publishing_behind(self) -> bool: ...
     @property
     def all_committed(self) -> bool: ...
+
+
+class Openable(Protocol):
+    """One rank's checkpoint, not open yet. See ``CheckpointManager`` and ``NullCheckpoint``."""
+
+    def open(self) -> Checkpoint: ...
 
 
 class Observer(RequestObserver, Protocol):

@@ -17,7 +17,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
-from datatrove_ckpt.checkpoint.manager import MAX_PUBLISHING
+from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import byte_size, plural

@@ -206,7 +206,7 @@ SYSTEMS = {"ours": run_ours, "datatrove": run_datatrove, "bare": run_bare, "prot
 
 def watch_mirror(counts: dict[str, Any]) -> None:
     """Counts what a mirror puts on its remote, and the CPU seconds of its thread and of its snapshots."""
-    from datatrove_ckpt.checkpoint.manager import CheckpointManager
+    from datatrove_ckpt.checkpoint.rank_files import RankFiles
     from datatrove_ckpt.mirror import object_store
     from datatrove_ckpt.mirror.mirror import RemoteMirror
 
@@ -229,7 +229,7 @@ def watch_mirror(counts: dict[str, Any]) -> None:
 
     counts |= {"mirrored": 0, "puts": 0, "versions": 0, "mirror_cpu": 0.0}
     object_store.effects = Counting()
-    for cls, name in ((RemoteMirror, "_run"), (CheckpointManager, "_snapshot")):
+    for cls, name in ((RemoteMirror, "_run"), (RankFiles, "snapshot")):
         setattr(cls, name, timed(getattr(cls, name)))
 
 

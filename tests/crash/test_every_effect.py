@@ -18,6 +18,7 @@ from datatrove_ckpt.checkpoint import files, storage
 from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, assert_same_output_after_disk_errors
 from datatrove_ckpt.testing.disks import PowerLossDisk, copy_tree, disk_in_place
 from tests.jobs import documents, runner, the_first_last, writer
@@ -239,14 +240,14 @@ def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pyte
 
 
 def test_deleting_the_journal_before_the_commit_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit, forget = CheckpointManager._commit, CheckpointManager._forget
+    commit, forget = RankFiles.commit, RankFiles._forget
 
-    def forget_first(self: CheckpointManager, chunk: Any, output: Any) -> None:
-        forget(self, chunk)
-        commit(self, chunk, output)
+    def forget_first(self: RankFiles, published: Any) -> None:
+        forget(self, published.chunk)
+        commit(self, published)
 
-    monkeypatch.setattr(CheckpointManager, "_commit", forget_first)
-    monkeypatch.setattr(CheckpointManager, "_forget", lambda self, chunk: None)
+    monkeypatch.setattr(RankFiles, "commit", forget_first)
+    monkeypatch.setattr(RankFiles, "_forget", lambda self, chunk: None)
     with pytest.raises(AssertionError, match="lost a committed chunk"):
         prove_commits_are_durable(folder)
 

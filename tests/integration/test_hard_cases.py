@@ -20,8 +20,8 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint import manager
-from datatrove_ckpt.checkpoint.storage import Storage
+from datatrove_ckpt.checkpoint import open_checkpoint
+from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     DocumentFailed,
@@ -83,7 +83,7 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
 def test_answers_are_kept_while_publishing_is_slow(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "MAX_PUBLISHING", 0)
+    monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
     held, failed = threading.Event(), threading.Event()
     write_chunk = ChunkOutput.write_chunk
 
@@ -114,15 +114,15 @@ def test_a_slow_disk_slows_the_run_and_fills_no_memory(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backlogs: list[int] = []
-    write = Storage._write
+    write = StorageThread._write
 
-    def slow(self: Storage, *args: Any) -> None:
-        backlogs.append(self.backlog)
+    def slow(self: StorageThread, *args: Any) -> None:
+        backlogs.append(self.backlog_bytes)
         time.sleep(0.005)
         write(self, *args)
 
-    monkeypatch.setattr(Storage, "_write", slow)
-    monkeypatch.setattr(manager, "MAX_BACKLOG_BYTES", 1)
+    monkeypatch.setattr(StorageThread, "_write", slow)
+    monkeypatch.setattr(open_checkpoint, "MAX_BACKLOG_BYTES", 1)
     runner(tmp_path, server, config={"max_concurrent_generations": 4}, records_per_chunk=50).run(documents(40))
     assert ids(tmp_path) == [f"id {index}" for index in range(40)]
     one = 1600  # bytes, at most, of a document and its answer

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.restore import restore
@@ -441,14 +441,14 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkey
     """It would fence the rank's next process, which may have started."""
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
     asked, release, put = threading.Event(), threading.Event(), []
-    take = CheckpointManager.snapshot
+    take = OpenCheckpoint.snapshot
 
-    def late(manager: CheckpointManager, since: int) -> Any:
+    def late(checkpoint: OpenCheckpoint, since: int) -> Any:
         asked.set()
         release.wait(30)
-        return take(manager, since)
+        return take(checkpoint, since)
 
-    monkeypatch.setattr(CheckpointManager, "snapshot", late)
+    monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
     monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))
     threads: list[threading.Thread] = []
     start = mirror.RemoteMirror.start
@@ -490,7 +490,7 @@ def test_a_fast_stop_uploads_at_once_and_waits_less_or_not_at_all_for_the_last_u
     upload = mirror.RemoteMirror._upload
     monkeypatch.setattr(mirror.RemoteMirror, "_upload", lambda self: mirrored.append(upload(self)))
     with FakeServer(hold_after=3) as server:
-        opened: list[CheckpointManager] = []
+        opened: list[OpenCheckpoint] = []
         start = mirror.RemoteMirror.start
         monkeypatch.setattr(
             mirror.RemoteMirror, "start", lambda self, source: opened.append(source) or start(self, source)

@@ -34,7 +34,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.storage import Storage
+from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CkptError, OutputFailed, StorageFailed
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
@@ -96,14 +96,14 @@ class Gate:
         self._change = threading.Condition()
         self._given = self._written = self._saved = 0
         self._is_open = True
-        work, put = Storage._work, RequestCache.put
+        work, put = StorageThread._work, RequestCache.put
 
         def put_and_count(cache: RequestCache, group: Iterable[CachedRequest]) -> None:
             rows = list(group)
             put(cache, rows)
             self._written += len(rows)
 
-        def work_and_tell(storage: Storage) -> bool:
+        def work_and_tell(storage: StorageThread) -> bool:
             goes_on = work(storage)  # a group is written, and synced where sync_seconds is 0; or this raised
             with self._change:
                 self._saved = self._written
@@ -111,7 +111,7 @@ class Gate:
             return goes_on
 
         monkeypatch.setattr(RequestCache, "put", put_and_count)
-        monkeypatch.setattr(Storage, "_work", work_and_tell)
+        monkeypatch.setattr(StorageThread, "_work", work_and_tell)
 
     def answer(self, payload: dict[str, Any], times: int) -> str:
         with self._change:

@@ -8,18 +8,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.chunks import ChunkKey
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
+from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
-from datatrove_ckpt.checkpoint.storage import Storage
+from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.testing import disk_in_place
 
@@ -245,16 +250,22 @@ def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
 # storage thread ----------------------------------------------------------------------------------------------------
 
 
-def make_storage(folder: Path, sync_seconds: Seconds = 60.0) -> tuple[Storage, dict[int, ChunkJournal]]:
-    journals = {index: ChunkJournal(folder / f"chunk {index}", index * 10) for index in range(3)}
-    cache = RequestCache(folder / "cache")
-    return Storage(cache, journals.__getitem__, sync_seconds, lambda: None), journals
+CHUNK = ChunkKey(0, 0)
+
+
+def make_storage(
+    folder: Path, interval: Interval | None = None, on_change: Callable[[], None] = lambda: None
+) -> tuple[StorageThread, RankFiles]:
+    fence = RunClaim(folder, {}).take()
+    log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
+    rank_files = RankFiles(folder, folder / "last", cache, log, fence, interval or Interval(60), ResumePoint())
+    return StorageThread(rank_files, on_change), rank_files
 
 
 def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, journals = make_storage(tmp_path)
+    storage, rank_files = make_storage(tmp_path)
     transactions: list[int] = []
     put = RequestCache.put
     monkeypatch.setattr(RequestCache, "put", lambda self, group: (transactions.append(len(group)), put(self, group)))
@@ -265,19 +276,18 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
     seen: list[int] = []
     for ordinal in range(10):
         storage.put_answer(request(ordinal))
-        storage.put_finished(0, finished(ordinal))
-    storage.call(lambda: seen.append(len(journals[0].recovered) + len(list(journals[0].read_in_order()))))
-    assert storage.backlog > 20 * 500  # items of no size take memory, too
+        storage.put_finished(CHUNK, finished(ordinal))
+    storage.call(lambda: seen.append(len(list(rank_files._journal(CHUNK).read_in_order()))))
+    assert storage.backlog_bytes > 20 * 500  # items of no size take memory, too
     hold.set()
     storage.stop()
     assert storage.error is None
-    assert (transactions, seen, storage.backlog) == ([10], [10], 0)
+    assert (transactions, seen, storage.backlog_bytes) == ([10], [10], 0)
 
 
 def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path: Path) -> None:
-    storage, _ = make_storage(tmp_path)
     changed = threading.Event()
-    storage._on_change = changed.set
+    storage, _ = make_storage(tmp_path, on_change=changed.set)
 
     def full(*args: object) -> None:
         raise StorageFailed("the disk is full")
@@ -293,7 +303,7 @@ def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path: Pat
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, _ = make_storage(tmp_path, sync_seconds=0.01)
+    storage, _ = make_storage(tmp_path, Interval(0.01))
     synced = threading.Event()
     monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
     storage.start()
@@ -309,15 +319,29 @@ def test_auto_syncs_a_slow_disk_as_often_as_its_share_allows(tmp_path: Path) -> 
             super().sync(path)
 
     synced = threading.Event()
-    storage, _ = make_storage(tmp_path, sync_seconds="auto")
-    storage._on_change = lambda: storage.sync_seconds == SYNC_TUNING.first or synced.set()
+    interval = make_interval("auto", SYNC_TUNING)
+    storage, _ = make_storage(tmp_path, interval, lambda: interval.seconds == SYNC_TUNING.first or synced.set())
     with disk_in_place(SlowDisk()):
         storage.start()
-        storage.put_finished(0, finished(0))
+        storage.put_finished(CHUNK, finished(0))
         assert synced.wait(30)
         storage.stop()
     # The journal and its folder, 30 ms each; 2 % of 3 seconds. Another program may make it slower, nothing faster.
-    assert storage.sync_seconds >= 3.0
+    assert interval.seconds >= 3.0
+
+
+def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(tmp_path: Path) -> None:
+    storage, rank_files = make_storage(tmp_path)
+    storage.start()
+    storage.put_answer(request(7))
+    assert storage.ask(lambda: sorted(rank_files.unfinished)) == [7]
+    with pytest.raises(ZeroDivisionError):
+        storage.ask(lambda: 1 // 0)
+    storage.put_answer(request(8))
+    storage.stop()
+    assert storage.error is None
+    assert storage.ask(lambda: sorted(rank_files.unfinished)) == [7, 8]
+    rank_files.close(completed=False)
 
 
 # files -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
-from datatrove_ckpt.checkpoint.storage import Storage
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror import uploads
 from datatrove_ckpt.mirror.manifests import Damaged, Version, Versions, contains_version, decode_answers, encode_answers
@@ -47,21 +46,6 @@ def test_answers_come_back_as_they_were() -> None:
     ((data, ordinals),) = encode_answers(rows)
     assert list(decode_answers(data)) == rows
     assert ordinals == set(range(5))
-
-
-def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(tmp_path: Path) -> None:
-    cache = RequestCache(tmp_path / "replay.sqlite3")
-    storage = Storage(cache, lambda index: None, 1.0, lambda: None)  # type: ignore[arg-type,return-value]
-    storage.start()
-    storage.put_answer(request(7))
-    assert storage.ask(lambda: sorted(storage.unfinished)) == [7]
-    with pytest.raises(ZeroDivisionError):
-        storage.ask(lambda: 1 // 0)
-    storage.put_answer(request(8))
-    storage.stop()
-    assert storage.error is None
-    assert storage.ask(lambda: sorted(storage.unfinished)) == [7, 8]
-    cache.close()
 
 
 class Mirrored:

@@ -1,0 +1,212 @@
+"""Which chunk each document belongs to, and when a chunk is complete. Memory only; nothing here touches a disk.
+
+A chunk is complete when this process has admitted all its documents and every one of them is in its journal. That is
+decided here, in one place, for chunks that are full, for the last chunk of the input, and for chunks that an earlier
+attempt finished without committing.
+
+A chunk crosses threads as an immutable value: ``CompleteChunk`` goes from the event loop through the storage thread to
+the publisher, and ``PublishedChunk`` goes from the publisher back to the storage thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.errors import CheckpointMismatch
+
+PositionGetter: TypeAlias = Callable[[], Json | None]
+"""Returns the reader's state right after a document; None if the reader has no state."""
+
+
+def no_position() -> None:
+    """The ``PositionGetter`` of a reader without state."""
+
+
+class ChunkKey(NamedTuple):
+    """A chunk, and the ordinal of its first document."""
+
+    chunk_index: int
+    first_ordinal: int
+
+
+@dataclass(slots=True)
+class ChunkSlot:
+    """The slot of a document that must be processed. ``cached``: an earlier attempt left answers for it."""
+
+    ordinal: int
+    chunk_index: int
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteChunk:
+    """A chunk whose ``read`` documents are all in its journal, which no longer grows.
+
+    ``last_input`` is the fingerprint of the last document. ``position`` is called when the chunk is committed, in the
+    storage thread.
+    """
+
+    key: ChunkKey
+    read: int
+    last_input: str
+    position: PositionGetter
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedChunk:
+    """A chunk whose output files are in place, but which is not committed yet."""
+
+    chunk: CompleteChunk
+    counts: DocumentCounts
+    files: list[OutputFile]
+    dead_letters: bytes
+
+
+@dataclass(slots=True)
+class _OpenChunk:
+    """A chunk that is not complete. ``recovered``: fingerprints of the documents found in its journal, by ordinal."""
+
+    key: ChunkKey
+    capacity: int
+    recovered: dict[int, str]
+    read: int = 0
+    finished: int = 0
+    full: bool = False
+    last_input: str = ""
+    position: PositionGetter = no_position
+
+    @property
+    def next_ordinal(self) -> int:
+        return self.key.first_ordinal + self.read
+
+
+class ChunkTracker:
+    """Assigns documents to chunks in input order, and reports each chunk that becomes complete. Event loop only.
+
+    Args:
+        folder: the rank's folder, for error messages.
+        point: where the rank resumes.
+        on_complete: called with each complete chunk.
+    """
+
+    def __init__(
+        self, folder: Path, records_per_chunk: int, point: ResumePoint, on_complete: Callable[[CompleteChunk], None]
+    ) -> None:
+        self._folder = folder
+        self._records_per_chunk = records_per_chunk
+        self._on_complete = on_complete
+        self._committed = point.done
+        self._recovered = {index: journal.recovered for index, journal in point.journals.items()}
+        self._cached = set(point.cached)
+        self._next_chunk = point.next_chunk
+        self._next_ordinal = point.next_ordinal
+        self._current: _OpenChunk | None = None
+        self._open: dict[int, _OpenChunk] = {}
+
+    @property
+    def all_complete(self) -> bool:
+        """Whether every chunk that was begun is complete."""
+        return not self._open
+
+    def admit(self, fingerprint: str, position: PositionGetter) -> ChunkSlot | None:
+        """Returns the slot of the next document of the input; None if an earlier attempt finished the document.
+
+        Raises:
+            CheckpointMismatch: an earlier attempt finished another document in this slot.
+        """
+        chunk = self._current or self._begin_chunk()
+        ordinal = chunk.next_ordinal
+        chunk.read += 1
+        chunk.position, chunk.last_input = position, fingerprint
+        committed = self._committed.get(chunk.key.chunk_index)
+        if committed is not None:
+            self._pass_committed(chunk, committed)
+            return None
+        if chunk.read == chunk.capacity:
+            self._fill(chunk)
+        if (known := chunk.recovered.pop(ordinal, None)) is not None:
+            self._expect(known, fingerprint, ordinal)
+            self._count_finished(chunk)
+            return None
+        cached = ordinal in self._cached
+        self._cached.discard(ordinal)
+        return ChunkSlot(ordinal, chunk.key.chunk_index, cached)
+
+    def key(self, slot: ChunkSlot) -> ChunkKey:
+        return self._open[slot.chunk_index].key
+
+    def document_finished(self, slot: ChunkSlot) -> None:
+        """Counts a document that is on its way into its journal. Its chunk may become complete."""
+        self._count_finished(self._open[slot.chunk_index])
+
+    def end_of_input(self) -> None:
+        """Closes the last chunk, however short it is.
+
+        Raises:
+            CheckpointMismatch: earlier attempts read more documents than there are now.
+        """
+        if self._has_more_than_the_input():
+            raise CheckpointMismatch(
+                f"The input ended after {self._admitted} documents, but {self._folder} holds finished documents "
+                "beyond that: the input has shrunk. Restore it, or start with another checkpoints_local_dir."
+            )
+        if self._current is not None:
+            self._fill(self._current)
+
+    @property
+    def _admitted(self) -> int:
+        return self._current.next_ordinal if self._current else self._next_ordinal
+
+    def _has_more_than_the_input(self) -> bool:
+        first_unread = self._next_chunk - 1 if self._current else self._next_chunk
+        return (
+            any(index >= first_unread for index in (*self._recovered, *self._committed))
+            or any(chunk.recovered for chunk in self._open.values())
+            or any(ordinal >= self._admitted for ordinal in self._cached)
+        )
+
+    def _begin_chunk(self) -> _OpenChunk:
+        index, ordinal = self._next_chunk, self._next_ordinal
+        # A chunk that ended an input which grew later is short, also when it must be redone (see ``repair``).
+        following = self._committed.get(index + 1)
+        capacity = following.first_ordinal - ordinal if following else self._records_per_chunk
+        chunk = _OpenChunk(ChunkKey(index, ordinal), capacity, self._recovered.pop(index, {}))
+        self._current = self._open[index] = chunk
+        self._next_chunk += 1
+        return chunk
+
+    def _pass_committed(self, chunk: _OpenChunk, committed: Commit) -> None:
+        if chunk.read == committed.counts.read:
+            self._expect(committed.last_input, chunk.last_input, committed.next_ordinal - 1)
+            self._current = None
+            self._next_ordinal = committed.next_ordinal
+            del self._open[chunk.key.chunk_index]
+
+    def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
+        if known != fingerprint:
+            raise CheckpointMismatch(
+                f"Document {ordinal} of this rank is not the one that was finished there before (see {self._folder}): "
+                "the input, or a step before this one, has changed. Restore it, or start with another "
+                "checkpoints_local_dir."
+            )
+
+    def _fill(self, chunk: _OpenChunk) -> None:
+        chunk.full = True
+        self._current = None
+        self._next_ordinal = chunk.next_ordinal
+        self._report_if_complete(chunk)
+
+    def _count_finished(self, chunk: _OpenChunk) -> None:
+        chunk.finished += 1
+        self._report_if_complete(chunk)
+
+    def _report_if_complete(self, chunk: _OpenChunk) -> None:
+        if chunk.full and chunk.finished == chunk.read:
+            del self._open[chunk.key.chunk_index]
+            self._on_complete(CompleteChunk(chunk.key, chunk.read, chunk.last_input, chunk.position))

@@ -1,0 +1,194 @@
+"""OpenCheckpoint: the event loop's side of a rank's checkpoint.
+
+Everything here is synchronous and returns at once. The storage thread writes (``rank_files``), the publisher thread
+turns complete journals into output files (``publishing``), and the event loop learns of progress and failure through
+``on_change``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.chunks import (
+    ChunkSlot,
+    ChunkTracker,
+    CompleteChunk,
+    PositionGetter,
+    PublishedChunk,
+    no_position,
+)
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.identity import Fence
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
+from datatrove_ckpt.checkpoint.snapshot import Mirror, Snapshot
+from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
+
+# With more complete chunks than this waiting to be published, admission waits: journals would pile up on the disk.
+MAX_PUBLISHING = 4
+
+
+class OpenCheckpoint:
+    """One rank's checkpoint, open. ``admit`` each document in input order, ``finish`` it, and ``close`` at the end.
+
+    Methods belong to the event loop's thread, except those below "any thread". Made by ``CheckpointManager.open``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        lock: files.Lock,
+        fence: Fence,
+        rank_files: RankFiles,
+        point: ResumePoint,
+        records_per_chunk: int,
+        write_chunk: WriteChunk,
+        mirror: Mirror,
+    ) -> None:
+        self.resumed = point
+        self.error: BaseException | None = None
+        """What went wrong in the publisher's or the mirror's thread; after ``close``, in any thread."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called in other threads after progress and failure. Must return at once."""
+        self._folder = folder
+        self._lock = lock
+        self._files = rank_files  # used in the storage thread only, but for its two counters
+        self._chunks = ChunkTracker(folder, records_per_chunk, point, self._publish)
+        self._storage = StorageThread(rank_files, lambda: self.on_change())
+        self._publisher = Publisher(write_chunk, fence, self._commit, self.fail)
+        self._mirror = mirror
+        self._complete = 0
+
+    def start(self) -> None:
+        """Starts the threads."""
+        self._storage.start()
+        self._publisher.start()
+        self._mirror.start(self)
+
+    def close(self, completed: bool = False) -> None:
+        """Writes what was handed over and releases the rank. ``completed``: every document of the input is committed.
+
+        Does not raise what went wrong in the threads: see ``error``.
+        """
+        self._publisher.stop()
+        self._storage.stop()
+        self.error = self.error or self._storage.error
+        self._mirror.stop(completed and self.error is None)
+        completed = completed and self.error is None
+        try:
+            self._files.close(completed)
+        finally:
+            self._lock.release(remove=completed)
+        if completed:
+            files.disk.sync_dir(self._folder)  # that the rank is finished survives power loss, too
+
+    # documents and answers ---------------------------------------------------------------------------------------
+
+    def admit(self, fingerprint: str, position: PositionGetter = no_position) -> ChunkSlot | None:
+        """Returns the slot of the next document of the input; None if the document is done already.
+
+        Args:
+            fingerprint: hash of the document.
+            position: returns the reader's state right after the document. Called for the last document of a chunk,
+                when the chunk is committed, in the storage thread.
+
+        Raises:
+            CheckpointMismatch: an earlier attempt finished another document in this slot.
+        """
+        return self._chunks.admit(fingerprint, position)
+
+    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
+        """Reads a document's cached answers. ``receive`` is called with them in the storage thread."""
+        self._storage.call(lambda: receive(self._files.answers(ordinal)))
+
+    def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
+        """Hands an answer over to be written."""
+        self._storage.put_answer(CachedRequest(slot.chunk_index, slot.ordinal, doc_id, key, answer))
+
+    def finish(self, slot: ChunkSlot, finished: Finished) -> None:
+        """Hands a document over to be written. It is done once its line is in the journal."""
+        self._storage.put_finished(self._chunks.key(slot), finished)
+        self._chunks.document_finished(slot)
+
+    def end_of_input(self) -> None:
+        """No document follows: the last chunk is complete, however short it is.
+
+        Raises:
+            CheckpointMismatch: earlier attempts read more documents than there are now.
+        """
+        self._chunks.end_of_input()
+
+    def _publish(self, chunk: CompleteChunk) -> None:
+        self._complete += 1
+        self._storage.call(partial(self._files.publish, chunk, self._publisher.submit))
+
+    # state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_locks(self) -> bool:
+        """False: the file system has no locks, and only the fence keeps two processes apart."""
+        return self._lock.works
+
+    @property
+    def counts(self) -> DocumentCounts:
+        """What all attempts of the rank committed. The storage thread adds to it."""
+        return self._files.counts
+
+    @property
+    def congested(self) -> bool:
+        """More was handed over than the disk takes; wait until ``on_change`` is called and this is False."""
+        return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
+
+    @property
+    def publishing_behind(self) -> bool:
+        """Too many chunks wait to be published. Admit nothing; documents in progress may go on."""
+        return self.publishing > MAX_PUBLISHING
+
+    @property
+    def publishing(self) -> int:
+        """Number of complete chunks that are not committed yet."""
+        # Two counters, each written by one thread only, instead of one that would need a lock.
+        return self._complete - self._files.committed
+
+    @property
+    def all_committed(self) -> bool:
+        """After ``end_of_input``: nothing is left to do."""
+        return self._chunks.all_complete and not self.publishing
+
+    def raise_failure(self) -> None:
+        """Raises what went wrong in a thread, if anything did."""
+        error = self.error or self._storage.error
+        if error is not None:
+            raise error
+
+    # any thread --------------------------------------------------------------------------------------------------
+
+    def fast_stop(self) -> None:
+        """``close`` waits seconds at most for the publisher and the mirror; after a second call it does not wait.
+
+        Takes no lock, so a signal handler may call it.
+        """
+        self._publisher.fast_stop()
+        self._mirror.fast_stop()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run with what went wrong in another thread."""
+        self.error = error
+        self.on_change()
+
+    def snapshot(self, since: int) -> Snapshot:
+        """Describes the checkpoint now, with the answers put after number ``since``. Waits for the storage thread.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        return self._storage.ask(partial(self._files.snapshot, since))
+
+    def _commit(self, published: PublishedChunk) -> None:
+        self._storage.call(partial(self._files.commit, published))

@@ -1,0 +1,201 @@
+"""RankFiles: the storage thread's side of a checkpoint. Every write to a rank's journals, answers and commits is here.
+
+No lock guards these files. They have one order of effects because one thread does all of them (see ``storage``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.chunks import ChunkKey, CompleteChunk, PublishedChunk
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
+from datatrove_ckpt.checkpoint.identity import Fence
+from datatrove_ckpt.checkpoint.interval import Interval
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, RUN, journal_path
+from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.snapshot import Snapshot
+
+PublishChunk = Callable[[CompleteChunk, ChunkJournal], None]
+"""Hands a complete chunk and its synced journal to the publisher. Returns at once."""
+
+
+class RankFiles:
+    """The open files of one rank: journals, request cache, commit log and dead letters.
+
+    All methods belong to the storage thread. Before that thread starts and after it has ended, they belong to whoever
+    opens and closes the checkpoint. Other threads may read two attributes, which only the storage thread writes:
+    ``counts`` and ``committed``.
+
+    Args:
+        last_chunk: the file for people that names the last chunk of the unbroken run.
+        cache, log: this rank's, open and recovered.
+        point: what recovery found.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        last_chunk: Path,
+        cache: RequestCache,
+        log: CommitLog,
+        fence: Fence,
+        interval: Interval,
+        point: ResumePoint,
+    ) -> None:
+        self.counts = replace(point.counts)
+        """What all attempts of the rank committed."""
+        self.committed = 0
+        """Number of chunks that this process committed."""
+        self.unfinished = set(point.cached)
+        """Ordinals of documents that have answers and are not finished."""
+        self._folder = folder
+        self._last_chunk = last_chunk
+        self._cache = cache
+        self._log = log
+        self._fence = fence
+        self._interval = interval
+        self._journals = dict(point.journals)
+        self._dead_letters = files.AppendFile(folder / DEAD_LETTERS)
+        self._unbroken = point.next_chunk
+        self._dirty: dict[Path, ChunkJournal] = {}
+        self._next_sync = 0.0
+
+    def close(self, completed: bool) -> None:
+        """Closes the files. ``completed``: the rank is finished, so its answers are deleted."""
+        try:
+            if completed:
+                self._cache.remove()
+            elif self._fence.lost:
+                self._cache.abandon()
+            else:
+                self._cache.close()
+        finally:
+            files.disk.close(self._folder)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Returns the reason for a failed write, which may be a new owner of the rank; else ``error`` itself."""
+        return self._fence.explain(error)
+
+    # answers and documents ---------------------------------------------------------------------------------------
+
+    def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
+        """Reads the cached answers of one document."""
+        return self._cache.answers(ordinal)
+
+    def write(self, answers: list[CachedRequest], documents: Mapping[ChunkKey, Iterable[Finished]]) -> None:
+        """Writes one group: one SQLite transaction, and one write per journal.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        self._fence.check()
+        if self.seconds_to_sync is None:
+            self._next_sync = time.monotonic() + self._interval.seconds
+        if answers:
+            self._cache.put(answers)
+            self.unfinished.update(request.ordinal for request in answers)
+        for key, group in documents.items():
+            journal = self._journal(key)
+            journal.append(group)
+            self._dirty[journal.path] = journal
+            self.unfinished.difference_update(finished.ordinal for finished in group)
+
+    @property
+    def seconds_to_sync(self) -> float | None:
+        """Seconds until the next sync is due; None if everything is synced."""
+        if not self._dirty and not self._cache.unsynced:
+            return None
+        return max(0.0, self._next_sync - time.monotonic())
+
+    def sync(self) -> None:
+        """Everything written so far survives power loss from here on."""
+        if self.seconds_to_sync is None:
+            return
+        start = time.monotonic()
+        for journal in self._dirty.values():
+            journal.sync()
+        self._dirty.clear()
+        self._cache.sync()
+        self._interval.took(time.monotonic() - start)
+
+    def _journal(self, key: ChunkKey) -> ChunkJournal:
+        journal = self._journals.get(key.chunk_index)
+        if journal is None:
+            path = journal_path(self._folder, key.chunk_index)
+            journal = self._journals[key.chunk_index] = ChunkJournal(path, key.first_ordinal)
+        return journal
+
+    # chunks ------------------------------------------------------------------------------------------------------
+
+    def publish(self, chunk: CompleteChunk, publish: PublishChunk) -> None:
+        """Step 1 of a commit: syncs the journal. Then hands the chunk to the publisher, which does steps 2 and 3."""
+        journal = self._journal(chunk.key)
+        journal.sync()
+        publish(chunk, journal)
+
+    def commit(self, published: PublishedChunk) -> None:
+        """Steps 4 and 5: appends the commit line, then drops the journal and the answers.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        self._fence.check(thorough=True)
+        if published.dead_letters:
+            self._dead_letters.append(published.dead_letters)
+            self._dead_letters.sync()
+        chunk = published.chunk
+        self._log.append(
+            Commit(
+                chunk_index=chunk.key.chunk_index,
+                first_ordinal=chunk.key.first_ordinal,
+                counts=published.counts,
+                files=published.files,
+                position=chunk.position(),
+                last_input=chunk.last_input,
+                dead_letters_size=self._dead_letters.size,
+            )
+        )
+        self._forget(chunk)
+        self.counts.add(published.counts)
+        self.committed += 1  # last: once this is seen, the event loop may take the rank for finished
+
+    def _forget(self, chunk: CompleteChunk) -> None:
+        before = self._unbroken
+        while self._unbroken in self._log.commits:
+            self._unbroken += 1
+        if self._unbroken > before:
+            write_last_chunk(self._last_chunk, self._unbroken - 1)
+        journal = self._journal(chunk.key)
+        journal.remove()
+        del self._journals[chunk.key.chunk_index]
+        self._dirty.pop(journal.path, None)
+        self._cache.drop_chunk(chunk.key.chunk_index)
+
+    # the mirror --------------------------------------------------------------------------------------------------
+
+    def snapshot(self, since: int) -> Snapshot:
+        """Describes the checkpoint at this instant, with the answers put after number ``since``.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        self._fence.check(thorough=True)
+        sizes = {journal.path.name: journal.size for journal in self._journals.values()}
+        sizes |= {COMMITS: self._log.size, DEAD_LETTERS: self._dead_letters.size}
+        retried = self._folder / RETRY_INPUT
+        if retried.exists():
+            sizes[RETRY_INPUT] = retried.stat().st_size
+        unfinished = frozenset(self.unfinished)
+        return Snapshot(
+            run=(self._folder / RUN).read_bytes(),
+            sizes={name: size for name, size in sizes.items() if size},
+            unfinished=unfinished,
+            answers=self._cache.answers_since(since, unfinished),
+            last_answer=self._cache.last_answer,
+        )

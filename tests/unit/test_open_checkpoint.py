@@ -1,0 +1,211 @@
+"""A checkpoint without a runner: chunks fill and complete, each class keeps to its thread, each object is whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint.chunks import ChunkKey, ChunkSlot, ChunkTracker, CompleteChunk, no_position
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.publishing import Publisher
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
+from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
+from datatrove_ckpt.checkpoint.storage import StorageThread
+from datatrove_ckpt.errors import CheckpointMismatch, StorageFailed
+
+# chunks --------------------------------------------------------------------------------------------------------------
+
+
+def tracker(folder: Path, point: ResumePoint | None = None) -> tuple[ChunkTracker, list[CompleteChunk]]:
+    complete: list[CompleteChunk] = []
+    return ChunkTracker(folder, 2, point or ResumePoint(), complete.append), complete
+
+
+def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
+    slot = chunks.admit(f"input {ordinal}", no_position)
+    assert slot is not None
+    return slot
+
+
+def test_a_chunk_is_complete_when_its_last_document_finishes_whatever_the_order(tmp_path: Path) -> None:
+    chunks, complete = tracker(tmp_path)
+    slots = [admit(chunks, ordinal) for ordinal in range(5)]
+    assert [(slot.ordinal, slot.chunk_index) for slot in slots] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
+    for ordinal in (3, 1, 2, 4):
+        chunks.document_finished(slots[ordinal])
+    assert complete == [CompleteChunk(ChunkKey(1, 2), 2, "input 3", no_position)]
+    chunks.end_of_input()
+    assert [chunk.key for chunk in complete] == [ChunkKey(1, 2), ChunkKey(2, 4)]
+    assert not chunks.all_complete
+    chunks.document_finished(slots[0])
+    assert complete[-1] == CompleteChunk(ChunkKey(0, 0), 2, "input 1", no_position)
+    assert chunks.all_complete
+
+
+def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(tmp_path: Path) -> None:
+    done = {1: Commit(1, 2, DocumentCounts(read=1), last_input="input 2")}
+    chunks, complete = tracker(tmp_path, ResumePoint(done=done))
+    first = [admit(chunks, ordinal) for ordinal in range(2)]
+    assert chunks.admit("input 2", no_position) is None
+    assert admit(chunks, 3) == ChunkSlot(3, 2, cached=False)
+    assert complete == []
+    assert chunks.key(first[0]) == ChunkKey(0, 0)
+    chunks, _ = tracker(tmp_path, ResumePoint(next_chunk=1, next_ordinal=2, done=done))
+    with pytest.raises(CheckpointMismatch, match="Document 2 of this rank is not the one that was finished there"):
+        chunks.admit("another", no_position)
+
+
+def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path: Path) -> None:
+    chunks, _ = tracker(tmp_path, ResumePoint(cached={0, 1}))
+    assert admit(chunks, 0).cached
+    with pytest.raises(CheckpointMismatch, match="ended after 1 documents"):
+        chunks.end_of_input()
+    assert admit(chunks, 1).cached
+    chunks.end_of_input()
+
+
+# the whole -----------------------------------------------------------------------------------------------------------
+
+
+class EagerMirror:
+    """Takes one snapshot in its own thread, after each chunk that is published and at the end."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Snapshot] = []
+
+    def start(self, source: Source) -> None:
+        self._source = source
+
+    def look(self) -> None:
+        thread = threading.Thread(target=lambda: self.snapshots.append(self._source.snapshot(0)), name="mirror")
+        thread.start()
+        thread.join()
+
+    def stop(self, completed: bool) -> None: ...
+
+    def fast_stop(self) -> None: ...
+
+
+def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
+    return [OutputFile(f"{index}", sum(len(finished.document) for finished in documents), "")]
+
+
+def manager(folder: Path, **changes: Any) -> CheckpointManager:
+    return CheckpointManager(folder, 0, 2, {"records_per_chunk": 2}, changes.pop("write_chunk", write_chunk), **changes)
+
+
+def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] = lambda: None) -> None:
+    """Each document has one answer, and is looked up first."""
+    changed = threading.Event()
+    checkpoint.on_change = changed.set
+    for ordinal in range(number):
+        slot = checkpoint.admit(f"input {ordinal}")
+        if slot is None:
+            continue
+        checkpoint.lookup(slot.ordinal, lambda answers: None)
+        checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
+        checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
+    while_open()
+    checkpoint.end_of_input()
+    while not checkpoint.all_committed:
+        assert changed.wait(30)
+        changed.clear()
+        checkpoint.raise_failure()
+
+
+def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> None:
+    checkpoint = manager(tmp_path).open()
+    assert checkpoint.resumed.is_fresh
+    assert [checkpoint.admit(f"input {n}") for n in range(3)][2] == ChunkSlot(2, 1, cached=False)
+    checkpoint.finish(ChunkSlot(1, 0, cached=False), Finished(1, "dropped", "input 1", b"null"))
+    checkpoint.close()
+    checkpoint = manager(tmp_path).open()
+    assert list(checkpoint.resumed.journals) == [0]
+    run(checkpoint, 5)
+    counts = checkpoint.counts
+    checkpoint.close(completed=True)
+    assert (counts.read, counts.written, counts.dropped) == (5, 4, 1)
+    assert sorted(path.name for path in (tmp_path / "00000").iterdir()) == ["commits.jsonl", "run.json"]
+    again = manager(tmp_path).open()
+    assert (again.resumed.next_ordinal, again.counts) == (5, counts)
+    again.close(completed=True)
+
+
+def test_what_fails_in_the_publisher_is_raised_on_the_event_loops_side(tmp_path: Path) -> None:
+    def refuse(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
+        raise StorageFailed("no room for the output")
+
+    checkpoint = manager(tmp_path, write_chunk=refuse).open()
+    with pytest.raises(StorageFailed, match="no room"):
+        run(checkpoint, 3)
+    checkpoint.close()
+    assert str(checkpoint.error) == "no room for the output"
+
+
+STORAGE, CALLER = "datatrove-ckpt storage", threading.main_thread().name
+THREADS = {
+    (RankFiles, "answers"): STORAGE,
+    (RankFiles, "write"): STORAGE,
+    (RankFiles, "sync"): STORAGE,
+    (RankFiles, "publish"): STORAGE,
+    (RankFiles, "commit"): STORAGE,
+    (RankFiles, "snapshot"): STORAGE,
+    (ChunkTracker, "admit"): CALLER,
+    (ChunkTracker, "document_finished"): CALLER,
+    (ChunkTracker, "end_of_input"): CALLER,
+    (Publisher, "_publish"): "datatrove-ckpt publisher",
+    (Publisher, "submit"): STORAGE,
+}
+
+
+def test_each_class_keeps_to_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[tuple[type, str], set[str]] = {method: set() for method in THREADS}
+
+    def watch(cls: type, name: str) -> None:
+        method = getattr(cls, name)
+
+        def watched(*args: Any) -> Any:
+            seen[cls, name].add(threading.current_thread().name)
+            return method(*args)
+
+        monkeypatch.setattr(cls, name, watched)
+
+    for cls, name in THREADS:
+        watch(cls, name)
+    mirror = EagerMirror()
+    checkpoint = manager(tmp_path, mirror=mirror).open()
+    run(checkpoint, 5, mirror.look)
+    checkpoint.close(completed=True)
+    assert seen == {method: {thread} for method, thread in THREADS.items()}
+    assert len(mirror.snapshots) == 1
+
+
+def test_no_attribute_first_exists_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, set[str]]] = []
+
+    def watch(cls: type) -> None:
+        init = cls.__init__
+
+        def watched(self: object, *args: Any) -> None:
+            init(self, *args)
+            made.append((self, set(vars(self))))
+
+        monkeypatch.setattr(cls, "__init__", watched)
+
+    for cls in (OpenCheckpoint, RankFiles, ChunkTracker, StorageThread, Publisher):
+        watch(cls)
+    checkpoint = manager(tmp_path).open()
+    run(checkpoint, 5)
+    checkpoint.close(completed=True)
+    assert len(made) == 5
+    for one, attributes in made:
+        assert set(vars(one)) == attributes, type(one)

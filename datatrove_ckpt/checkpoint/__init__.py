@@ -1,14 +1,21 @@
-"""The checkpoint: disk only, synchronous, without HTTP or datatrove. Recovery on one page:
+"""The checkpoint of one rank: local files that tell, after a crash at any instant, what is done.
 
-- A rank's folder has one owner at a time (``files.Lock``), and belongs to one run (``identity``).
-- A finished document is a line in its chunk's journal (``journal``); an answer is a row in the request cache until
-  its document's chunk is committed (``request_cache``). Both are written by one thread, in one order (``storage``).
-- When every document of a chunk is in its journal, the chunk's output is written from the journal, in input order,
-  beside its place, and then moved there in one step. Then a line in the commit log says that the chunk is done
-  (``commits``), and journal and rows are dropped (``manager``).
-- After a crash (``recovery``, with the table of what is found after which step): torn tails are cut off, what a
-  commit left undone is finished, and reading goes on after the longest unbroken run of committed chunks. Documents
-  in a journal, or in chunks committed beyond that, are passed; answers in the cache are not asked for again.
-- A mirror, which is not part of this room, learns at any instant which bytes and rows make the checkpoint then
-  (``snapshot``), and copies them elsewhere.
+Everything that is written to a rank's folder, or recovered from it, is here. This room knows no HTTP, no event loop and
+no datatrove, and of the package it imports only ``errors``. Start reading at ``manager`` (how a checkpoint is opened),
+then ``open_checkpoint`` (what the event loop calls) and ``rank_files`` (what the storage thread does). ``layout`` has
+the names of the files.
+
+Recovery on one page:
+
+- A rank's folder has one owner at a time (``files.Lock``, ``identity.Fence``) and belongs to one run (``identity``).
+- A finished document is a line in its chunk's journal (``journal``). An answer is a row in the request cache until the
+  chunk of its document is committed (``request_cache``). One thread writes both, in one order (``storage``).
+- When the journal holds every document of a chunk (``chunks``), the output is written from the journal, in input order,
+  to staged files, and each file is moved into place in one step (``publishing``). Then a line in the commit log says
+  that the chunk is done (``commits``), and the journal and the rows are deleted (``rank_files``).
+- After a crash, ``recovery`` (with the table of what each step leaves behind) cuts off torn tails and completes
+  interrupted commits. Reading resumes after the longest unbroken run of committed chunks. Documents in a journal, or in
+  a chunk committed beyond that run, are skipped. Cached answers are not requested again.
+- A mirror, which is another room, asks at any instant which bytes and rows make up the checkpoint (``snapshot``), and
+  copies them elsewhere.
 """

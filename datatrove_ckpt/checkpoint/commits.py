@@ -1,4 +1,4 @@
-"""CommitLog: which chunks are done. The only truth about it; everything else can be made again or is for people."""
+"""CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or are for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OutputFile:
 
 @dataclass(slots=True)
 class DocumentCounts:
-    """What became of documents, and what they cost."""
+    """Numbers of documents by outcome, and of their requests and tokens."""
 
     read: int = 0
     written: int = 0
@@ -34,7 +34,7 @@ class DocumentCounts:
     completion_tokens: int = 0
 
     def count(self, outcome: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """One document more."""
+        """Adds one document."""
         self.read += 1
         self.written += outcome == "written"
         self.dropped += outcome == "dropped"
@@ -57,9 +57,10 @@ class DocumentCounts:
 class Commit:
     """One finished chunk.
 
-    ``position`` is the reader's state right after the chunk's last document (None: the reader has none), and
-    ``last_input`` that document's fingerprint, by which a resumed rank notices another input.
-    ``dead_letters_size`` is the size of dead_letters.jsonl once this chunk's are in it.
+    Attributes:
+        position: the reader's state right after the chunk's last document; None if the reader has no state.
+        last_input: fingerprint of that document, by which a resumed rank notices another input.
+        dead_letters_size: size of dead_letters.jsonl in bytes, with the dead letters of this chunk.
     """
 
     chunk_index: int
@@ -82,13 +83,13 @@ class Commit:
         return cls(counts=counts, **data)
 
     def to_json(self) -> bytes:
-        """The body of the commit's line. There ``counts`` is called "tally", as the format on disk has it since 0.1."""
+        """Returns the body of the commit's line. On disk ``counts`` is called "tally", since version 0.1."""
         fields = asdict(self)
         return orjson.dumps({"tally" if name == "counts" else name: value for name, value in fields.items()})
 
 
 def read_commits(path: Path) -> dict[int, Commit]:
-    """The commits in the file, by chunk index, in the order in which they came. Changes nothing.
+    """Returns the commits in the file by chunk index, in the order of the lines. Changes nothing.
 
     Raises:
         CheckpointCorrupt: a damaged line before the last, or two lines for one chunk.
@@ -103,7 +104,7 @@ def read_commits(path: Path) -> dict[int, Commit]:
 
 
 class CommitLog:
-    """``commits.jsonl`` of one rank, in the order in which chunks were finished; a torn tail is cut off.
+    """``commits.jsonl`` of one rank, in the order in which chunks were committed. Opening it cuts off a torn tail.
 
     Raises:
         CheckpointCorrupt: see ``read_commits``.
@@ -118,7 +119,7 @@ class CommitLog:
         self._file.sync()
 
     def append(self, commit: Commit) -> None:
-        """Once this returns, the chunk is done, whatever happens."""
+        """Appends and syncs the line. Once this returns, the chunk is done and survives power loss."""
         self._file.append(seal(commit.to_json()))
         self._file.sync()
         self.commits[commit.chunk_index] = commit
@@ -129,7 +130,7 @@ class CommitLog:
         return self._file.size
 
     def unbroken(self) -> list[Commit]:
-        """The commits of chunks 0, 1, 2, ... up to the first that is missing."""
+        """Returns the commits of chunks 0, 1, 2, ... up to the first chunk that has none."""
         run: list[Commit] = []
         while (commit := self.commits.get(len(run))) is not None:
             run.append(commit)

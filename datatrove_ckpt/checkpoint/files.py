@@ -1,10 +1,10 @@
 """The one place that changes the disk. Everything a checkpoint or a staged output writes goes through ``Disk``.
 
-Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, apart from ``write``, of
-which a crash may leave a prefix. ``testing.py`` replaces ``files.disk`` to crash before, or in the middle of, any of
-them; that is the project's only seam for crashes. Reading is not an effect and needs no seam.
+Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, except ``write``, of which a
+crash may leave a prefix. The ``testing`` package replaces ``files.disk`` to crash before, or in the middle of, any
+effect; this is the project's only seam for crashes on disk. Reading is not an effect and needs no seam.
 
-Whatever the operating system refuses becomes ``StorageFailed``, which names the file.
+Errors of the operating system and of SQLite become ``StorageFailed``, which names the file.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# A chunk that waits for one slow document keeps its journal open, and there may be as many such chunks as documents
-# in work. Far below every default limit on open files, far above what a sane records_per_chunk needs.
+# A chunk that waits for one slow document keeps its journal open, and there may be as many such chunks as documents in
+# progress. This is far below every default limit on open files, and far above what a usual records_per_chunk needs.
 MAX_OPEN_FILES = 64
 
 
 @contextmanager
 def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns what the operating system or SQLite refuses into ``StorageFailed``."""
+    """Turns errors of the operating system and of SQLite into ``StorageFailed``."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -60,7 +60,7 @@ def _advice(error: Exception) -> str:
 
 
 class Disk:
-    """The effects. Paths are absolute; nothing is buffered here, so what returned survives kill -9."""
+    """The effects. Paths are absolute. Nothing is buffered here, so an effect that has returned survives kill -9."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -69,24 +69,24 @@ class Disk:
     # effects -------------------------------------------------------------------------------------------------
 
     def make_dir(self, path: Path) -> None:
-        """Makes one folder; one that exists is fine."""
+        """Makes one folder. An existing folder is fine."""
         with explained("make the folder", path):
             path.mkdir(exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A new, empty file in place of whatever was there; returns its descriptor."""
+        """Makes an empty file in place of any old one. Returns its descriptor."""
         with explained("create", path):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
-        """All of ``data`` at the descriptor's end."""
+        """Writes all of ``data`` to the descriptor."""
         with explained("write to", path):
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
 
     def sync(self, path: Path) -> None:
-        """What was written to the file survives power loss from here on."""
+        """Makes the file's content so far survive power loss."""
         with explained("sync", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -95,11 +95,11 @@ class Disk:
                 os.close(fd)
 
     def sync_dir(self, path: Path) -> None:
-        """Names made, renamed or removed in the folder survive power loss from here on."""
+        """Makes names that were created, renamed or removed in the folder survive power loss."""
         self.sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomically, over whatever ``target`` was."""
+        """Renames atomically, over any old ``target``."""
         with explained(f"rename {source} to", target):
             source.replace(target)
 
@@ -109,43 +109,43 @@ class Disk:
             os.truncate(path, size)
 
     def remove(self, path: Path) -> None:
-        """Removes the file; one that is gone already is fine."""
+        """Removes the file. A missing file is fine."""
         self.forget(path)
         with explained("remove", path):
             path.unlink(missing_ok=True)
 
     def remove_dir(self, path: Path) -> None:
-        """Removes an empty folder; one that is gone or holds something is left alone."""
+        """Removes the folder if it is empty. Does nothing if it is missing or holds something."""
         with suppress(OSError):
             path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
-        """Removes the folder and all it holds; one that is gone already is fine."""
+        """Removes the folder and its content. A missing folder is fine."""
         if path.exists():
             with explained("remove", path):
                 shutil.rmtree(path)
 
     def commit(self, connection: sqlite3.Connection, path: Path) -> None:
-        """Ends the open transaction."""
+        """Commits the open transaction."""
         with explained("commit to", path):
             connection.commit()
 
     # made of effects -----------------------------------------------------------------------------------------
 
     def append(self, path: Path, data: bytes) -> int:
-        """Adds ``data`` at the end of the file, which is made if it is missing; returns where it starts.
+        """Adds ``data`` at the end of the file, which is made if it is missing. Returns the offset where it starts.
 
-        Where locks do not work, a process that was fenced off may have added something since the last time; so the
-        place is asked for, not reckoned.
+        Without locks, a process that was fenced off may have appended something since the last time. So the offset is
+        read from the file, not computed.
         """
-        # Ranks that run in threads of one process share the descriptors: none may be closed while it is written to.
+        # Ranks that run in threads of one process share the descriptors: none may be closed during a write to it.
         with self._appending:
             fd = self._descriptor(path)
             self.write(fd, data, path)
             return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
 
     def make_dirs(self, path: Path) -> None:
-        """Makes the folder and its missing parents, all of which survive power loss."""
+        """Makes the folder and its missing parents. All of them survive power loss."""
         if path.is_dir():
             return
         self.make_dirs(path.parent)
@@ -153,14 +153,14 @@ class Disk:
         self.sync_dir(path.parent)
 
     def detach(self, path: Path) -> None:
-        """The file becomes a copy of itself: another process that has it open writes to what nobody reads."""
+        """Replaces the file with a copy of it: a process that still has the old one open writes where nobody reads."""
         if path.exists():
             with explained("read", path):
                 data = path.read_bytes()
             self.replace(path, data)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """The file holds ``data`` from here on, or what it held before; never a mixture."""
+        """Replaces the file's content. A crash leaves the old content or the new, never a mixture."""
         new = path.with_name(path.name + ".new")
         fd = self.create(new)
         try:
@@ -202,7 +202,7 @@ class Disk:
 
 
 disk = Disk()
-"""The disk everybody writes to. Always reached as ``files.disk``, so that a test can put another in its place."""
+"""The disk that all rooms write to. Always accessed as ``files.disk``, so that a test can replace it."""
 
 
 class AppendFile:
@@ -211,20 +211,20 @@ class AppendFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = path.stat().st_size if path.exists() else 0
-        # What an earlier life wrote, the file's name included, may still be in memory only: a machine keeps its page
-        # cache over kill -9.
+        # What an earlier process wrote, the file's name included, may be in the page cache only, which survives kill -9
+        # but not power loss.
         self._unsynced_name = True
         self._unsynced_data = self.size > 0
 
     def append(self, data: bytes) -> int:
-        """Returns the offset at which ``data`` starts."""
+        """Returns the offset where ``data`` starts."""
         self._unsynced_data = True
         offset = disk.append(self.path, data)
         self.size = offset + len(data)
         return offset
 
     def sync(self) -> None:
-        """Does nothing when nothing was appended since the last time."""
+        """Does nothing if nothing was appended since the last sync."""
         if not self._unsynced_data:
             return
         disk.sync(self.path)
@@ -235,7 +235,7 @@ class AppendFile:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that is written once, from start to end, and knows its size and xxh128."""
+    """A new file that is written once, from start to end, and knows its size in bytes and its xxh128."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -265,20 +265,20 @@ class HashedFile(io.RawIOBase):
         return str(self._hash.hexdigest())
 
 
-def _let_go_in_child() -> None:
-    """A forked child (a process pool of the user's) shares the lock, and would hold it when this process is gone."""
+def _release_in_child() -> None:
+    """A forked child (of the user's process pool) inherits the lock, and would hold it after this process has ended."""
     for lock in list(_held):
         os.close(lock._fd)
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 class Lock:
-    """An exclusive lock on a rank's folder, held by this process until ``release`` or its end, however it ends.
+    """An exclusive lock on a rank's folder. The process holds it until ``release``, or until it ends in any way.
 
-    ``works`` is False on a file system without locks, where only the fence (``identity.py``) keeps two processes apart.
+    ``works`` is False on a file system without locks, where only the fence (``identity``) keeps two processes apart.
 
     Raises:
         CheckpointLocked: another process holds it; the message names its host and pid.
@@ -313,7 +313,7 @@ class Lock:
                 ) from None
             except OSError:
                 self.works = False
-            # A holder removes the file when its rank is finished. A lock on the removed file locks nobody out.
+            # A holder removes the file when its rank is finished. A lock on a removed file excludes nobody.
             if self._is_current(fd):
                 return fd
             os.close(fd)

@@ -6,13 +6,13 @@ is compared with the one of the same version, and each start writes the later on
 so a crash leaves either description, and both are accepted.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process that finds another
-owner's in the file stops before it writes anything more. Locks (``files.Lock``) keep a second process from starting
-at all; the fence is for where they do not: file systems without locks, and clusters that give a lost node's job to
-another one while the old process still runs. Between a look at the fence and the write that follows there are
-microseconds in which both may write; each would write whole, valid lines and files.
+owner in the file stops before its next write. Locks (``files.Lock``) keep a second process from starting. The fence
+covers the cases that locks do not: file systems without locks, and clusters that give a lost node's job to another node
+while the old process still runs. Between a check of the fence and the write that follows, there are microseconds in
+which both processes may write; each writes whole, valid lines and files.
 
-An owner also names, by their nonces, the owners before it whose work this folder holds: all of it (null), or up to the
-generation of a mirror that the folder was restored from (a number; see ``restore.py``).
+An owner also lists, by their nonces, the earlier owners whose work this folder holds: all of it (null), or up to the
+version of a mirror that the folder was restored from (a number; see ``mirror/restore.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced,
 FORMAT = 1
 """Version of everything in a rank's folder."""
 
-# These decide the layout of the folder: a change of them cannot be accepted.
+
+# The content of the folder depends on these, so another value is refused even with accept_changes.
 _LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
 
 
@@ -60,22 +61,25 @@ class Owner(TypedDict):
 
 
 class Fence:
-    """This process's claim on a rank. See ``RunClaim``."""
+    """Tells whether this process is still the owner of a rank. Made by ``RunClaim.take``. Any thread may use it."""
 
     def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
         self._owner = owner
         self.lost = False
-        """Another process was seen to be the owner."""
+        """Whether a check found another owner."""
         self._seen = self._stamp()
 
     def check(self, thorough: bool = False) -> None:
-        """Looks whether this process is still the owner: a microsecond, or, ``thorough``, an open and a read.
+        """Checks that this process is still the owner.
+
+        Args:
+            thorough: open and read the file. Otherwise only its attributes are compared, which takes a microsecond.
 
         Raises:
             Fenced: another process has started since.
         """
-        # A network file system may keep attributes for seconds; opening a file asks for them again.
+        # A network file system may cache attributes for seconds; opening a file refreshes them.
         if not thorough and self._stamp() == self._seen:
             return
         with files.explained("read", self._path):
@@ -90,7 +94,7 @@ class Fence:
         self._seen = self._stamp()
 
     def explain(self, error: BaseException) -> BaseException:
-        """A failure of the disk may be the new owner's doing: it removes what the old one staged."""
+        """Returns ``Fenced`` if a new owner may have caused ``error``: it removes what the old owner staged."""
         if isinstance(error, StorageFailed):
             try:
                 self.check(thorough=True)
@@ -107,9 +111,10 @@ class Fence:
 
 
 class RunClaim:
-    """An identity that fits the folder; ``take`` makes this process the rank's owner.
+    """A run's claim on a rank's folder. The identity fits the folder; ``take`` makes this process the owner.
 
-    ``accept_changes``: a difference is recorded, with the time, instead of refused.
+    Args:
+        accept_changes: record a different identity, with the time, instead of refusing it.
 
     Raises:
         CheckpointMismatch: the checkpoint belongs to another run; the message names each field with both values.
@@ -123,7 +128,7 @@ class RunClaim:
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
         self.is_first = not self._path.exists()
-        """No process has ever owned the rank."""
+        """Whether no process has owned the rank before."""
         if not self.is_first:
             old = read_run(self._path)
             owner = old.pop("owner", {})
@@ -137,7 +142,7 @@ class RunClaim:
             _refuse_foreign(folder)
 
     def take(self) -> Fence:
-        """Writes ``run.json``; a process that owned the rank before finds that out before its next write."""
+        """Writes ``run.json``. A process that owned the rank before notices this before its next write."""
         owner: Owner = {
             "fence": self._fence + 1,
             "host": socket.gethostname(),
@@ -153,10 +158,10 @@ class RunClaim:
 
 
 def read_run(path: Path) -> Json:
-    """What ``run.json`` holds.
+    """Returns the content of ``run.json``.
 
     Raises:
-        CheckpointCorrupt: it cannot be read.
+        CheckpointCorrupt: the file is not JSON.
     """
     try:
         content: Json = orjson.loads(path.read_bytes())

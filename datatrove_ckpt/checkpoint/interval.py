@@ -1,13 +1,13 @@
-"""How long to wait between two saves: as long as the user says, or so that saving takes a set share of the time.
+"""Seconds between two saves: a number that the user sets, or "auto", which keeps saving at a set share of the time.
 
-No fixed interval fits every disk: a sync takes 50 microseconds on one, 200 milliseconds on another. "auto" times each
-save, and waits so long that the last few take ``share`` of the time; that is how CheckFreq tunes itself (Mohan,
-Phanishayee and Chidambaram, FAST'21).
+No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on another. "auto"
+times each save and chooses the interval at which the last few saves take ``share`` of the time. CheckFreq tunes itself
+this way (Mohan, Phanishayee and Chidambaram, FAST'21).
 
     interval = mean of the last RECENT durations / share, but never below shortest or above longest
 
-The mean, because it keeps the share also when one save in a hundred takes a second; of several, because a single slow
-one would make the next interval, and so what it may lose, as long as can be.
+We use the mean because it keeps the share even if one save in a hundred takes a second, and we use several saves
+because a single slow one would stretch the next interval, and so the possible loss, to the maximum.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RECENT = 5
 
 @dataclass(frozen=True)
 class Tuning:
-    """What "auto" keeps to.
+    """The parameters of "auto".
 
     Attributes:
-        share: of the time that saves may take, from 0 to 1.
-        shortest, longest: bounds of the interval, in seconds. They come before the share.
-        first: the interval, in seconds, until a save was timed.
+        share: share of the time that saves may take, from 0 to 1.
+        shortest, longest: bounds of the interval, in seconds. They override the share.
+        first: the interval, in seconds, before any save was timed.
     """
 
     share: float
@@ -42,31 +42,31 @@ class Tuning:
     first: float
 
     def interval(self, durations: Sequence[float]) -> float:
-        """The seconds to wait after saves that took ``durations`` seconds."""
+        """Returns the seconds to wait after saves that took ``durations`` seconds."""
         if not durations:
             return self.first
         recent = durations[-RECENT:]
         return min(max(sum(recent) / len(recent) / self.share, self.shortest), self.longest)
 
 
-# More often than the shortest gains nothing that anyone would notice. Half a minute of answers, or ten when the node is
-# gone, is more than anyone wants to lose, however slow the disk or the remote.
+# An interval below ``shortest`` gains nothing noticeable. ``longest`` bounds the loss, however slow the disk or the
+# remote is: half a minute of answers at a power loss, ten minutes when the node is gone.
 SYNC_TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
 MIRROR_TUNING = Tuning(share=0.05, shortest=5.0, longest=600.0, first=60.0)
 
 
 class Interval:
-    """``seconds`` to wait between two saves: what the user says."""
+    """A fixed interval: ``seconds`` to wait between two saves."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def took(self, duration: float) -> None:
-        """A save took so many seconds."""
+        """Records the duration of a save, in seconds."""
 
 
 class TunedInterval(Interval):
-    """The same, after what saves take. One thread tells it; others may read."""
+    """An interval that follows the duration of saves. One thread calls ``took``; others may read ``seconds``."""
 
     def __init__(self, tuning: Tuning) -> None:
         super().__init__(tuning.first)
@@ -79,15 +79,15 @@ class TunedInterval(Interval):
 
 
 def make_interval(seconds: Seconds, tuning: Tuning) -> Interval:
-    """The interval that a setting stands for; ``tuning`` is for "auto"."""
+    """Returns the interval for a setting. ``tuning`` is used for "auto"."""
     return TunedInterval(tuning) if seconds == "auto" else Interval(seconds)
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuses what is no ``Seconds``.
+    """Checks that a setting is a valid ``Seconds``.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: it is not. The message names the setting.
     """
     is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     if value != "auto" and not is_valid:

@@ -1,12 +1,12 @@
 """ChunkJournal: the finished documents of one unfinished chunk, in the order in which they finished.
 
-A document is finished once its line is written. The journal knows where each ordinal's line lies (12 bytes each, so
-that a chunk of 100,000 documents costs about a megabyte), and reads them back in input order without holding more
-than a megabyte of them.
+A document is finished once its line is written. The journal keeps the offset and length of each ordinal's line (12
+bytes per document, so a chunk of 100,000 documents costs about a megabyte), and reads the lines back in input order,
+about a megabyte at a time.
 
-It reads that much at once for the event loop's sake. A thread that reads a document's line, and the next one's, gives
-Python's lock away for a moment each time, takes it again before anybody who waits for it is awake, and never holds it
-for the 5 ms after which Python would hand it over: a loop was seen to wait for 50 ms.
+It reads a megabyte at a time because of the event loop. A thread that reads one line after another releases the GIL for
+a moment at each read, and takes it again before a waiting thread is awake. It never holds the GIL for the 5 ms after
+which Python would switch threads: an event loop was seen to wait for 50 ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Outcome = Literal["written", "dropped", "dead"]
 
 _DOCUMENT = b',"document":'
 _READ_BYTES = 1 << 20
-# Lines that lie closer together than this are read as one, with what lies between them.
+# Lines with a gap of fewer bytes than this between them are read in one call, together with the gap.
 _READ_GAP = 1 << 13
 
 
@@ -36,9 +36,10 @@ _READ_GAP = 1 << 13
 class Finished:
     """A finished document.
 
-    ``fingerprint``: hash of the document as it was read. ``document``: JSON of the document as it is to be written,
-    of the cause for a dead letter, ``null`` for a dropped one. ``requests`` and tokens: what its rollouts asked for,
-    answers from the cache included.
+    Attributes:
+        fingerprint: hash of the document as it was read.
+        document: JSON of the document as it will be written; of the dead letter for "dead"; ``null`` for "dropped".
+        requests, prompt_tokens, completion_tokens: totals of its rollouts, answers from the cache included.
     """
 
     ordinal: int
@@ -78,15 +79,15 @@ class Finished:
 
 
 class ChunkJournal:
-    """``chunk_00007.jsonl`` of one rank. Appended to by the storage thread only; read once it is complete."""
+    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends to it. It is read once it is complete."""
 
     def __init__(self, path: Path, first_ordinal: int) -> None:
         self.path = path
         self.first_ordinal = first_ordinal
         self.recovered: dict[int, str] = {}
-        """Fingerprints of the documents that an earlier life finished, by ordinal."""
+        """Fingerprints of the documents that earlier attempts finished, by ordinal."""
         self.recovered_dead = 0
-        """How many of them are dead letters."""
+        """How many documents in ``recovered`` are dead letters."""
         self._offsets = array("q")
         self._lengths = array("I")
         self._recover()
@@ -99,7 +100,7 @@ class ChunkJournal:
             size = line.offset + line.length
             known = self.recovered.get(finished.ordinal)
             if known == finished.fingerprint:
-                continue  # a process that was fenced off finished it, too; the first one counts
+                continue  # a process that was fenced off finished it as well; the first line counts
             if known is not None or finished.ordinal < self.first_ordinal:
                 raise CheckpointCorrupt(
                     f"{self.path}, at byte {line.offset}: document {finished.ordinal} does not belong there. "
@@ -112,7 +113,7 @@ class ChunkJournal:
             files.disk.truncate(self.path, size)
 
     def append(self, group: Iterable[Finished]) -> None:
-        """One write for the whole group."""
+        """Appends the group with one write."""
         ordinals, lines = [], []
         for finished in group:
             ordinals.append(finished.ordinal)
@@ -131,10 +132,10 @@ class ChunkJournal:
         return self._file.size
 
     def read_in_order(self) -> Generator[Finished, None, None]:
-        """Every document of the chunk, by ordinal.
+        """Yields every document of the chunk, by ordinal.
 
         Raises:
-            CheckpointCorrupt: a line is not what was written there.
+            CheckpointCorrupt: a line is missing, or is not what was written.
         """
         with files.explained("read", self.path), self.path.open("rb", buffering=0) as file:
             for indices in self._megabytes():
@@ -147,7 +148,7 @@ class ChunkJournal:
                     yield Finished.from_body(body)
 
     def _megabytes(self) -> Generator[range, None, None]:
-        """The lines in input order, as many at a time as fit."""
+        """Yields ranges of lines in input order, each about a megabyte long."""
         start = size = 0
         for index, length in enumerate(self._lengths):
             if size and size + length > _READ_BYTES:

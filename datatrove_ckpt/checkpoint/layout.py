@@ -32,7 +32,7 @@ def rank_folder(root: Path, rank: int) -> Path:
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:
-    """The file that tells people and other tools how far the rank is."""
+    """The file that shows people and other tools the rank's progress."""
     return root / "last_chunk" / f"{rank:05d}.txt"
 
 
@@ -47,7 +47,7 @@ def journal_indices(folder: Path) -> list[int]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a rank ran to its end: it removes its lock and its request cache then, and keeps run.json."""
+    """Whether the rank is completed: then it has removed its lock and its request cache, and kept run.json."""
     return (folder / RUN).exists() and not (folder / LOCK).exists() and not (folder / CACHE).exists()
 
 
@@ -57,6 +57,6 @@ def retry_folder(root: Path, number: int) -> Path:
 
 
 def retry_number(name: str) -> int | None:
-    """The number of a retry from its folder's name; None if the name is another folder's."""
+    """Returns the number of a retry from the name of its folder; None if the folder is not a retry's."""
     match = _RETRY.fullmatch(name)
     return int(match[1]) if match else None

@@ -1,8 +1,8 @@
-"""Lines that know whether they are whole: JSON objects whose first key is a checksum of the rest.
+"""Lines that show whether they are whole: JSON objects whose first key is a checksum of the rest.
 
-A crash tears what was written last: the tail of a file may be a part of a line, or, after power loss, any bytes. So
-bad bytes at the end of a file are a torn tail, which the next life cuts off before it appends anything, while a bad
-line with a good one after it is damage that no crash explains.
+A crash tears what was written last: the end of a file may be a part of a line or, after power loss, any bytes. So bad
+bytes at the end of a file are a torn tail, which the next attempt cuts off before it appends anything. A bad line with
+a good line after it is damage that no crash explains.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import xxhash
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Json: TypeAlias = dict[str, Any]
-"""A JSON object. Its values are ``Any`` because only their owners know them: a reader its position, a user the settings
-of a run. The checkpoint keeps, compares and prints them."""
+"""A JSON object. Its values are ``Any`` because the checkpoint only stores, compares and prints them: a position is
+defined by the reader, and an identity by the caller."""
 
 _PREFIX = b'{"xxh":"'
 _BODY = len(_PREFIX) + 16 + len(b'",')
 
 
 def seal(body: bytes) -> bytes:
-    """A JSON object's bytes as a line with its checksum."""
+    """Returns a JSON object's bytes as a line with a checksum."""
     rest = body[1:]
     return b'%s%s",%s\n' % (_PREFIX, xxhash.xxh3_64_hexdigest(rest).encode(), rest)
 
 
 def unseal(line: bytes) -> bytes | None:
-    """The JSON object's bytes without the checksum, or None if the line isn't whole."""
+    """Returns the JSON object's bytes without the checksum; None if the line is not whole."""
     if not line.endswith(b"\n") or not line.startswith(_PREFIX):
         return None
     rest = line[_BODY:-1]
@@ -42,7 +42,7 @@ def unseal(line: bytes) -> bytes | None:
 
 @dataclass(slots=True)
 class Line:
-    """A whole line: where it starts, how long it is (in bytes, newline included), and its JSON object."""
+    """A whole line: its offset and length in bytes (with the newline), and its JSON object."""
 
     offset: int
     length: int
@@ -50,10 +50,10 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The file's whole lines, up to a torn tail. A missing file has none.
+    """Yields the file's whole lines, up to a torn tail. A missing file has none.
 
     Raises:
-        CheckpointCorrupt: a bad line with a good one after it.
+        CheckpointCorrupt: a bad line with a good line after it.
     """
     if not path.exists():
         return
@@ -74,5 +74,5 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def whole_size(lines: list[Line]) -> int:
-    """How many bytes of the file the whole lines take: where a torn tail starts."""
+    """Returns the size of the whole lines in bytes, which is the offset of a torn tail."""
     return lines[-1].offset + lines[-1].length if lines else 0

@@ -40,7 +40,7 @@ class CheckpointManager:
         write_chunk: steps 2 and 3 of a commit, called in the publisher thread.
         sync_seconds: how many seconds of answers a power loss may cost.
         retry_errors: forget cached permanent errors.
-        accept_changes: go on with another identity, and record that.
+        accept_changes: continue with another identity, and record that.
         mirror: keeps a copy elsewhere.
     """
 

@@ -147,7 +147,7 @@ class OpenCheckpoint:
 
     @property
     def publishing_behind(self) -> bool:
-        """Too many chunks wait to be published. Admit nothing; documents in progress may go on."""
+        """Too many chunks wait to be published. Admit nothing; documents in progress may continue."""
         return self.publishing > MAX_PUBLISHING
 
     @property

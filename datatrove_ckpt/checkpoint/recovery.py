@@ -15,8 +15,8 @@ Committing a chunk takes five steps, each safe to repeat; a crash may come after
     4              journal, output, commit        delete the journal and the cache rows
     5              output, commit                 nothing to do
 
-Writing the output twice is harmless because its bytes depend on the journal only. The output of an uncommitted chunk
-is written once the reader has come past its documents again and found them unchanged, never before.
+Writing the output twice is harmless because its bytes depend on the journal only. The output of an uncommitted chunk is
+not written before the reader has read the chunk's documents again and they proved unchanged.
 """
 
 from __future__ import annotations
@@ -35,11 +35,20 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 
 @dataclass(slots=True)
 class ResumePoint:
-    """Where a rank goes on.
+    """Where a rank resumes, and what is done beyond that point.
 
-    The reader goes on at ``next_ordinal``, or, if it can seek, at ``position``. ``milestones`` are the fingerprints
-    of the last document of each chunk of the unbroken run, by ordinal: what a reader that counts can check.
-    ``done`` are the chunks that were committed beyond the unbroken run.
+    Attributes:
+        next_chunk, next_ordinal: the first chunk after the unbroken run of commits, and its first document.
+        position: the reader's state at ``next_ordinal``, for a reader that can seek.
+        milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal, which a reader
+            that counts can compare.
+        done: commits beyond the unbroken run, by chunk index.
+        journals: journals of chunks that are not committed, by chunk index.
+        cached: ordinals of documents that have answers and are not finished.
+        counts: what all earlier attempts committed.
+        dead_letters_size: size of dead_letters.jsonl in bytes after the last commit.
+        dead: number of dead letters of earlier attempts, committed or not.
+        interrupted: an earlier attempt did not complete, so something is left to do.
     """
 
     next_chunk: int = 0
@@ -52,24 +61,24 @@ class ResumePoint:
     counts: DocumentCounts = field(default_factory=DocumentCounts)
     dead_letters_size: int = 0
     dead: int = 0
-    """Dead letters of earlier lives, committed or not."""
     interrupted: bool = False
-    """An earlier life did not come to its end, so there is something left to do."""
 
     @property
     def is_fresh(self) -> bool:
-        """Nothing was done before."""
+        """Whether nothing was done before."""
         return not (self.next_chunk or self.done or self.journals or self.cached)
 
 
 def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int) -> ResumePoint:
-    """Mends what a crash left behind, and says where to go on.
+    """Completes what a crash interrupted, and returns where to resume.
 
     Args:
-        folder: the rank's folder. ``last_chunk``: the file for people. ``log`` and ``cache``: this rank's, open.
+        folder: the rank's folder.
+        last_chunk: the file for people that names the last chunk of the unbroken run.
+        log, cache: this rank's, open.
 
     Raises:
-        CheckpointCorrupt: a file holds what no crash can have left there.
+        CheckpointCorrupt: a file holds something that no crash can leave behind.
     """
     point = _resume_point(log)
     _finish_commits(folder, last_chunk, log, cache, point)
@@ -83,7 +92,7 @@ def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache,
 
 
 def write_last_chunk(path: Path, chunk_index: int) -> None:
-    """For people and other tools; recovery does not depend on it."""
+    """Writes the file for people and other tools. Recovery does not depend on it."""
     files.disk.replace(path, b"%d\n" % chunk_index)
 
 
@@ -103,7 +112,7 @@ def _resume_point(log: CommitLog) -> ResumePoint:
 
 
 def _finish_commits(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
-    """Step 5 for every chunk whose life ended between steps 4 and 5, and dead letters of commits that never came."""
+    """Does step 5 where a crash came between steps 4 and 5, and cuts off dead letters whose chunk was not committed."""
     for chunk_index in journal_indices(folder):
         if chunk_index in log.commits:
             files.disk.remove(journal_path(folder, chunk_index))
@@ -124,7 +133,7 @@ def _read_last_chunk(path: Path) -> int | None:
 
 
 def _uncommitted(folder: Path, point: ResumePoint, records_per_chunk: int) -> Iterator[tuple[int, int]]:
-    """The journals to go on with, and the ordinal each of their chunks starts at."""
+    """Yields the index and first ordinal of each chunk that has a journal and no commit."""
     waiting = [chunk_index for chunk_index in journal_indices(folder) if chunk_index not in point.done]
     chunk_index, ordinal = point.next_chunk, point.next_ordinal
     while waiting:

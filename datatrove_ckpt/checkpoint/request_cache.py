@@ -1,9 +1,9 @@
-"""RequestCache: every answer of a document that is not finished, so that none is paid for twice.
+"""RequestCache: every answer of a document that is not committed, so that no answer is requested twice.
 
-One SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set before WAL mode, so that SQLite
-needs no shared memory: that also works on network file systems, where plain WAL does not. ``synchronous=NORMAL``
-writes the log on every commit and syncs it only now and then: a commit survives kill -9 at once, and power loss once
-``sync`` was called. Losing the last commits loses answers, never consistency.
+There is one SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set before WAL mode, so that
+SQLite needs no shared memory; this also works on network file systems, where plain WAL does not. ``synchronous=NORMAL``
+writes the log at every commit and rarely syncs it: a commit survives kill -9 at once, and power loss once ``sync`` was
+called. Losing the last commits loses answers, never consistency.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFa
 
 
 def payload_hash(payload: bytes) -> str:
-    """xxh128 of a final payload: JSON with sorted keys, model and default parameters included."""
+    """Returns the xxh128 of a final payload: JSON with sorted keys, model and default parameters included."""
     return str(xxhash.xxh3_128_hexdigest(payload))
 
 
 class AnswerKey(NamedTuple):
-    """Which request of a document. ``occurrence``: the n-th (from 0) with this payload in this rollout."""
+    """Identifies a request of a document. ``occurrence``: counts equal payloads within one rollout, from 0."""
 
     rollout_idx: int
     payload_hash: str
@@ -36,7 +36,7 @@ class AnswerKey(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back: JSON of the result, or the text of a permanent error. Exactly one is set."""
+    """JSON of a result, or the text of a permanent error. Exactly one is set."""
 
     result: bytes | None
     error_message: str | None
@@ -65,7 +65,8 @@ class RequestCache:
     """``replay.sqlite3`` of one rank.
 
     Raises:
-        CheckpointCorrupt: the file is no database.
+        CheckpointCorrupt: the file is not a database.
+        CheckpointLocked: another process has it open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,8 +82,8 @@ class RequestCache:
                 ) from error
             if isinstance(error.__cause__, sqlite3.DatabaseError) and "not a database" in str(error.__cause__):
                 raise CheckpointCorrupt(
-                    f"{path} is no SQLite database. Remove it (and its -wal file) and run the same command again: "
-                    "only answers of documents that were in work are asked for again."
+                    f"{path} is not a SQLite database. Remove it (and its -wal file) and run the same command again: "
+                    "only the answers of unfinished documents are requested again."
                 ) from error
             raise
         self.unsynced = False
@@ -91,10 +92,10 @@ class RequestCache:
             self.last_answer: int = self._connection.execute(
                 "SELECT ifnull(max(rowid), 0) FROM request_cache"
             ).fetchone()[0]
-        """Number of the answer that was put last. Numbers only grow while the database is open."""
+        """Number of the last answer that was put. Numbers only grow while the database is open."""
 
     def _open(self) -> sqlite3.Connection:
-        # autocommit off: a transaction opens with the first write and ends in ``files.disk.commit``.
+        # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
         connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
         try:
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -107,8 +108,8 @@ class RequestCache:
         return connection
 
     def put(self, group: Iterable[CachedRequest]) -> None:
-        """One transaction for the whole group."""
-        # Numbered by us: SQLite would give the numbers of dropped rows again.
+        """Writes the group in one transaction."""
+        # We number the rows, because SQLite would reuse the numbers of deleted rows.
         rows: list[_Row] = [
             (n, r.chunk_index, r.doc_id, r.key.rollout_idx, r.key.payload_hash, *r.answer, r.ordinal, r.key.occurrence)
             for n, r in enumerate(group, self.last_answer + 1)
@@ -120,8 +121,8 @@ class RequestCache:
         self.unsynced = True
 
     def _insert(self, rows: list[_Row]) -> None:
-        # For each execution of a statement the module gives Python's lock away and has to wait until it has it again;
-        # ``executemany`` executes for each row. Numbers of rows are powers of two: few statements to prepare.
+        # The sqlite3 module releases the GIL at each execution of a statement and must wait to get it back, and
+        # ``executemany`` executes once per row. Groups are powers of two, so there are few statements to prepare.
         start = 0
         while missing := len(rows) - start:
             size = min(_ROWS_AT_ONCE, 1 << (missing.bit_length() - 1))
@@ -130,17 +131,17 @@ class RequestCache:
             start += size
 
     def ordinals(self) -> set[int]:
-        """The documents that have answers."""
+        """Returns the ordinals of the documents that have answers."""
         with files.explained("read", self.path):
             return {row[0] for row in self._connection.execute("SELECT DISTINCT ordinal FROM request_cache")}
 
     def chunks(self) -> set[int]:
-        """The chunks that have answers."""
+        """Returns the indices of the chunks that have answers."""
         with files.explained("read", self.path):
             return {row[0] for row in self._connection.execute("SELECT DISTINCT chunk_index FROM request_cache")}
 
     def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
-        """Every answer of one document."""
+        """Returns every answer of one document."""
         query = (
             "SELECT rollout_idx, payload_hash, occurrence, result, error_message FROM request_cache WHERE ordinal = ?"
         )
@@ -148,7 +149,7 @@ class RequestCache:
             return {AnswerKey(*row[:3]): Answer(*row[3:]) for row in self._connection.execute(query, (ordinal,))}
 
     def answers_since(self, number: int, ordinals: Iterable[int]) -> list[CachedRequest]:
-        """The answers of these documents that were put after the one with this number."""
+        """Returns the answers of these documents that were put after answer ``number``."""
         query = (
             "SELECT chunk_index, doc_id, rollout_idx, payload_hash, occurrence, result, error_message "
             "FROM request_cache WHERE ordinal = ? AND rowid > ?"
@@ -161,24 +162,24 @@ class RequestCache:
         return found
 
     def drop_chunk(self, chunk_index: int) -> None:
-        """Forgets a committed chunk's answers."""
+        """Deletes the answers of a committed chunk."""
         with files.explained("write to", self.path):
             self._connection.execute("DELETE FROM request_cache WHERE chunk_index = ?", (chunk_index,))
         files.disk.commit(self._connection, self.path)
         self.unsynced = True
 
     def forget_errors(self) -> None:
-        """Permanent errors are asked for again: the server they came from may be mended."""
+        """Deletes permanent errors, so that those requests are sent again: the server may be fixed by now."""
         with files.explained("write to", self.path):
             self._connection.execute("DELETE FROM request_cache WHERE error_message IS NOT NULL")
         files.disk.commit(self._connection, self.path)
 
     def sync(self) -> None:
-        """What was put survives power loss from here on. Does nothing when nothing was put since the last time."""
+        """Makes what was put survive power loss. Does nothing if nothing was put since the last sync."""
         wal = self.path.with_name(self.path.name + "-wal")
         if self.unsynced and wal.exists():
             files.disk.sync(wal)
-            if not self._name_synced:  # SQLite would sync the log's name at its next checkpoint only
+            if not self._name_synced:  # SQLite syncs the log's name only at its next checkpoint
                 files.disk.sync_dir(self.path.parent)
                 self._name_synced = True
         self.unsynced = False
@@ -187,10 +188,10 @@ class RequestCache:
         self._connection.close()
 
     def abandon(self) -> None:
-        """Lets go of a database that another process owns by now.
+        """Leaves the database open until this process ends, because another process owns it by now.
 
-        Closing it, which its last reference does too, would write the log into the database under that process's
-        feet. So it is never closed: one reference more than anybody holds (Python 3.11 has no setting for it).
+        Closing the connection would write the log into the database while that process uses it. The garbage collector
+        would close it, too, so we leak one reference (Python 3.11 has no setting for this).
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 

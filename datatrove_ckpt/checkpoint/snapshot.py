@@ -1,8 +1,8 @@
-"""A checkpoint at one instant of the storage thread's order of effects, described so that it can be copied.
+"""Snapshot: a description of the checkpoint at one instant of the storage thread, from which a copy can be made.
 
-Nothing is copied here, and nothing waits but the asker: every file of a checkpoint only grows until it is removed, so
-its size at the instant says which of its bytes belong to it, and they can be read later. Only rows of the request cache
-are taken at once, those that were put since the last snapshot and whose document is not finished yet.
+Nothing is copied here, and only the caller waits. A file of a checkpoint only grows until it is removed, so its size at
+the instant says which of its bytes belong to the snapshot, and they can be read later. Only rows of the request cache
+are read at once: those put since the last snapshot whose document is not finished.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 class Snapshot:
     """What a copy must hold.
 
-    ``run``: the content of ``run.json``. ``sizes``: of each other file, by name, how many of its bytes. ``unfinished``:
-    the ordinals of documents that have answers and are not finished. ``answers``: those of them that were put after
-    the one numbered ``since``; ``last_answer``: the number of the last one so far.
+    Attributes:
+        run: the content of ``run.json``.
+        sizes: how many bytes of each other file belong to the snapshot, by file name.
+        unfinished: ordinals of the documents that have answers and are not finished.
+        answers: answers of these documents that were put after the answer numbered ``since``.
+        last_answer: number of the last answer so far.
     """
 
     run: bytes
@@ -30,7 +33,7 @@ class Snapshot:
 
 
 class Source(Protocol):
-    """What a mirror asks of a checkpoint. See ``CheckpointManager``."""
+    """What a mirror needs of a checkpoint. Called in the mirror's thread. See ``OpenCheckpoint``."""
 
     def snapshot(self, since: int) -> Snapshot: ...
     def fail(self, error: BaseException) -> None: ...
@@ -40,17 +43,21 @@ class Mirror(Protocol):
     """Keeps a copy of a rank's checkpoint elsewhere while the rank is open."""
 
     def start(self, source: Source) -> None:
-        """The rank is open."""
+        """Called once the rank is open."""
 
     def stop(self, completed: bool) -> None:
-        """Nothing more will be written, the files are still there. Takes a bounded time. True: all is committed."""
+        """Called when nothing more will be written and the files still exist. Takes a bounded time.
+
+        Args:
+            completed: every document of the input is committed.
+        """
 
     def fast_stop(self) -> None:
-        """The rank was told to end: takes less time, or, called again, none. May be called in a signal handler."""
+        """Makes ``stop`` take less time; after a second call, none. A signal handler may call it."""
 
 
 class NoMirror:
-    """The checkpoint lives and dies with its disk."""
+    """Keeps no copy."""
 
     def start(self, source: Source) -> None: ...
 

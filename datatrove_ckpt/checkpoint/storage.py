@@ -1,6 +1,6 @@
 """The storage thread: it does all writes to a rank's journals, request cache and commit log, in one order.
 
-The event loop hands items over and goes on; it never waits on a disk. The thread takes everything that is queued as one
+The event loop hands items over and never waits on a disk. The thread takes everything that is queued as one
 group: one SQLite transaction and one write per journal, so groups grow by themselves when the disk is slow. What was
 written survives kill -9 at once. Syncs run at most every ``sync_seconds``, so power loss costs that many seconds; a
 commit syncs what it needs, whatever the interval.

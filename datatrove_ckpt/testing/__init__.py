@@ -1,6 +1,8 @@
-"""For tests: a server that answers and counts, and crashes at every point where there can be one.
+"""For tests: a server that counts requests, and disks that crash a job at every point where it can crash.
 
-Public, so that a user can prove a rollout, an adapter or a writer of their own. Imported by nothing in the package.
+This room is public, so that users can test their own rollouts, adapters and writers. It may import ``checkpoint`` and
+``mirror``, whose effects it replaces; nothing in the package imports it. Start at ``crashes``
+(``assert_same_output_after_crash``), then ``disks`` (what a crash leaves behind) and ``server`` (``FakeServer``).
 """
 
 from datatrove_ckpt.testing.crashes import (

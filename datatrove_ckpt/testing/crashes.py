@@ -1,4 +1,4 @@
-"""Crashes enumerated, not sampled: a job is crashed at effect 0, 1, 2, ... until it completes; then its recoveries."""
+"""Crashes enumerated, not sampled: a job, and each of its recoveries, crashes at effect 0, 1, 2, ... until it ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import xxhash
 
+from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing.disks import (
     EFFECTS,
@@ -23,21 +25,24 @@ from datatrove_ckpt.testing.disks import (
     disk_in_place,
 )
 
-Life = Callable[[Path], None]
-"""One life of a job, which keeps everything below the folder it is given."""
+Attempt: TypeAlias = Callable[[Path], None]
+"""One attempt of a job. It keeps everything below the folder that it is given."""
 
 
 @dataclass
 class CrashReport:
     """What was tried.
 
-    ``points`` are the effects the first life crashed at, ``lives`` the runs it took. ``survivors`` counts the folders
-    that crashes may have left behind, ``states`` those that differ; one that was seen before has the same future, and
-    is not tried again.
+    Attributes:
+        points: the effects at which the first attempt crashed.
+        attempts: number of attempts of the job.
+        survivors: number of folders that the crashes may leave behind.
+        states: hashes of the folders that differ. A folder that was seen before has the same future, and is not tried
+            again.
     """
 
     points: list[str] = field(default_factory=list)
-    lives: int = 0
+    attempts: int = 0
     survivors: int = 0
     states: set[str] = field(default_factory=set)
 
@@ -52,37 +57,37 @@ class CrashReport:
     def __str__(self) -> str:
         return (
             f"{len(self.points)} crash points, {self.survivors} survivors, {len(self.states)} of them different, "
-            f"{self.lives} lives"
+            f"{self.attempts} attempts"
         )
 
 
 def outputs(folder: Path) -> dict[str, bytes]:
-    """Every file below the folder, by its relative path."""
+    """Returns the content of every file below the folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def assert_same_output_after_crash(
-    run: Life,
+    run: Attempt,
     folder: Path,
     *,
     output: str = "output",
     recoveries: bool = True,
     torn: bool = False,
     power_loss: bool = False,
-    after_crash: Life = lambda folder: None,
+    after_crash: Attempt = lambda folder: None,
     counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
 ) -> CrashReport:
     """Runs a job undisturbed, then crashes it at every effect, and each recovery at every effect, and runs it again.
 
     Args:
-        run: one life of the job.
-        folder: an empty folder for it; what it holds before the first life (the input) is there in every life.
-        output: the folder below it whose files must be the same, byte for byte, in the end.
+        run: one attempt of the job.
+        folder: a folder for the job. Every attempt finds in it what it holds before the first (the input).
+        output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
         recoveries: crash the recoveries, too.
         torn: a crash at a write leaves half of it.
-        power_loss: what was not synced may be lost (see ``PowerLossDisk``); else the process is killed.
+        power_loss: data that was not synced may be lost (see ``PowerLossDisk``); otherwise the process is killed.
         after_crash: called with each different folder that a crash leaves behind, for further assertions.
-        counted: the effects to crash at.
+        counted: names of the effects to crash at.
 
     Raises:
         AssertionError: naming the crash points.
@@ -91,17 +96,17 @@ def assert_same_output_after_crash(
     fresh = folder.with_name(folder.name + ".fresh")
     copy_tree(folder, fresh)
     run(folder)
-    report.lives += 1
+    report.attempts += 1
     expected = outputs(folder / output)
     disk_type = PowerLossDisk if power_loss else CrashingDisk
 
-    def survives(start: Path, crashes: list[str], depth: int) -> None:
-        """Crashes at every effect of the life that begins with ``start``."""
+    def crash_at_every_effect(start: Path, crashes: list[str], depth: int) -> None:
+        """Crashes at every effect of the attempt that begins with ``start``."""
         number = 0
         while True:
             copy_tree(start, folder)
             disk = disk_type(number, folder, torn, counted)
-            report.lives += 1
+            report.attempts += 1
             with disk_in_place(disk):
                 run(folder)
             if disk.crashed_at is None:
@@ -111,46 +116,46 @@ def assert_same_output_after_crash(
             for survivor in disk.survivors():
                 if report.is_new(folder):
                     after_crash(folder)
-                    goes_on([*crashes, f"{disk.crashed_at} ({survivor})"], depth - 1)
+                    resume([*crashes, f"{disk.crashed_at} ({survivor})"], depth - 1)
             number += 1
 
-    def goes_on(crashes: list[str], depth: int) -> None:
+    def resume(crashes: list[str], depth: int) -> None:
         if depth:
             here = folder.with_name(f"{folder.name}.crashed")
             copy_tree(folder, here)
-            survives(here, crashes, depth)
+            crash_at_every_effect(here, crashes, depth)
         else:
             run(folder)
-            report.lives += 1
+            report.attempts += 1
             _assert_equal(folder / output, expected, crashes)
 
-    survives(fresh, [], 2 if recoveries else 1)
+    crash_at_every_effect(fresh, [], 2 if recoveries else 1)
     return report
 
 
 def assert_same_output_after_disk_errors(
-    run: Life,
+    run: Attempt,
     folder: Path,
     *,
     output: str = "output",
     codes: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EROFS),
-    after_error: Life = lambda folder: None,
+    after_error: Attempt = lambda folder: None,
 ) -> list[str]:
-    """Lets the disk refuse every effect of a job, once and for ever, and runs it again without the fault.
+    """Makes every effect of a job fail, once and permanently, and runs the job again without the fault.
 
     Args:
-        run: one life of the job.
-        folder: an empty folder for it; what it holds before the first life (the input) is there in every life.
-        output: the folder below it whose files must be the same, byte for byte, in the end.
-        codes: the errors to try.
-        after_error: called with the folder as each refusal leaves it, for further assertions.
+        run: one attempt of the job.
+        folder: a folder for the job. Every attempt finds in it what it holds before the first (the input).
+        output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
+        codes: the values of ``errno`` to try.
+        after_error: called with the folder as each failure leaves it, for further assertions.
 
     Returns:
-        What was refused: effect, error, once or for ever.
+        What failed: effect, error, and whether permanently.
 
     Raises:
-        AssertionError: the job went on over a refusal, its error does not name the file and what to do, or the output
-            is another.
+        AssertionError: the job ignored a failure, its error does not name the file and what to do, or the output
+            differs.
     """
     fresh = folder.with_name(folder.name + ".fresh")
     copy_tree(folder, fresh)
@@ -158,10 +163,10 @@ def assert_same_output_after_disk_errors(
     expected = outputs(folder / output)
     tried: list[str] = []
     for code in codes:
-        for for_ever in (False, True):
+        for permanent in (False, True):
             number = 0
-            while (refused := _refuse(run, fresh, folder, FailingDisk(number, code, for_ever))) is not None:
-                label = f"{refused}: {errno.errorcode[code]}{' for ever' if for_ever else ''}"
+            while (refused := _refuse(run, fresh, folder, FailingDisk(number, code, permanent))) is not None:
+                label = f"{refused}: {errno.errorcode[code]}{' (permanent)' if permanent else ''}"
                 after_error(folder)
                 run(folder)
                 _assert_equal(folder / output, expected, [label])
@@ -170,7 +175,7 @@ def assert_same_output_after_disk_errors(
     return tried
 
 
-def _refuse(run: Life, fresh: Path, folder: Path, disk: FailingDisk) -> str | None:
+def _refuse(run: Attempt, fresh: Path, folder: Path, disk: FailingDisk) -> str | None:
     copy_tree(fresh, folder)
     failure: CkptError | None = None
     try:
@@ -179,26 +184,26 @@ def _refuse(run: Life, fresh: Path, folder: Path, disk: FailingDisk) -> str | No
     except CkptError as error:
         failure = error
     if failure is None:
-        assert disk.failed_at is None, f"went on although the disk refused: {disk.failed_at}"
+        assert disk.failed_at is None, f"the job ignored an error of the disk: {disk.failed_at}"
     else:
-        assert disk.failed_at is not None, f"failed without cause: {failure}"
+        assert disk.failed_at is not None, f"the job failed without an error of the disk: {failure}"
         _assert_helpful(str(failure), disk.refused)
     return disk.failed_at
 
 
 def _assert_helpful(message: str, refused: list[Path]) -> None:
-    assert any(str(path) in message for path in refused), f"none of {refused} is named: {message}"
-    assert "run the same command again" in message, f"it is not said what to do: {message}"
+    assert any(str(path) in message for path in refused), f"the message names none of {refused}: {message}"
+    assert "run the same command again" in message, f"the message does not say what to do: {message}"
 
 
 def _state(folder: Path) -> str:
-    """Tells folders apart by what the next life can see. SQLite's files hold random numbers, so its rows count."""
+    """Hashes what the next attempt can see. SQLite's files hold random numbers, so their rows are hashed instead."""
     digest = xxhash.xxh3_128()
     for name, content in outputs(folder).items():
-        if name.endswith("/lock") or ".sqlite3-" in name:
+        if name.endswith(f"/{LOCK}") or f"{CACHE}-" in name:
             continue
         digest.update(name.encode())
-        digest.update(_rows(folder / name) if name.endswith(".sqlite3") else content)
+        digest.update(_rows(folder / name) if name.endswith(CACHE) else content)
     return str(digest.hexdigest())
 
 

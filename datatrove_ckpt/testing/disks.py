@@ -9,9 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from fsspec import AbstractFileSystem
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.mirror import object_store
 
 EFFECTS = (
@@ -26,9 +29,12 @@ EFFECTS = (
     "remove_tree",
     "commit",
 )
-"""The names of the effects: methods of ``files.Disk``."""
+"""The names of the effects on disk: methods of ``files.Disk``."""
 REMOTE_EFFECTS = ("put", "copy", "delete")
-"""Those on a remote: methods of ``object_store.Effects``."""
+"""The names of the effects on a remote: methods of ``object_store.Effects``."""
+
+Arguments: TypeAlias = tuple[Any, ...]
+"""The arguments of an effect. ``Any``, because each effect has its own and all go through one method here."""
 
 
 class SimulatedCrash(BaseException):
@@ -36,61 +42,61 @@ class SimulatedCrash(BaseException):
 
 
 class WatchedDisk(files.Disk):
-    """A disk whose effects happen one at a time, each told to ``before`` and ``after``."""
+    """A disk whose effects happen one at a time, with a call of ``before`` and ``after`` for each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.happened: list[str] = []
         self._lock = threading.RLock()
 
-    def before(self, name: str, args: tuple[Any, ...], label: str) -> None:
-        """May raise instead of letting the effect happen."""
+    def before(self, name: str, args: Arguments, label: str) -> None:
+        """Called before an effect, which does not happen if this raises."""
 
-    def after(self, name: str, args: tuple[Any, ...]) -> None:
-        """The effect has happened."""
+    def after(self, name: str, args: Arguments) -> None:
+        """Called after an effect."""
 
-    def _effect(self, name: str, *args: Any) -> Any:
+    def _effect(self, name: str, args: Arguments) -> int | None:
         with self._lock:
             label = f"{name} {_path(args).name}"
             self.before(name, args, label)
-            result = getattr(files.Disk, name)(self, *args)
+            result: int | None = getattr(files.Disk, name)(self, *args)
             self.happened.append(label)
             self.after(name, args)
             return result
 
-    def remote_effect(self, name: str, fs: Any, *args: Any) -> None:
-        """An effect on a remote, in one order with the disk's."""
+    def remote_effect(self, name: str, path: str, args: Arguments) -> None:
+        """Does an effect on a remote, in one order with the effects on the disk."""
         with self._lock:
-            label = f"{name} {args[0].rpartition('/')[2]}"
-            self.before(name, (fs, *args), label)
-            getattr(object_store.Effects, name)(object_store.effects, fs, *args)
+            label = f"{name} {path.rpartition('/')[2]}"
+            self.before(name, args, label)
+            getattr(object_store.Effects, name)(object_store.effects, *args)
             self.happened.append(label)
 
 
 class WatchedRemote(object_store.Effects):
-    """Its effects happen in one order with those of a disk, and crash with it."""
+    """A remote whose effects happen in one order with those of a disk, and crash with it."""
 
     def __init__(self, disk: WatchedDisk) -> None:
         self._disk = disk
 
-    def put(self, fs: Any, path: str, data: bytes) -> None:
-        self._disk.remote_effect("put", fs, path, data)
+    def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
+        self._disk.remote_effect("put", path, (fs, path, data))
 
-    def copy(self, fs: Any, source: str, target: str) -> None:
-        self._disk.remote_effect("copy", fs, source, target)
+    def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
+        self._disk.remote_effect("copy", source, (fs, source, target))
 
-    def delete(self, fs: Any, path: str) -> None:
-        self._disk.remote_effect("delete", fs, path)
+    def delete(self, fs: AbstractFileSystem, path: str) -> None:
+        self._disk.remote_effect("delete", path, (fs, path))
 
 
-def _path(args: tuple[Any, ...]) -> Path:
-    """What an effect is about: its last path, which for a rename is the target."""
+def _path(args: Arguments) -> Path:
+    """Returns the path that an effect changes: its last path, which for a rename is the target."""
     return next(argument for argument in reversed(args) if isinstance(argument, Path))
 
 
-def _watched(name: str) -> Callable[..., Any]:
-    def effect(self: WatchedDisk, *args: Any) -> Any:
-        return self._effect(name, *args)
+def _watched(name: str) -> Callable[..., int | None]:
+    def effect(self: WatchedDisk, *args: object) -> int | None:
+        return self._effect(name, args)
 
     return effect
 
@@ -100,16 +106,16 @@ for _name in EFFECTS:
 
 
 class CrashingDisk(WatchedDisk):
-    """Lets ``crash_at`` effects happen, and crashes at the next one: from there on, every effect raises.
+    """A disk on which ``crash_at`` effects happen. The next effect crashes, and from then on every effect raises.
 
-    The folder as it was at that moment is kept beside it, so that what a dying life still does on its way out (SQLite
-    tidies up when it is closed) never helps the next one.
+    A copy of the folder as it was at the crash is kept beside it. So what a crashed attempt still does while it ends
+    (SQLite cleans up when it is closed) never helps the next attempt.
 
     Args:
         crash_at: number of effects that happen.
-        folder: what is kept as it was at the crash.
+        folder: the folder to copy at the crash.
         torn: the crash comes in the middle of the effect, if that is a write, or a put to a remote.
-        counted: the effects that are counted, and crashed at.
+        counted: names of the effects that count, and at which the disk may crash.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class CrashingDisk(WatchedDisk):
         self._folder = folder
         self._torn = torn
 
-    def before(self, name: str, args: tuple[Any, ...], label: str) -> None:
+    def before(self, name: str, args: Arguments, label: str) -> None:
         if self.crashed_at is not None:
             raise SimulatedCrash(self.crashed_at)
         self._count += name in self._counted
@@ -143,19 +149,19 @@ class CrashingDisk(WatchedDisk):
         raise SimulatedCrash(label)
 
     def survivors(self) -> Iterator[str]:
-        """Puts each folder that a crash may leave behind in place, one after the other; gives their names."""
+        """Puts each folder that the crash may leave behind in place, one after the other, and yields its name."""
         copy_tree(self.snapshot, self._folder)
         yield "killed"
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """``target`` becomes a copy of ``source``."""
+    """Replaces ``target`` with a copy of ``source``."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
 
 
 class _File:
-    """A file's content, and what of it survives power loss."""
+    """A file's content, and the part of it that survives power loss."""
 
     def __init__(self, durable: bytes = b"") -> None:
         self.durable = durable
@@ -163,16 +169,17 @@ class _File:
 
 
 Names = dict[Path, "_File | None"]
-"""What lies where; None is a folder."""
+"""Files by path; None stands for a folder."""
 
 
 class PowerLossDisk(CrashingDisk):
-    """A disk that loses power: what was not synced may be gone, wholly or in part.
+    """A disk that loses power: data that was not synced may be lost, all or in part.
 
-    Survivors are every combination of *contents* (of each file: only what was synced; all; synced and half of the
-    rest; all, but the last block is zeros; and, so that files disagree, every other file all or nothing) and *names*
-    (of each folder: as at its last sync; as now). Everything was synced when the disk was made. SQLite writes past
-    this class, so its files are looked at whenever something else happens, and synced when their log is.
+    The survivors are every combination of *contents* (of each file: only what was synced; all; synced and half of the
+    rest; all, but the last block is zeros; and, so that files disagree, alternate files all or nothing) and *names*
+    (of each folder: as at its last sync; as now). Everything counts as synced when the disk is made. SQLite does not
+    write through this class, so its files are read whenever another effect happens, and count as synced when their
+    log is.
     """
 
     BLOCK = 64  # bytes; smaller than a real one, as everything in tests is
@@ -185,12 +192,12 @@ class PowerLossDisk(CrashingDisk):
             self._now[path] = None if path.is_dir() else _File(path.read_bytes())
         self._durable.update(self._now)
 
-    def before(self, name: str, args: tuple[Any, ...], label: str) -> None:
+    def before(self, name: str, args: Arguments, label: str) -> None:
         if self.crashed_at is None and (name == "rename" or len(self.happened) == self._crash_at):
             self._look()
         super().before(name, args, label)
 
-    def after(self, name: str, args: tuple[Any, ...]) -> None:
+    def after(self, name: str, args: Arguments) -> None:
         path = _path(args)
         if name == "sync":
             self._look()
@@ -199,7 +206,7 @@ class PowerLossDisk(CrashingDisk):
             self._now[path] = self._now.pop(args[0])
 
     def _look(self) -> None:
-        """Takes up what lies on the real disk now."""
+        """Records what is on the real disk now."""
         found = set(self._folder.rglob("*"))
         for path in self._now.keys() - found:
             del self._now[path]
@@ -218,7 +225,7 @@ class PowerLossDisk(CrashingDisk):
                 del self._durable[known]
             self._durable.update({known: file for known, file in self._now.items() if known.parent == path})
             return
-        # SQLite syncs its database itself before it relies on it; what it wrote is at least as old as its log.
+        # SQLite syncs its database before it relies on it, and what it wrote there is at least as old as its log.
         also = path.with_name(path.name.removesuffix("-wal"))
         for synced in {path, also}:
             if (file := self._now.get(synced)) is not None:
@@ -234,7 +241,7 @@ class PowerLossDisk(CrashingDisk):
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
         for index, path in enumerate(sorted(names)):
-            # A folder whose own name is lost takes with it what lies in it.
+            # A folder whose name is lost takes its content with it.
             if not path.parent.is_dir():
                 continue
             file = names[path]
@@ -244,10 +251,10 @@ class PowerLossDisk(CrashingDisk):
                 path.write_bytes(self._survives(path, file, content, index))
 
     def _survives(self, path: Path, file: _File, content: str, index: int) -> bytes:
-        # SQLite syncs its log before it writes to its database, and that before it starts the log anew. So the
-        # database is as it is now; and where it changed since our last sync, its log was synced by SQLite.
+        # SQLite syncs its log before it writes to the database, and the database before it restarts the log. So the
+        # database survives as it is now. If it changed since our last sync, SQLite has synced the log.
         database = self._now.get(path.with_name(path.name.removesuffix("-wal")))
-        if path.suffix == ".sqlite3" or (
+        if path.name == CACHE or (
             path.name.endswith("-wal") and database is not None and database.content != database.durable
         ):
             return file.content
@@ -263,25 +270,27 @@ class PowerLossDisk(CrashingDisk):
 
 
 class FailingDisk(WatchedDisk):
-    """A disk that refuses the effect number ``fail_at`` (from 0), and, if ``for_ever``, every one after it.
+    """A disk that refuses one effect, or all effects from one on.
 
     Args:
+        fail_at: number of the effect to refuse, from 0.
         code: an ``errno``: ENOSPC, EIO, EROFS, ...
+        permanent: refuse every later effect, too.
     """
 
-    def __init__(self, fail_at: int, code: int = errno.ENOSPC, for_ever: bool = False) -> None:
+    def __init__(self, fail_at: int, code: int = errno.ENOSPC, permanent: bool = False) -> None:
         super().__init__()
         self.failed_at: str | None = None
         self.refused: list[Path] = []
         self._fail_at = fail_at
         self._code = code
-        self._for_ever = for_ever
-        self._asked = 0
+        self._permanent = permanent
+        self._count = 0
 
-    def before(self, name: str, args: tuple[Any, ...], label: str) -> None:
-        due = self._asked >= self._fail_at if self._for_ever else self._asked == self._fail_at
-        self._asked += 1
-        if due and name != "remove_dir":  # which is tidying, and may fail
+    def before(self, name: str, args: Arguments, label: str) -> None:
+        due = self._count >= self._fail_at if self._permanent else self._count == self._fail_at
+        self._count += 1
+        if due and name != "remove_dir":  # only cleans up, and may fail
             self.failed_at = self.failed_at or label
             self.refused.append(_path(args))
             with files.explained(name, _path(args)):
@@ -290,7 +299,7 @@ class FailingDisk(WatchedDisk):
 
 @contextmanager
 def disk_in_place(disk: files.Disk) -> Iterator[None]:
-    """Everybody writes to ``disk`` meanwhile. A simulated crash ends the block, and is swallowed."""
+    """Makes all rooms write to ``disk`` inside the block. A simulated crash ends the block and is swallowed."""
     before, files.disk = files.disk, disk
     effects = object_store.effects
     if isinstance(disk, CrashingDisk):
@@ -306,9 +315,9 @@ def disk_in_place(disk: files.Disk) -> Iterator[None]:
 
 @contextmanager
 def crash_at(number: int, folder: Path, torn: bool = False) -> Iterator[CrashingDisk]:
-    """Lets ``number`` effects happen, and crashes at the next; swallows the crash, and leaves ``folder`` as it was.
+    """Lets ``number`` effects happen and crashes at the next. Swallows the crash; leaves ``folder`` as it was then.
 
-    ``crashed_at`` of what it gives is None if the code ended before there were that many effects.
+    The disk's ``crashed_at`` is None if the block ended before that effect.
     """
     disk = CrashingDisk(number, folder, torn)
     with disk_in_place(disk):

@@ -1,4 +1,4 @@
-"""A server that answers and counts."""
+"""FakeServer: answers like an OpenAI-compatible server, and counts the requests."""
 
 from __future__ import annotations
 
@@ -7,38 +7,42 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import orjson
 import xxhash
 from aiohttp import web
 
+Payload: TypeAlias = dict[str, Any]
+"""The JSON of a request or an answer. Its values are ``Any`` because a rollout may send anything."""
+
 
 class FakeServer:
-    """An OpenAI-compatible server in a thread of its own, which counts what it is asked.
+    """An OpenAI-compatible server in its own thread, which counts the requests.
 
     Args:
-        answer: gives the text for a payload and the number of times this payload was asked before. By default the
+        answer: returns the text for a payload and the number of earlier requests with its question. By default the
             same payload always gets the same text.
-        status: gives an HTTP status other than 200, or None, likewise.
-        delay: gives seconds to wait before answering, likewise.
-        hold_after: so many requests are answered; later ones wait for ``release``.
+        status: returns an HTTP status other than 200, or None; called like ``answer``.
+        delay: returns the seconds to wait before answering; called like ``answer``.
+        hold_after: number of requests that are answered at once; later ones wait for ``release``.
     """
 
     def __init__(
         self,
-        answer: Callable[[dict[str, Any], int], str] | None = None,
-        status: Callable[[dict[str, Any], int], int | None] = lambda payload, times: None,
-        delay: Callable[[dict[str, Any], int], float] = lambda payload, times: 0.0,
+        answer: Callable[[Payload, int], str] | None = None,
+        status: Callable[[Payload, int], int | None] = lambda payload, times: None,
+        delay: Callable[[Payload, int], float] = lambda payload, times: 0.0,
         hold_after: int | None = None,
     ) -> None:
         self.asked: Counter[str] = Counter()
-        """How often each payload was asked, by its last message or prompt."""
-        self.payloads: list[dict[str, Any]] = []
+        """Number of requests by question, which is the last message or the prompt."""
+        self.payloads: list[Payload] = []
         self._answer = answer or (lambda payload, times: f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
         self._status = status
         self._delay = delay
         self._hold_after = hold_after
+        self._port = 0  # known once the server listens
         self._released = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -61,7 +65,7 @@ class FakeServer:
         self._thread.join()
 
     def release(self) -> None:
-        """Lets the requests go on that ``hold_after`` holds."""
+        """Answers the requests that ``hold_after`` holds back."""
         self._hold_after = None
         self._loop.call_soon_threadsafe(self._released.set)
 
@@ -101,7 +105,7 @@ class FakeServer:
         if status is not None:
             return web.json_response({"error": {"message": f"refused with {status}"}}, status=status)
         text = self._answer(payload, times)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+        choice: Payload = {"index": 0, "finish_reason": "stop"}
         choice |= {"message": {"role": "assistant", "content": text}} if "messages" in payload else {"text": text}
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
         body = orjson.dumps({"id": "fake", "choices": [choice], "usage": usage})

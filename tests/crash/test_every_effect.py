@@ -26,7 +26,7 @@ from tests.jobs import documents, runner, the_first_last, writer
 
 @pytest.fixture(autouse=True)
 def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage thread takes items one by one, so that there is a crash point between any two of them."""
+    """Makes the storage thread take items one by one, so that there is a crash point between any two of them."""
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
 
 
@@ -37,24 +37,24 @@ def folder(ram: Path) -> Path:
 
 
 def slow_start(payload: dict, times: int) -> float:
-    """The first document comes last, so later chunks are committed before the first one."""
+    """Delays the first document, so that later chunks are committed before the first one."""
     return 0.003 if payload["messages"][-1]["content"] == "text 0" else 0.0
 
 
 def out_of_order(server: FakeServer, number: int) -> Callable[[Path], None]:
-    """Lives of a job with a chunk for each document, of which the first is committed last."""
+    """Attempts of a job with one chunk per document, of which the first chunk is committed last."""
 
-    def life(folder: Path) -> None:
+    def attempt(folder: Path) -> None:
         log = folder / "checkpoints" / "00000" / "commits.jsonl"
 
         async def others_committed() -> None:
             while committed(log) < number - 1:
-                await asyncio.sleep(0.0005)  # a life that crashes meanwhile cancels this
+                await asyncio.sleep(0.0005)  # an attempt that crashes meanwhile cancels this
 
         context = {"others_committed": others_committed}
         runner(folder, server, the_first_last, records_per_chunk=1, shared_context=context).run(documents(number))
 
-    return life
+    return attempt
 
 
 def committed(log: Path) -> int:
@@ -66,17 +66,17 @@ def commit_order(folder: Path) -> list[int]:
     return [json.loads(line)["chunk_index"] for line in log.read_text().splitlines()]
 
 
-def assert_out_of_order(life: Callable[[Path], None], folder: Path) -> None:
-    """The undisturbed life's commits are not in order, or the proof below would be one of a simpler job."""
+def assert_out_of_order(attempt: Callable[[Path], None], folder: Path) -> None:
+    """Checks that an undisturbed attempt commits out of order; otherwise the proof below covers a simpler job."""
     apart = folder.with_name("apart")
     copy_tree(folder, apart)
-    life(apart)
+    attempt(apart)
     order = commit_order(apart)
     assert order != sorted(order)
 
 
 def answered(folder: Path) -> Counter[str]:
-    """What is on disk as answered: cache, journals and commits of documents whose text is their ordinal."""
+    """Returns what is answered according to cache, journals and commits, for documents whose text is their ordinal."""
     rank = folder / "checkpoints" / "00000"
     found: set[int] = set()
     if (rank / "commits.jsonl").exists():
@@ -107,11 +107,11 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
     folder: Path, number: int, torn: bool
 ) -> None:
     with FakeServer() as server:
-        life = out_of_order(server, number)
-        assert_out_of_order(life, folder)
-        report = assert_same_output_after_crash(life, folder, torn=torn)
+        attempt = out_of_order(server, number)
+        assert_out_of_order(attempt, folder)
+        report = assert_same_output_after_crash(attempt, folder, torn=torn)
     print(report)
-    # The proof is worth what it covers: each step of the commit order must have been crashed at.
+    # The proof must cover each step of the commit order.
     for step in (
         "sync chunk_",
         "write 00000_chunk_",
@@ -127,16 +127,16 @@ def prove_nothing_is_paid_twice(folder: Path) -> None:
     with FakeServer(delay=slow_start) as server:
         kept: Counter[str] = Counter()
 
-        def life(folder: Path) -> None:
+        def attempt(folder: Path) -> None:
             server.asked.clear()
             runner(folder, server).run(documents(5))
-            assert not kept & server.asked, "asked again for what was on disk"
+            assert not kept & server.asked, "re-requested answers that were on disk"
             kept.clear()
 
         def after_crash(folder: Path) -> None:
             kept.update(answered(folder))
 
-        assert_same_output_after_crash(life, folder, recoveries=False, after_crash=after_crash)
+        assert_same_output_after_crash(attempt, folder, recoveries=False, after_crash=after_crash)
 
 
 @pytest.mark.timeout(200)
@@ -149,7 +149,7 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> 
 def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(folder: Path, kind: str | None) -> None:
     with FakeServer(delay=slow_start) as server:
 
-        def life(folder: Path) -> None:
+        def attempt(folder: Path) -> None:
             output = (
                 ParquetWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.parquet")
                 if kind == "parquet"
@@ -157,7 +157,7 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(fol
             )
             runner(folder, server, output_writer=output).run(documents(5))
 
-        assert_same_output_after_crash(life, folder, recoveries=False, torn=True)
+        assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True)
 
 
 @pytest.mark.timeout(1200)
@@ -166,10 +166,10 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(fol
 )
 def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, number: int, recoveries: bool) -> None:
     with FakeServer() as server:
-        life = out_of_order(server, number)
+        attempt = out_of_order(server, number)
         if number > 1:
-            assert_out_of_order(life, folder)
-        report = assert_same_output_after_crash(life, folder, power_loss=True, recoveries=recoveries)
+            assert_out_of_order(attempt, folder)
+        report = assert_same_output_after_crash(attempt, folder, power_loss=True, recoveries=recoveries)
     print(report)
 
 
@@ -178,12 +178,12 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
         kept: Counter[str] = Counter()
         most = 0
 
-        def life(folder: Path) -> None:
+        def attempt(folder: Path) -> None:
             server.asked.clear()
             try:
                 runner(folder, server).run(documents(3))
             finally:
-                assert not kept & server.asked, "asked again for what was on disk"
+                assert not kept & server.asked, "re-requested answers that were on disk"
                 kept.clear()
 
         def after_error(folder: Path) -> None:
@@ -191,23 +191,23 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
             kept.update(answered(folder))
             most = max(most, kept.total())
 
-        tried = assert_same_output_after_disk_errors(life, folder, after_error=after_error)
-        assert most == 3, "nothing was there to be asked again"
+        tried = assert_same_output_after_disk_errors(attempt, folder, after_error=after_error)
+        assert most == 3, "nothing was on disk that could be re-requested"
     print(f"{len(tried)} disk errors")
     assert len(tried) > 200
 
 
-# The proofs above are worth something only if a wrong order fails them. Each of these turns two steps around, or
-# leaves one out. ---------------------------------------------------------------------------------------------------
+# The proofs above must fail for a wrong order of steps. Each test below swaps two steps, or leaves one out.
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def prove(folder: Path, power_loss: bool = False) -> None:
     with FakeServer(delay=slow_start) as server:
 
-        def life(folder: Path) -> None:
+        def attempt(folder: Path) -> None:
             runner(folder, server).run(documents(3))
 
-        assert_same_output_after_crash(life, folder, recoveries=False, power_loss=power_loss)
+        assert_same_output_after_crash(attempt, folder, recoveries=False, power_loss=power_loss)
 
 
 def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pyte
             rename(files.disk, source, target)
 
     def open_empty(self: CheckpointManager) -> Any:
-        renames.clear()  # of a dead life
+        renames.clear()  # of an attempt that crashed
         return open_(self)
 
     monkeypatch.setattr(files.Disk, "rename", later)
@@ -268,7 +268,7 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(
 
 
 def prove_commits_are_durable(folder: Path) -> int:
-    """A chunk whose journal was deleted is committed in whatever survives a power loss."""
+    """Checks that a chunk whose journal was deleted is committed in everything that may survive a power loss."""
     fresh = folder.with_name("fresh")
     copy_tree(folder, fresh)
     checked = 0

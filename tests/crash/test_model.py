@@ -1,11 +1,11 @@
-"""A model of the whole: random lives of one job, in which it finishes, fails, is killed, loses power, and goes on.
+"""A model of the whole: random runs of one job, which complete, fail, are killed, lose power, and resume.
 
 Each document's answers, and whether it is written, dropped or a dead letter at its n-th attempt, follow from its text
-alone. So the model knows what must be on disk from the texts, from where the input ended when a life ran, and from
-which passes over dead letters there were. It is compared with the disk after every life, however that life ended.
+alone. So the model knows what must be on disk from the texts, from where the input ended at each run, and from the
+passes over dead letters. It is compared with the disk after every run, however the run ended.
 
-A kill keeps what was written, but what was not synced may still be lost when the power fails in a later life: the
-disks of one job hand on what is durable.
+A kill keeps what was written, but data that was not synced may still be lost when the power fails in a later run. So
+each disk of a job passes on to the next one which data is durable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Attempt = tuple[int, int]
 
 
 class Faults:
-    """What goes wrong in this life only. An object, so that it is no part of the run's identity."""
+    """Faults of the current run only. An object, so that they are no part of the run's identity."""
 
     raising: str | None = None
     answers_left: int | None = None
@@ -61,7 +61,7 @@ FAULTS = Faults()
 
 
 async def rollout(document: Document, generate: Any, prompt: str) -> Any:
-    """Two questions, the second with the answer to the first. The text says what becomes of it: kind and hardness."""
+    """Two questions, the second with the answer to the first. The text says what happens: its kind and hardness."""
     letter = getattr(document, "letter", None)
     attempt = letter["attempts"] + 1 if letter else 1
     kind, hardness, _ = document.text.split()
@@ -101,7 +101,7 @@ def outcome(text: str, attempt: int) -> str:
 
 
 def line(text: str, attempt: int) -> bytes:
-    """What the output must hold of a document, reckoned without the package."""
+    """Returns the line that the output must hold for a document, computed without the package."""
     answers: list[str] = []
     for answer in ("nothing", "the first"):
         asked = question(PROMPT, text, attempt, answers[0] if answer == "the first" else answer)
@@ -129,7 +129,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 
 @dataclass(frozen=True)
 class Way:
-    """How a life is lived: what may differ from life to life. ``retry``: over the dead letters, not the input."""
+    """Settings that may differ from run to run. ``retry``: process the dead letters, not the input."""
 
     retry: bool
     seeks: bool
@@ -151,15 +151,15 @@ WAYS = st.builds(
 KIND = st.sampled_from(["plain 0", "slow 0", "drops 0", "rejected 1", "raises 1", "rejected 2", "drops 1", "raises 3"])
 DOCUMENTS = st.lists(KIND, min_size=2, max_size=8) | st.just([])
 MOMENT = st.integers(0, 99)
-"""A place in a life, from its beginning (0) to about its end. Up to 127, hypothesis prefers no number."""
+"""A moment in a run, from its start (0) to about its end. Up to 127, hypothesis prefers no number."""
 
 ENDS = ("to_the_end", "killed", "power_lost", "disk_failed", "rollout_failed", "server_refused", "setting_changed")
 
 
 class Powered(PowerLossDisk):
-    """A disk that crashes, and knows of what an earlier life wrote whether it was synced.
+    """A disk that crashes, and knows what earlier runs wrote and did not sync.
 
-    SQLite syncs by itself, so what it wrote in an earlier life is taken for durable.
+    SQLite syncs its files itself, so what it wrote in an earlier run counts as durable.
     """
 
     def __init__(self, crash_at: int, folder: Path, torn: bool = False, before: Powered | None = None) -> None:
@@ -185,8 +185,8 @@ class Powered(PowerLossDisk):
 # The machine --------------------------------------------------------------------------------------------------------
 
 
-class Lives(RuleBasedStateMachine):
-    """Lives of one job. Rules are never preconditioned: what is on disk after a crash is not known in advance."""
+class JobMachine(RuleBasedStateMachine):
+    """Runs of one job. No rule has a precondition: what is on disk after a crash is not known in advance."""
 
     server: ClassVar[FakeServer]
     folder: ClassVar[Path]
@@ -200,11 +200,11 @@ class Lives(RuleBasedStateMachine):
         self.input = self.folder / "input"
         self.input.mkdir()
         self.texts: list[str] = []
-        self.ends: set[int] = set()  # where the input ended when a life ran
+        self.ends: set[int] = set()  # where the input ended at each run
         self.last_completed = self.lost_power = False
         self.ever_completed = False
         self.power: Powered | None = None
-        self.history: list[str] = []  # threads race, so hypothesis may not get the same life again to show it
+        self.history: list[str] = []  # threads race, so hypothesis may be unable to repeat a run to show it
 
     @initialize(kinds=st.lists(DOCUMENTS, min_size=1, max_size=3), records=st.integers(1, 5), ends=st.booleans())
     def begin(self, kinds: list[list[str]], records: int, ends: bool) -> None:
@@ -218,54 +218,54 @@ class Lives(RuleBasedStateMachine):
     def grow(self, kinds: list[str], in_a_new_file: bool, ends: bool) -> None:
         self._grow(kinds, in_a_new_file, ends)
 
-    # One rule for all ends of a life: of many rules, hypothesis leaves out some in each example.
+    # One rule for all ends of a run: with many rules, hypothesis leaves out some in each example.
     @rule(way=WAYS, end=st.sampled_from(ENDS), moment=MOMENT, detail=st.integers(0, 11), torn=st.booleans())
-    def live(self, way: Way, end: str, moment: int, detail: int, torn: bool) -> None:
+    def run_job(self, way: Way, end: str, moment: int, detail: int, torn: bool) -> None:
         getattr(self, f"_{end}")(way, moment, detail, torn)
 
     def _to_the_end(self, way: Way, moment: int, detail: int, torn: bool) -> None:
-        self._live(way, self._disk())
+        self._run_once(way, self._disk())
 
     def _killed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
         disk = self._disk(self._effect(moment), torn)
-        self._live(way, disk)
+        self._run_once(way, disk)
         if disk.crashed_at is not None:
             disk.kill()
             self._died("kills")
 
     def _power_lost(self, way: Way, moment: int, detail: int, torn: bool) -> None:
         disk = self._disk(self._effect(moment), torn)
-        self._live(way, disk)
+        self._run_once(way, disk)
         if disk.crashed_at is not None:
             disk.lose_power(detail)
             self.power = None
-            # What a life removed at its very end may be there again, so that a rank looks as if it had more to do.
+            # Files that a run removed at its very end may be back, so a rank may look as if it had more to do.
             self.last_completed, self.lost_power = False, True
             self._died("power losses")
 
     def _disk_failed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
-        code, for_ever = (errno.ENOSPC, errno.EIO, errno.EROFS)[detail % 3], torn
-        disk = FailingDisk(self._effect(moment), code, for_ever)
-        error = self._live(way, disk)
+        code, permanent = (errno.ENOSPC, errno.EIO, errno.EROFS)[detail % 3], torn
+        disk = FailingDisk(self._effect(moment), code, permanent)
+        error = self._run_once(way, disk)
         self.power = None
         if error is None or isinstance(error, CheckpointMismatch):
-            assert disk.failed_at is None, f"went on although the disk refused: {disk.failed_at}"
+            assert disk.failed_at is None, f"the job ignored an error of the disk: {disk.failed_at}"
             return
         assert disk.failed_at is not None, f"failed without cause: {error}"
         assert "/" in str(error), f"no file is named: {error}"
         self._died("disk errors")
 
     def _rollout_failed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
-        """With on_document_error="stop", which is changed for this life only."""
+        """With on_document_error="stop", which is changed for this run only."""
         number = moment * (len(self.texts) + 1) // 100
         with fault(raising=f"id {number}"):
             before = self._finished_on_disk()
             raising = {("id", number)} | {("text", n) for n, text in enumerate(self.texts) if "raises" in text}
             raising |= {("text", n) for n, text in enumerate(self.texts) if text.startswith("drops 1")}
             stops = {n for _, n in raising if n < len(self.texts) and (n, 1) not in before}
-            error = self._live(way, self._disk(), on_document_error="stop")
+            error = self._run_once(way, self._disk(), on_document_error="stop")
         if way.retry or error is None:
-            assert way.retry or not stops, f"went on over {stops}"
+            assert way.retry or not stops, f"the job did not stop at {stops}"
             return
         assert isinstance(error, DocumentFailed), error
         assert stops, f"failed without cause: {error}"
@@ -274,7 +274,7 @@ class Lives(RuleBasedStateMachine):
     def _server_refused(self, way: Way, moment: int, detail: int, torn: bool) -> None:
         """It answers some requests, and then 401."""
         with fault(answers_left=moment // 8):
-            error = self._live(way, self._disk())
+            error = self._run_once(way, self._disk())
         if error is not None and not isinstance(error, CheckpointMismatch):
             assert isinstance(error, ServerRefused), error
             self._died("refusing servers")
@@ -293,48 +293,48 @@ class Lives(RuleBasedStateMachine):
         self.count["refused changes"] += 1
 
     def teardown(self) -> None:
-        """Whatever happened: run to the end, retry until nothing is left to retry, and compare with an easy life."""
-        with self._telling():
+        """In any case: runs to the end, retries until no dead letter is left to retry, compares with an easy job."""
+        with self._history_of_a_fault():
             if (failure := sys.exception()) is not None:
                 raise failure
             self._to_the_very_end()
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tells this one's life if it shows a fault, and not where hypothesis gives it up."""
+    def _history_of_a_fault(self) -> Iterator[None]:
+        """Prints the job's history if it shows a fault, but not if hypothesis gives the example up."""
         try:
             yield
         except HypothesisException:
             raise
         except Exception:
-            print("this was its life:", *self.history, sep="\n  ")
+            print("history of the job:", *self.history, sep="\n  ")
             raise
 
     def _to_the_very_end(self) -> None:
         way = Way(False, True, 50, 2000, 1.0, False)
-        assert self._live(way, self._disk()) is None
+        assert self._run_once(way, self._disk()) is None
         before: dict[str, bytes] = {}
         while before != (before := outputs(self.job / "checkpoints")):
-            assert self._live(Way(True, True, 50, 2000, 1.0, False), self._disk()) is None
+            assert self._run_once(Way(True, True, 50, 2000, 1.0, False), self._disk()) is None
         self._check_verify(all_is_done=True)
         self._check_places()
-        self._check_easy_life()
+        self._check_easy_job()
         self.count["examples"] += 1
         self.count["documents"] += len(self.texts)
 
-    # lives ----------------------------------------------------------------------------------------------------------
+    # runs -----------------------------------------------------------------------------------------------------------
 
     def _disk(self, crash_at: int = 10**9, torn: bool = False) -> Powered:
         self.power = Powered(crash_at, self.job, torn, self.power)
         return self.power
 
     def _effect(self, moment: int) -> int:
-        """A life has about ten effects per document, and some at its beginning and end."""
+        """A run has about ten effects per document, and some at its start and end."""
         done = len({number for number, _ in self._finished_on_disk()})
         return moment * (30 + 12 * (len(self.texts) - done)) // 100
 
-    def _live(self, way: Way, disk: files.Disk, **changes: Any) -> CkptError | None:
-        """One life; returns what it raised. A simulated crash looks like an end without error."""
+    def _run_once(self, way: Way, disk: files.Disk, **changes: Any) -> CkptError | None:
+        """Runs the job once and returns what it raised. After a simulated crash it returns None, as after a success."""
         crashed = None
         error: CkptError | None = None
         returned = False
@@ -350,11 +350,11 @@ class Lives(RuleBasedStateMachine):
         crashed = getattr(disk, "crashed_at", None)
         fault = crashed or getattr(disk, "failed_at", None)
         self.history.append(f"{way} {type(disk).__name__} {fault} {vars(FAULTS)} -> {error!r:.200}")
-        assert not (returned and crashed), f"went on over a crash: {crashed}"
-        self.count["lives"] += 1
+        assert not (returned and crashed), f"the job ignored a crash: {crashed}"
+        self.count["runs"] += 1
         self.count["requests"] += self.server.asked.total()
         asked = {attempt_of(content) for content in self.server.asked}
-        assert not asked & done, f"asked again for what was finished: {asked & done}"
+        assert not asked & done, f"re-requested what was finished: {asked & done}"
         if not way.retry:
             self.last_completed = returned
             self.ever_completed |= returned
@@ -453,7 +453,7 @@ class Lives(RuleBasedStateMachine):
     # what must be on disk ---------------------------------------------------------------------------------------------
 
     def _check(self, completed: Way | None) -> None:
-        """After every life. ``completed``: how it was lived, if it came to its end."""
+        """Called after every run. ``completed``: the settings of the run, if it completed."""
         self.count["checks"] += 1
         expected = self._check_rank("", self._rank, [(number, 1) for number in range(len(self.texts))], self.ends)
         finished = completed is not None and not completed.retry
@@ -503,7 +503,7 @@ class Lives(RuleBasedStateMachine):
         return expected
 
     def _check_letters(self, folder: Path, committed: Counter[Attempt]) -> None:
-        """Those of commits are there; others may follow, until the next life cuts them off."""
+        """Checks the dead letters of commits. Others may follow them, until the next run cuts those off."""
         end = max((commit.dead_letters_size for commit in self._commits(folder)), default=0)
         path = folder / "dead_letters.jsonl"
         kept = path.read_bytes()[:end] if path.exists() else b""
@@ -541,7 +541,7 @@ class Lives(RuleBasedStateMachine):
         assert found == Counter(identifier(text) for text in self.texts)
         self.count["places checked"] += len(self.texts)
 
-    def _check_easy_life(self) -> None:
+    def _check_easy_job(self) -> None:
         """A job that nothing disturbs, whose input grew where this one's was seen to end, writes the same bytes."""
         cut = [c.next_ordinal for c in self._commits() if c.counts.read < self.records] + [len(self.texts)]
         easy = self.folder / "easy"
@@ -586,21 +586,21 @@ def groups_of(number: int) -> Iterator[None]:
 )
 def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path, examples: int, steps: int) -> None:
     with FakeServer(status=refuse, delay=slowness) as server:
-        Lives.server, Lives.folder, Lives.count = server, ram / "model", Counter()
+        JobMachine.server, JobMachine.folder, JobMachine.count = server, ram / "model", Counter()
         run_state_machine_as_test(
-            Lives,
+            JobMachine,
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
                 deadline=None,
                 derandomize=True,
                 database=None,
-                phases=[Phase.generate],  # threads race: a shorter life may end well for another reason
+                phases=[Phase.generate],  # threads race: a shorter history may pass for another reason
                 report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
             ),
         )
-    print(", ".join(f"{number} {what}" for what, number in Lives.count.items()))
-    rare = ("failed rollouts", "refusing servers") if examples > 100 else ()  # they need documents that wait for a life
+    print(", ".join(f"{number} {what}" for what, number in JobMachine.count.items()))
+    rare = ("failed rollouts", "refusing servers") if examples > 100 else ()  # they need unfinished documents
     for what in ("kills", "power losses", "disk errors", "refused changes", *rare):
-        assert Lives.count[what], f"no {what}"
+        assert JobMachine.count[what], f"no {what}"

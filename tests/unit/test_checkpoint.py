@@ -1,4 +1,4 @@
-"""The rooms of checkpoint/, one by one: lines, journals, commits, the request cache, the storage thread, the lock."""
+"""The modules of checkpoint/, one by one: lines, journals, commits, request cache, storage thread, lock."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between
     assert list(journal.read_in_order()) == expected
     longest = size + 200
     assert max(read) <= max(longest, 2**20 + 2**13 * 2**20 // (size // 2 + 100))
-    if spread == 1:  # a thread that gives the lock away for each document keeps others from it: see journal.py
+    if spread == 1:  # a thread that releases the GIL for each document keeps others from it: see journal.py
         assert len(read) <= 2 + 2 * journal.size / max(2**20 - longest, longest)
 
 
@@ -213,7 +213,7 @@ def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path: P
 
 @pytest.mark.parametrize("number", [0, 1, 2, 63, 64, 65, 1000])
 def test_a_group_of_answers_is_a_few_statements(tmp_path: Path, number: int) -> None:
-    """Each one gives Python's lock away, and has to wait until it has it again."""
+    """Each statement releases the GIL, and must wait to get it back."""
     cache = RequestCache(tmp_path / "cache")
     statements: list[str] = []
     cache._connection.set_trace_callback(statements.append)
@@ -229,7 +229,7 @@ def test_a_group_of_answers_is_a_few_statements(tmp_path: Path, number: int) -> 
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"not a database at all" * 100)
-    with pytest.raises(CheckpointCorrupt, match=r"cache is no SQLite database\. Remove it"):
+    with pytest.raises(CheckpointCorrupt, match=r"cache is not a SQLite database\. Remove it"):
         RequestCache(tmp_path / "cache")
 
 
@@ -278,7 +278,7 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
         storage.put_answer(request(ordinal))
         storage.put_finished(CHUNK, finished(ordinal))
     storage.call(lambda: seen.append(len(list(rank_files._journal(CHUNK).read_in_order()))))
-    assert storage.backlog_bytes > 20 * 500  # items of no size take memory, too
+    assert storage.backlog_bytes > 20 * 500  # items without content take memory, too
     hold.set()
     storage.stop()
     assert storage.error is None
@@ -326,7 +326,7 @@ def test_auto_syncs_a_slow_disk_as_often_as_its_share_allows(tmp_path: Path) -> 
         storage.put_finished(CHUNK, finished(0))
         assert synced.wait(30)
         storage.stop()
-    # The journal and its folder, 30 ms each; 2 % of 3 seconds. Another program may make it slower, nothing faster.
+    # The journal and its folder take 30 ms each, which is 2 % of 3 s. Load on the machine can only lengthen this.
     assert interval.seconds >= 3.0
 
 

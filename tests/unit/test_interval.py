@@ -1,4 +1,4 @@
-"""The interval between saves: a number, or what keeps them below a share of the time."""
+"""The interval between saves: a fixed number of seconds, or one that keeps saves below a share of the time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_rule(durations: list[float], seconds: float) -> None:
 
 @given(st.lists(st.floats(0.002, 0.6), min_size=1, max_size=100))
 def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(durations: list[float]) -> None:
-    """Up to the last few, for which there was no time yet to wait."""
+    """Except the last few saves, whose interval has not passed yet."""
     interval = TunedInterval(TUNING)
     elapsed = 0.0
     for duration in durations:

@@ -50,6 +50,8 @@ class RunIdentity:
     """What to add to the error if a field differs, by the name of the field."""
     earlier: RunIdentity | None = None
     """The same run as an earlier release described it."""
+
+
 class Owner(TypedDict):
     """The process that owns a rank, as ``run.json`` has it. ``earlier``: the owners before it, see above."""
 
@@ -174,7 +176,7 @@ def _refuse_foreign(folder: Path) -> None:
     foreign = [name for name in (COMMITS, CACHE, journal_path(folder, 0).name) if (folder / name).exists()]
     if foreign:
         raise CheckpointMismatch(
-            f"{folder} holds {', '.join(foreign)} but no run.json: another program made it (datatrove's own "
+            f"{folder} holds {', '.join(foreign)} but no {RUN}: another program made it (datatrove's own "
             "InferenceRunner?). Choose another checkpoints_local_dir."
         )
 

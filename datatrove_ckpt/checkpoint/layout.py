@@ -22,6 +22,7 @@ RETRY_INPUT = "input.jsonl"
 RETRIES = "retry-*"
 """Pattern of the folders of retries, below ``checkpoints_local_dir``."""
 
+_RANK = re.compile(r"\d{5,}")
 _JOURNAL = re.compile(r"chunk_(\d{5,})\.jsonl")
 _RETRY = re.compile(r"retry-(\d{5,})")
 
@@ -29,6 +30,11 @@ _RETRY = re.compile(r"retry-(\d{5,})")
 def rank_folder(root: Path, rank: int) -> Path:
     """The folder of one rank below ``checkpoints_local_dir``, or below the folder of a retry."""
     return root / f"{rank:05d}"
+
+
+def rank_numbers(root: Path) -> list[int]:
+    """The ranks that have a folder below ``checkpoints_local_dir`` or below a retry's folder, in ascending order."""
+    return sorted(int(path.name) for path in root.iterdir() if _RANK.fullmatch(path.name))
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:

@@ -22,7 +22,6 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_file,
     rank_folder,
 )
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.publishing import WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles

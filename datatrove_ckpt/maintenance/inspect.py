@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import fcntl
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -35,6 +34,7 @@ from datatrove_ckpt.checkpoint.layout import (
     journal_path,
     last_chunk_file,
     rank_folder,
+    rank_numbers,
 )
 from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
@@ -187,8 +187,7 @@ def find_ranks(checkpoints: Path) -> list[RankFolder]:
 def _ranks(root: str, folder: Path) -> Iterable[RankFolder]:
     if not folder.is_dir():
         return []
-    numbers = sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"\d{5,}", path.name))
-    return [RankFolder(root, number, rank_folder(folder, number)) for number in numbers]
+    return [RankFolder(root, number, rank_folder(folder, number)) for number in rank_numbers(folder)]
 
 
 def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:

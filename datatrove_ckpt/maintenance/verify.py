@@ -31,7 +31,7 @@ import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
-from datatrove_ckpt.checkpoint.layout import RUN
+from datatrove_ckpt.checkpoint.layout import RUN, rank_folder
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
@@ -199,7 +199,7 @@ def _check_number_of_ranks(report: Report) -> None:
     tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
     is_active = not {"running", "unfinished"}.isdisjoint(report.states.values())
     for number in range(tasks):
-        missing = RankFolder("", number, report.checkpoints / f"{number:05d}")
+        missing = RankFolder("", number, rank_folder(report.checkpoints, number))
         if number in ranks:
             continue
         if is_active:

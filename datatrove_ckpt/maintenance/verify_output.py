@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.layout import retry_folder
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
@@ -191,7 +192,7 @@ def _template(rank: RankFolder) -> str:
 def _rank_and_chunk(names: dict[str, str]) -> tuple[tuple[str, int], int]:
     """The rank's key and the chunk index in a file's name."""
     retry, _, index = names["chunk_index"].rpartition("_")
-    root = f"retry-{int(retry.removeprefix('retry')):05d}" if retry else ""
+    root = retry_folder(Path(), int(retry.removeprefix("retry"))).name if retry else ""
     return (root, int(names.get("rank") or 0)), int(index)
 
 

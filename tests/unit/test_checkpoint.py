@@ -20,6 +20,15 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts,
 from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.layout import (
+    journal_indices,
+    journal_path,
+    last_chunk_file,
+    rank_folder,
+    rank_numbers,
+    retry_folder,
+    retry_number,
+)
 from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
@@ -345,6 +354,20 @@ def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_en
 
 
 # files -------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(tmp_path: Path) -> None:
+    numbers = [0, 7, 123_456]
+    for number in numbers:
+        rank_folder(tmp_path, number).mkdir()
+        journal_path(tmp_path, number).touch()
+        assert retry_number(retry_folder(tmp_path, number).name) == number
+    last_chunk_file(tmp_path, 0).parent.mkdir()
+    for name in ("retry-00001", "7", "00007.restoring", "chunk_7.jsonl", "chunk_00007.jsonl.new"):
+        (tmp_path / name).touch()
+    assert rank_numbers(tmp_path) == numbers
+    assert journal_indices(tmp_path) == numbers
+    assert retry_number("00000") is None
 
 
 def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import ChunkKey
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -265,7 +265,7 @@ CHUNK = ChunkKey(0, 0)
 def make_storage(
     folder: Path, interval: Interval | None = None, on_change: Callable[[], None] = lambda: None
 ) -> tuple[StorageThread, RankFiles]:
-    fence = RunClaim(folder, {}).take()
+    fence = RunClaim(folder, RunIdentity({})).take()
     log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
     rank_files = RankFiles(folder, folder / "last", cache, log, fence, interval or Interval(60), ResumePoint())
     return StorageThread(rank_files, on_change), rank_files

@@ -468,8 +468,8 @@ def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_chunk(
     def adapter(self: Any, document: Document) -> dict[str, Any]:
         return {"id": document.id, "shape": document.metadata["rollout_results"][0].shape}
 
-    mended = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter))
-    mended.run(documents(2))
+    fixed = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter))
+    fixed.run(documents(2))
     assert lines(tmp_path) == [{"id": "id 0", "shape": [2, 2]}, {"id": "id 1", "shape": [2, 2]}]
     assert set(server.asked.values()) == {1}
 
@@ -753,7 +753,7 @@ def test_an_output_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Pa
     (tmp_path / "output").write_text("a file, not a folder")
     with pytest.raises(StorageFailed, match=r"Could not .*/output"):
         runner(tmp_path, server, output_writer=output).run(documents(2))
-    assert not server.asked, "it is known before anything is paid for"
+    assert not server.asked, "it is known before any request is sent"
     (tmp_path / "output").unlink()
     runner(tmp_path, server, output_writer=output).run(documents(2))
     assert ids(tmp_path) == ["id 0", "id 1"]

@@ -1,30 +1,30 @@
-"""Crash-proof LLM inference for datatrove: exactly once, nothing paid twice, resumed where it was.
+"""Crash-proof LLM inference for datatrove: each document is processed exactly once, and no answer is paid for twice.
 
-``InferenceRunner`` and ``InferenceConfig`` take the place of datatrove's. Recovery is told on one page in
-``datatrove_ckpt.checkpoint``, the errors in ``datatrove_ckpt.errors``.
+``InferenceRunner`` and ``InferenceConfig`` replace datatrove's. ``datatrove_ckpt.checkpoint`` explains recovery on one
+page, ``datatrove_ckpt.errors`` the errors.
 
-The names are imported when they are first used: the servers' processes (``python -m datatrove_ckpt.inference...``)
-live below this package, and would otherwise take a second longer to start, loading datatrove for nothing.
+The names are imported at their first use. Some programs that we start are modules of this package (``python -m
+datatrove_ckpt.inference...``); importing datatrove, which they do not need, would make each start a second slower.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from datatrove_ckpt.config import InferenceConfig
     from datatrove_ckpt.errors import CkptError
     from datatrove_ckpt.runner import InferenceRunner
 
-_HOMES = {"CkptError": "errors", "InferenceConfig": "config", "InferenceRunner": "runner"}
+_MODULES = {"CkptError": "errors", "InferenceConfig": "config", "InferenceRunner": "runner"}
 
 __all__ = ["CkptError", "InferenceConfig", "InferenceRunner"]
 __version__ = "0.2.0.dev0"
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

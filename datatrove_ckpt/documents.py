@@ -1,9 +1,9 @@
-"""A document as bytes and back, types included: what datatrove's writers can write, the journal can keep.
+"""Converts a document to bytes and back, types included: the journal can keep what datatrove's writers can write.
 
-Plain JSON values are themselves. Any other is ``{"$py": [type, value]}``: dates, numpy scalars and arrays, bytes,
-sets, decimals, NaN and infinity (which JSON would turn into null), ``InferenceResult``. A dict of the user's
-that has a "$py" key is itself wrapped, so nothing is ever mistaken for a wrapper. Tuples come back as lists, as from
-any JSON. Pickle would keep more, and would run whatever lies in the folder.
+Plain JSON values are written as they are. Any other value is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
+decimals, numpy scalars and arrays, NaN and infinity (JSON would turn them into null), ``InferenceResult``. A user's
+dict with a "$py" key is wrapped, too, so it cannot be mistaken for a wrapper. Tuples come back as lists, as with any
+JSON. Pickle would keep more types, but loading it could run code that somebody put into the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import pathlib
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import orjson
@@ -28,17 +28,23 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import DocumentNotSerializable
 
+_Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
 _TAG = "$py"
 _TAG_BYTES = b'"$py":'
-# Everything that orjson would write without telling us what it was goes through ``_Encoder.wrap``.
+# Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
 
 
 def encode(document: Document) -> bytes:
     """The document as one line of JSON without a line break.
 
     Raises:
-        DocumentNotSerializable: naming the document and the value.
+        DocumentNotSerializable: a value has no JSON form; the error names the document and the value.
     """
     fields = {"text": document.text, "id": document.id, "media": document.media, "metadata": document.metadata}
     encoder = _Encoder()
@@ -46,21 +52,21 @@ def encode(document: Document) -> bytes:
         try:
             data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
         except orjson.JSONEncodeError:
-            # Integers beyond 64 bits, keys that are no strings: rare enough to be found by trying.
+            # An integer beyond 64 bits, or a key that is no string: so rare that a check in advance is not worth it.
             return trim(orjson.dumps(_wrap_deep(fields)))
-        # orjson writes NaN as null, and a "$py" key of the user's as such, without asking. Both leave a trace.
+        # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
         if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
             return trim(orjson.dumps(_wrap_deep(fields)))
     except (TypeError, ValueError, RecursionError) as error:
         raise DocumentNotSerializable(
-            f"Document {document.id!r} holds a value that cannot be kept: {error}. Let the rollout return, and the "
-            "steps before it set, JSON values, dates, bytes or numpy values."
+            f"Document {document.id!r} holds a value that cannot be kept: {error}. The rollout, and the steps before "
+            "it, may use JSON values, dates, bytes and numpy values."
         ) from error
     return trim(data)
 
 
-def _has_nan(fields: dict[str, Any]) -> bool:
-    """Whether a null may stand for NaN or infinity. Asked of the standard library's encoder, which is C, too."""
+def _has_nan(fields: dict[str, object]) -> bool:
+    """Whether a null may stand for NaN or infinity. The standard library's encoder finds out; it is also in C."""
     try:
         json.dumps(fields, allow_nan=False, default=_ignored)
     except ValueError:
@@ -68,22 +74,22 @@ def _has_nan(fields: dict[str, Any]) -> bool:
     return False
 
 
-def _ignored(value: Any) -> Any:
+def _ignored(value: object) -> object:
     plain = _plain(value)
     if plain is not value:
         return plain
     if isinstance(value, InferenceResult | Media):
         return _fields(value)
-    return 0  # ``_Encoder`` has kept it
+    return 0  # ``_Encoder`` has wrapped it
 
 
 def trim(data: bytes) -> bytes:
-    """``orjson.dumps(...)`` without the room that orjson leaves behind it: seven times its length (3.13, measured)."""
+    """The same bytes in a buffer of their size. That of ``orjson.dumps`` is seven times larger (3.13, measured)."""
     return b"%b" % data
 
 
 def decode(data: bytes) -> Document:
-    """The document that ``encode`` was given."""
+    """The document that ``encode`` converted."""
     fields = orjson.loads(data)
     if _TAG_BYTES in data:
         fields = _unwrap(fields)
@@ -97,24 +103,26 @@ def fingerprint(data: bytes) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def _array(value: np.ndarray[Any, Any]) -> list[Any]:
+def _array(value: _Array) -> list[object]:
     if value.dtype.hasobject:
         raise TypeError(f"a numpy array of type {value.dtype}")
     return [value.dtype.str, list(value.shape), base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()]
 
 
-def _scalar(value: np.generic) -> list[Any]:
+def _scalar(value: np.generic) -> list[object]:
     if value.dtype.hasobject or value.dtype.fields:
         raise TypeError(f"a numpy value of type {value.dtype}")
     return [value.dtype.str, base64.b64encode(value.tobytes()).decode()]
 
 
-def _from_array(value: list[Any]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(base64.b64decode(value[2]), dtype=value[0]).reshape(value[1]).copy()
+def _from_array(value: tuple[str, list[int], str]) -> _Array:
+    dtype, shape, data = value
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
 
 
-def _from_scalar(value: list[Any]) -> np.generic:
-    scalar: np.generic = np.frombuffer(base64.b64decode(value[1]), dtype=value[0])[0]
+def _from_scalar(value: tuple[str, str]) -> np.generic:
+    dtype, data = value
+    scalar: np.generic = np.frombuffer(base64.b64decode(data), dtype)[0]
     return scalar
 
 
@@ -122,12 +130,13 @@ def _from_delta(value: datetime.timedelta) -> list[int]:
     return [value.days, value.seconds, value.microseconds]
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: _Dataclass) -> dict[str, object]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-# (name, type, to JSON, from JSON); the first type that fits is taken, so subclasses stand before their bases.
-_TYPES: list[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]]] = [
+# (name, type, to JSON, from JSON). The first type that fits is used, so subclasses come before their bases.
+# Any, because the two functions of a row accept only values of that row.
+_TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]] = [
     ("result", InferenceResult, _fields, lambda value: InferenceResult(**value)),
     ("media", Media, _fields, lambda value: Media(**value)),
     ("array", np.ndarray, _array, _from_array),
@@ -142,6 +151,7 @@ _TYPES: list[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]]] = [
     ("frozenset", frozenset, lambda value: sorted(value, key=repr), frozenset),
     ("complex", complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
 ]
+_PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
 _READERS["dict"] = lambda value: dict(value)
 _READERS["float"] = float
@@ -149,14 +159,14 @@ _READERS["int"] = int
 
 
 class _Encoder:
-    """orjson's ``default`` hook, counting what it wrapped."""
+    """orjson's ``default`` hook, which counts the values that it wrapped."""
 
     __slots__ = ("wrapped",)
 
     def __init__(self) -> None:
         self.wrapped = 0
 
-    def wrap(self, value: Any) -> Any:
+    def wrap(self, value: object) -> object:
         plain = _plain(value)
         if plain is not value:
             return plain
@@ -164,18 +174,17 @@ class _Encoder:
         return _wrapped(value)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can say as well as the value can: enums, paths, subclasses of plain types, other dataclasses."""
+def _plain(value: object) -> object:
+    """The value as a JSON type that is as good: for enums, paths, subclasses of plain types, other dataclasses."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, np.generic | np.ndarray | InferenceResult | Media):
         return value
     if isinstance(value, datetime.datetime) and value != value:
-        return None  # pandas.NaT, which datatrove's JsonlWriter writes as null, too
+        return None  # pandas.NaT; datatrove's JsonlWriter also writes it as null
     if isinstance(value, pathlib.PurePath | uuid.UUID):
-        return str(value)  # as orjson writes a UUID without asking
-    base: Any
-    for base in (str, bool, int, float, dict, list, tuple):
+        return str(value)  # orjson writes a UUID in the same way
+    for base in _PLAIN_TYPES:
         if isinstance(value, base) and type(value) is not base:
             return base(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -183,20 +192,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _wrapped(value: Any) -> dict[str, Any]:
+def _wrapped(value: object) -> dict[str, list[object]]:
     for name, kind, write, _ in _TYPES:
         if isinstance(value, kind):
             return {_TAG: [name, write(value)]}
     raise TypeError(f"{_shorten(value)} of type {type(value).__qualname__}")
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _wrap_deep(value: Any) -> Any:
-    """The same structure in plain JSON values only."""
+def _wrap_deep(value: object) -> object:
+    """The same structure, from plain JSON values only."""
     value = _plain(value)
     if value is None or isinstance(value, str | bool):
         return value
@@ -206,7 +215,7 @@ def _wrap_deep(value: Any) -> Any:
         return {key: _wrap_deep(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_wrap_deep(item) for item in value]
-    if isinstance(value, np.generic):  # numpy.float64 is a float, too
+    if isinstance(value, np.generic):  # before float: numpy.float64 is a subclass of it
         return _wrapped(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {_TAG: ["float", str(value)]}
@@ -215,7 +224,7 @@ def _wrap_deep(value: Any) -> Any:
     return {_TAG: [(wrapped := _wrapped(value)[_TAG])[0], _wrap_deep(wrapped[1])]}
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap(value: object) -> object:
     if type(value) is list:
         return [_unwrap(item) for item in value]
     if type(value) is not dict:

@@ -1,115 +1,135 @@
-"""Every error this package raises on purpose. Each message says what happened, where, and what to do next.
+"""The errors of this package. Each message says what happened, where, and what to do next.
 
 CkptError
 ├── ConfigError                a setting that cannot work; names the key, its value and what is allowed
 ├── CheckpointError
-│   ├── CheckpointCorrupt      a checkpoint file that no crash of ours can explain; names file and line
-│   ├── CheckpointMismatch     the checkpoint belongs to another run, or the input changed under it
+│   ├── CheckpointCorrupt      a checkpoint file has a content that no crash can leave; names file and line
+│   ├── CheckpointMismatch     the checkpoint belongs to another run, or the input changed
 │   ├── CheckpointLocked       another process works on this rank
-│   │   └── Fenced             another process has taken this rank over meanwhile
+│   │   └── Fenced             another process took over this rank while this one was running
 │   └── StorageFailed          the disk refused a write, a sync or a rename
 ├── DocumentError
-│   ├── DocumentFailed         a rollout raised, or a request of it could not be answered
-│   ├── DocumentNotSerializable  a value in a document that cannot be kept or written
+│   ├── DocumentFailed         a rollout raised, or one of its requests could not be answered
+│   ├── DocumentNotSerializable  a document holds a value that cannot be kept or written
 │   ├── TooManyDeadLetters     more documents failed than max_dead_letters allows
 │   └── OutputFailed           a finished chunk could not be written or published
-├── Preempted                  told to end early, by a signal or the job's time limit; the same command resumes
+├── Preempted                  stopped early by a signal or by the job's time limit; the same command resumes
 ├── ServerError
-│   ├── ServerStartFailed      never became ready; holds the command, the exit code and the log's tail
-│   ├── ServerDied             was ready, is gone, and may not be restarted once more
+│   ├── ServerStartFailed      the server never became ready; shows command, exit code and the end of the log
+│   ├── ServerDied             the server was ready, died, and has no restart left
 │   └── ServerRefused          401, 403, 404: no request of this run can succeed
 └── RequestError
     ├── RequestRejected        400, 413, 422: this request can never succeed; kept in the request cache
-    ├── RequestFailed          given up after every retry; asked for again by the next run
-    └── RequestPoisoned        kills the server: it did so alone, after several deaths it had a part in
+    ├── RequestFailed          given up after every retry; the next run sends it again
+    └── RequestPoisoned        this request kills servers, even if it is the only one in flight
 
-What a rollout sees are datatrove's own ``InferenceError`` and ``ServerError``, whose ``error`` attribute holds one
-of these. This module imports nothing, so every room may import it.
+Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
+above. This module imports nothing, so every room may import it.
 """
 
 from __future__ import annotations
 
 
 class CkptError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package. Raised itself, it means that tasks of a cluster are not complete."""
 
 
 class ConfigError(CkptError, ValueError):
-    """A setting that cannot work. Also a ValueError, which is what datatrove raises for the same mistakes."""
+    """A setting cannot work. The message names the key, its value and what is allowed.
+
+    It is also a ValueError, because datatrove raises that for the same mistakes.
+    """
 
 
 class CheckpointError(CkptError):
-    """Something about the checkpoint folder."""
+    """Base of the errors about a checkpoint folder."""
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint file holds what no crash can have left there."""
+    """A checkpoint file has a content that no crash can leave. The message names file and line.
+
+    Causes are a damaged disk, a partial copy, an edit by hand, or a file of another version of this package. Restore
+    the file from a copy, or start the rank again with an empty folder.
+    """
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint was made by another run, or from another input."""
+    """The checkpoint was made with other settings or from another input. The message names what differs.
+
+    Restore the settings or the input, set ``accept_changes``, or use another ``checkpoints_local_dir``.
+    """
 
 
 class CheckpointLocked(CheckpointError):
-    """Another process holds this rank's checkpoint."""
+    """Another process works on this rank. The message names its host and its pid; wait for it, or stop it."""
 
 
 class Fenced(CheckpointLocked):
-    """Another process has taken this rank over since this one started. This one writes nothing more."""
+    """Another process took over this rank after this one started. This one writes nothing more; the other continues."""
 
 
 class StorageFailed(CheckpointError):
-    """The disk refused an effect. Nothing that was saved before is lost; the same command resumes."""
+    """The disk refused a write, a sync or a rename. Everything saved before is safe.
+
+    Correct the cause (a full disk, missing permissions, a lost mount), then run the same command again.
+    """
 
 
 class DocumentError(CkptError):
-    """Something about one document or the file it goes to."""
+    """Base of the errors about one document, or about the output file that it belongs to."""
 
 
 class DocumentFailed(DocumentError):
-    """A rollout raised. What other documents got is saved."""
+    """A rollout raised, or one of its requests could not be answered. The answers of other documents are saved.
+
+    Fix the cause and run the same command again, or set ``on_document_error="dead_letter"``.
+    """
 
 
 class DocumentNotSerializable(DocumentError):
-    """A document holds a value that can be neither kept in the journal nor written."""
+    """A document holds a value that the journal cannot keep. The message names the document and the value."""
 
 
 class TooManyDeadLetters(DocumentError):
-    """More documents became dead letters than the user allows: something is wrong with all of them."""
+    """More documents failed than ``max_dead_letters`` allows, so they probably have one cause. Fix that cause first."""
 
 
 class OutputFailed(DocumentError):
-    """A finished chunk could not be written to the output folder. Its journal is kept."""
+    """A finished chunk could not be written or uploaded. Its journal is kept, so no request is sent again.
+
+    Correct the cause (a value that the writer cannot write, missing permissions, a remote that fails), and run the same
+    command again.
+    """
 
 
 class Preempted(CkptError):
-    """The rank was told to end before its documents were done. What was finished is saved."""
+    """A signal or the job's time limit stopped the rank early. Finished work is saved; the same command resumes."""
 
 
 class ServerError(CkptError):
-    """Something about the inference server as a whole."""
+    """Base of the errors about an inference server as a whole."""
 
 
 class ServerStartFailed(ServerError):
-    """The server never became ready."""
+    """The server never became ready. The message shows its command, its exit code and the end of its log."""
 
 
 class ServerDied(ServerError):
-    """The server was ready and is gone; inside a run that means: more often than ``server_max_restarts`` allows."""
+    """The server was ready and died. A run ends with this error when ``server_max_restarts`` are used up."""
 
 
 class ServerRefused(ServerError):
-    """The server refuses every request of this run (401, 403, 404)."""
+    """The server refuses every request of this run (401, 403, 404): check the key, the model's name and the URL."""
 
 
 class RequestError(CkptError):
-    """Something about one request."""
+    """Base of the errors about one request."""
 
 
 class RequestRejected(RequestError):
-    """The server says that this request can never succeed (400, 413, 422).
+    """The server rejected this request for good (400, 413, 422). ``retry_errors`` sends it again.
 
-    Its text starts with ``BadRequestError``, the word datatrove's rollouts look for.
+    The message starts with ``BadRequestError``, because datatrove's rollouts look for that word.
     """
 
     def __init__(self, status: int, body: str) -> None:
@@ -122,8 +142,8 @@ class RequestRejected(RequestError):
 
 
 class RequestFailed(RequestError):
-    """A request was given up after its last retry."""
+    """A request was given up after ``request_max_attempts`` attempts. The next run sends it again."""
 
 
 class RequestPoisoned(RequestError):
-    """A request that was in flight at several deaths of servers, and then killed one that had nothing else to do."""
+    """This request kills servers: it was in flight when several died, and one died while it had no other request."""

@@ -1,9 +1,9 @@
-"""Ready-made rollouts for YAML files: what is asked about a document, without writing Python.
+"""What a rollout is, and ready-made rollouts for YAML files.
 
-A rollout's attributes are plain values, because the run's identity is made of its class and ``vars(rollout)``:
-another prompt is another run. Nothing compiled is kept on the object; templates are parsed once per process.
+The attributes of a ready-made rollout are plain values, because its class and ``vars(rollout)`` are part of the run's
+identity: another prompt is another run. So the object holds nothing compiled; each process parses a template once.
 
-Only the template is parsed, never a document, so braces in a document are just braces.
+Only the template is parsed, never a document, so braces in a document have no meaning.
 """
 
 from __future__ import annotations
@@ -14,20 +14,38 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from string import Formatter
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
 
-Generate = Callable[[dict[str, Any]], Awaitable[InferenceResult]]
+Payload: TypeAlias = dict[str, Any]
+"""The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
+
+
+class Generate(Protocol):
+    """The second argument of a rollout: sends one request."""
+
+    async def __call__(self, payload: Payload, /) -> InferenceResult:
+        """The answer to the payload, to which the model and ``default_generation_params`` are added.
+
+        Raises:
+            datatrove's InferenceError: this request cannot be answered.
+            datatrove's ServerError: no request can be answered; the rank stops, whatever the rollout does.
+        """
+
+
+Rollout: TypeAlias = Callable[..., Awaitable[object]]
+"""``async def rollout(document, generate, **shared)``. It returns an InferenceResult, JSON values or None."""
 
 _FIELD = re.compile(r"text|id|metadata\[([^\[\]{}]+)\]")
 _ALLOWED = "allowed are {text}, {id} and {metadata[KEY]}, and {{ or }} for a brace"
 _SET_ELSEWHERE = ("messages", "prompt", "model", "stream")
 
 
+# The source of this function is part of a run's identity: a change would refuse every checkpoint made with it.
 async def chat(document: Document, generate: Generate, **shared: Any) -> InferenceResult:
     """The document's text as one user message."""
     return await generate({"messages": [{"role": "user", "content": document.text}]})
@@ -39,7 +57,7 @@ class PromptRollout:
 
     Attributes:
         prompt: the user message; ``{text}``, ``{id}`` and ``{metadata[KEY]}`` are filled in from the document.
-        system_prompt: sent before it as it stands, nothing is filled in.
+        system_prompt: the system message, sent unchanged: nothing is filled in.
         generation_params: payload keys such as ``temperature``; they override ``default_generation_params``.
 
     Raises:
@@ -48,16 +66,16 @@ class PromptRollout:
 
     prompt: str = "{text}"
     system_prompt: str | None = None
-    generation_params: dict[str, Any] | None = None
+    generation_params: Payload | None = None
 
     def __post_init__(self) -> None:
         _check_template(self.prompt)
         _check_params(self.generation_params)
 
-    async def __call__(self, document: Document, generate: Generate, **shared: Any) -> InferenceResult:
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> InferenceResult:
         return await generate(self._payload(document, document.text))
 
-    def _payload(self, document: Document, text: str) -> dict[str, Any]:
+    def _payload(self, document: Document, text: str) -> Payload:
         return _chat_payload(self.system_prompt, _fill(self.prompt, document, text), self.generation_params)
 
 
@@ -66,7 +84,7 @@ class CompletionRollout:
     """One plain completion per document, for base models and servers with ``use_chat: false``.
 
     Attributes:
-        prompt: what the model continues, with the same names as in PromptRollout.
+        prompt: the text that the model continues, with the same names as in PromptRollout.
         generation_params: payload keys such as ``max_tokens``; they override ``default_generation_params``.
 
     Raises:
@@ -74,28 +92,29 @@ class CompletionRollout:
     """
 
     prompt: str = "{text}"
-    generation_params: dict[str, Any] | None = None
+    generation_params: Payload | None = None
 
     def __post_init__(self) -> None:
         _check_template(self.prompt)
         _check_params(self.generation_params)
 
-    async def __call__(self, document: Document, generate: Generate, **shared: Any) -> InferenceResult:
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> InferenceResult:
         return await generate({"prompt": _fill(self.prompt, document, document.text)} | (self.generation_params or {}))
 
 
 @dataclass
 class ChunkedRollout:
-    """Long documents in parts: each part is asked about by itself, and the answers are joined.
+    """Splits long documents into parts, sends one chat message per part, and joins the answers.
 
-    Parts end at paragraphs; a paragraph that is too long is cut after a sentence, a sentence that is too long anywhere.
+    Parts end at paragraphs. A paragraph that is too long is split after a sentence, a sentence that is too long after a
+    word, a word that is too long anywhere.
 
     Attributes:
         prompt: the user message, with the same names as in PromptRollout; ``{text}`` is the part.
-        system_prompt: sent before each part as it stands.
-        max_chars_per_part: longest part, in characters (some four per token in English).
-        separator: what stands between the joined answers.
-        parallel: ask about all parts at once (True) or one after the other.
+        system_prompt: the system message of each request, sent unchanged.
+        max_chars_per_part: longest part, in characters (about four per token in English).
+        separator: text between the joined answers.
+        parallel: send the requests of all parts at once (True), or one after the other.
         generation_params: payload keys; they override ``default_generation_params``.
 
     Raises:
@@ -107,7 +126,7 @@ class ChunkedRollout:
     max_chars_per_part: int = 8000
     separator: str = "\n\n"
     parallel: bool = True
-    generation_params: dict[str, Any] | None = None
+    generation_params: Payload | None = None
 
     def __post_init__(self) -> None:
         _check_template(self.prompt)
@@ -116,20 +135,20 @@ class ChunkedRollout:
             raise ConfigError(f"max_chars_per_part must be >= 1; it is {self.max_chars_per_part!r}.")
         if ("", "text", "") not in _parse(self.prompt):
             raise ConfigError(
-                "prompt: has no {text}, so every part would be asked the same; write {text} where it goes."
+                "prompt: has no {text}, so every part would get the same prompt. Put {text} where the part belongs."
             )
 
-    async def __call__(self, document: Document, generate: Generate, **shared: Any) -> InferenceResult:
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> InferenceResult:
         payloads = [self._payload(document, part) for part in split_text(document.text, self.max_chars_per_part)]
         if self.parallel:
             return self._join(await _all(generate, payloads))
         return self._join([await generate(payload) for payload in payloads])
 
-    def _payload(self, document: Document, part: str) -> dict[str, Any]:
+    def _payload(self, document: Document, part: str) -> Payload:
         return _chat_payload(self.system_prompt, _fill(self.prompt, document, part), self.generation_params)
 
     def _join(self, results: list[InferenceResult]) -> InferenceResult:
-        usage: dict[str, Any] = {}
+        usage: dict[str, object] = {}
         for result in results:
             usage = _sum_usage(usage, result.usage)
         reasons = [result.finish_reason for result in results]
@@ -142,7 +161,7 @@ class ChunkedRollout:
 
 
 def split_text(text: str, limit: int) -> list[str]:
-    """The text in parts of at most ``limit`` characters, cut where it hurts least. Never empty."""
+    """The text in parts of at most ``limit`` characters. At least one part, which may be empty."""
     parts: list[str] = []
     for piece in _pieces(text, limit, _BOUNDARIES):
         if parts and len((parts[-1] + piece).rstrip()) <= limit:
@@ -152,10 +171,10 @@ def split_text(text: str, limit: int) -> list[str]:
     return [part.strip() for part in parts if part.strip()] or [text[:limit]]
 
 
-# Where a text may be cut, best first: after a blank line, after a sentence, after a word.
+# Where a text may be split, best first: after a blank line, after a sentence, after a word.
 _BOUNDARIES = (
     re.compile(r"\n[ \t]*\n\s*"),
-    re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]"),  # noqa: RUF001 (Chinese and Japanese sentences end so)
+    re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]"),  # noqa: RUF001 (ends of Chinese and Japanese sentences)
     re.compile(r"\s+"),
 )
 
@@ -172,11 +191,10 @@ def _pieces(text: str, limit: int, boundaries: tuple[re.Pattern[str], ...]) -> I
             start = end
 
 
-async def _all(generate: Generate, payloads: list[dict[str, Any]]) -> list[InferenceResult]:
-    """All answers, or the first error once every request has ended.
+async def _all(generate: Generate, payloads: list[Payload]) -> list[InferenceResult]:
+    """All answers. If a request fails, waits for the others, then raises its error.
 
-    Waiting for the others, instead of cancelling them, keeps the answers that are being paid for: they are in the
-    request cache when the document is asked again.
+    Cancelling the others would waste their answers. As it is, the request cache has them when the document is retried.
     """
     results = await asyncio.gather(*(generate(payload) for payload in payloads), return_exceptions=True)
     for result in results:
@@ -185,52 +203,53 @@ async def _all(generate: Generate, payloads: list[dict[str, Any]]) -> list[Infer
     return results
 
 
-def _chat_payload(system_prompt: str | None, content: str, params: dict[str, Any] | None) -> dict[str, Any]:
+def _chat_payload(system_prompt: str | None, content: str, params: Payload | None) -> Payload:
     system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     return {"messages": [*system, {"role": "user", "content": content}]} | (params or {})
 
 
-def _sum_usage(total: dict[str, Any], more: dict[str, Any] | None) -> dict[str, Any]:
-    """Adds numbers by name, inside nested details too; what is not a number is left out."""
+def _sum_usage(total: dict[str, object], more: dict[str, object] | None) -> dict[str, object]:
+    """Adds numbers by name, nested ones too. Other values are left out."""
     summed = dict(total)
     for name, value in (more or {}).items():
+        before = summed.get(name)
         if isinstance(value, dict):
-            summed[name] = _sum_usage(summed.get(name) or {}, value)
+            summed[name] = _sum_usage(before if isinstance(before, dict) else {}, value)
         elif isinstance(value, (int, float)):
-            summed[name] = (summed.get(name) or 0) + value
+            summed[name] = value + (before if isinstance(before, (int, float)) else 0)
     return summed
 
 
 @lru_cache(maxsize=64)
 def _parse(template: str) -> tuple[tuple[str, str, str], ...]:
-    """(literal, name, metadata key) for each stretch of a template. A literal has no name.
+    """(literal, name, metadata key) for each part of a template. A literal has no name.
 
-    ``str.format`` itself is not used: it would follow ``{text.__class__}`` into Python's objects.
+    ``str.format`` is not used: ``{text.__class__}`` would reach Python's objects.
     """
-    stretches: list[tuple[str, str, str]] = []
+    parts: list[tuple[str, str, str]] = []
     try:
         parsed = list(Formatter().parse(template))
     except ValueError as error:
         raise ConfigError(f"prompt: the template is broken ({error}); {_ALLOWED}.") from None
     for literal, field, spec, conversion in parsed:
         if literal:
-            stretches.append((literal, "", ""))
+            parts.append((literal, "", ""))
         if field is None:
             continue
         match = _FIELD.fullmatch(field)
         if match is None or spec or conversion:
             written = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
             raise ConfigError(f"prompt: {{{written}}} cannot be filled in; {_ALLOWED}.")
-        stretches.append(("", field.split("[")[0], match[1] or ""))
-    return tuple(stretches)
+        parts.append(("", field.split("[")[0], match[1] or ""))
+    return tuple(parts)
 
 
 def _check_template(template: str) -> None:
     if not any(name for _, name, _ in _parse(template)):
-        raise ConfigError(f"prompt: nothing is filled in, so every document would be asked the same; {_ALLOWED}.")
+        raise ConfigError(f"prompt: nothing is filled in, so every document would get the same prompt; {_ALLOWED}.")
 
 
-def _check_params(params: dict[str, Any] | None) -> None:
+def _check_params(params: Payload | None) -> None:
     for name in _SET_ELSEWHERE:
         if name in (params or {}):
             raise ConfigError(f"generation_params: {name!r} cannot be given here; the rollout or the server sets it.")
@@ -246,6 +265,6 @@ def _lookup(name: str, key: str, document: Document, text: str) -> str:
     if name == "id":
         return str(document.id)
     if key not in document.metadata:
-        there = ", ".join(map(str, document.metadata)) or "nothing"
-        raise ConfigError(f"prompt: document {document.id!r} has no metadata {key!r}; its metadata holds {there}.")
+        keys = ", ".join(map(str, document.metadata)) or "none"
+        raise ConfigError(f"prompt: document {document.id!r} has no metadata {key!r}; its metadata keys: {keys}.")
     return str(document.metadata[key])

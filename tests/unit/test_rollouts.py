@@ -90,7 +90,7 @@ def test_metadata_that_is_not_text_is_written_as_python_writes_it() -> None:
 
 
 def test_metadata_that_a_document_lacks_is_named_with_the_document() -> None:
-    with pytest.raises(ConfigError, match=r"^prompt: document 'd1' has no metadata 'lang'; its metadata holds year\.$"):
+    with pytest.raises(ConfigError, match=r"^prompt: document 'd1' has no metadata 'lang'; its metadata keys: year\.$"):
         asked(PromptRollout("{metadata[lang]} {text}"), document(year=1854))
 
 
@@ -114,11 +114,11 @@ def test_a_broken_template_is_refused_at_once(template: str) -> None:
 def test_a_prompt_that_says_the_same_to_every_document_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         PromptRollout("Summarise this:")
-    assert str(refused.value).startswith("prompt: nothing is filled in, so every document would be asked the same")
+    assert str(refused.value).startswith("prompt: nothing is filled in, so every document would get the same prompt")
 
 
 def test_a_chunked_prompt_needs_the_text() -> None:
-    with pytest.raises(ConfigError, match=r"^prompt: has no \{text\}, so every part would be asked the same; write"):
+    with pytest.raises(ConfigError, match=r"^prompt: has no \{text\}, so every part would get the same prompt\. Put"):
         ChunkedRollout("{id}")
 
 

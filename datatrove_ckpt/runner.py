@@ -1,17 +1,17 @@
-"""InferenceRunner: the datatrove step. Thin: it checks its arguments, and wires the rooms together in ``run``.
+"""InferenceRunner, the datatrove step: checks its arguments, and connects the other rooms in ``run``.
 
-datatrove deep-copies a step, pickles it, and may run one step object for several ranks in turn. So the step holds
-the user's settings and nothing else; everything a rank needs is made in ``run`` and ends there.
+datatrove deep-copies and pickles a step, and may run one step object for several ranks in turn. So the step holds only
+the user's settings; everything that a rank needs is made in ``run`` and closed there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from datatrove.data import Document
 from datatrove.io import get_datafolder
@@ -44,8 +44,12 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
+from datatrove_ckpt.rollouts import Rollout
 
-SharedContext = dict[str, Any] | Callable[[], Any] | AbstractContextManager[dict[str, Any]] | None
+# Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].
+Shared: TypeAlias = dict[str, Any]
+SharedManager: TypeAlias = AbstractContextManager[Shared]
+SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 
 class InferenceRunner(PipelineStep):
@@ -98,7 +102,7 @@ class InferenceRunner(PipelineStep):
 
     def __init__(
         self,
-        rollout_fn: Callable[..., Awaitable[Any]],
+        rollout_fn: Rollout,
         config: InferenceConfig,
         output_writer: DiskWriter,
         shared_context: SharedContext = None,
@@ -119,28 +123,11 @@ class InferenceRunner(PipelineStep):
         mirror_seconds: Seconds = 60.0,
     ) -> None:
         super().__init__()
-        if not callable(rollout_fn):
-            raise ConfigError(f"rollout_fn: {rollout_fn!r} is not callable; give an async function.")
-        if records_per_chunk < 1:
-            raise ConfigError(f"records_per_chunk: records_per_chunk must be positive; it is {records_per_chunk}.")
-        check_seconds("sync_seconds", sync_seconds)
-        if not drain_seconds >= 0:
-            raise ConfigError(f"drain_seconds: must be >= 0; it is {drain_seconds}.")
-        if on_document_error not in get_args(OnDocumentError):
-            raise ConfigError(f"on_document_error: {on_document_error!r} is not one of stop, dead_letter.")
-        if checkpoints_local_dir is None and (on_document_error != "stop" or retry_dead_letters):
-            raise ConfigError("on_document_error: dead letters are kept with checkpoints; set checkpoints_local_dir.")
-        if checkpoints_remote_dir is not None:
-            if checkpoints_local_dir is None:
-                raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
-            check_url("checkpoints_remote_dir", checkpoints_remote_dir)
-        check_seconds("mirror_seconds", mirror_seconds)
-        check_writer(output_writer, checkpoints=checkpoints_local_dir is not None)
         self.rollout_fn = rollout_fn
         self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
         self.output_writer = output_writer
         self.shared_context = shared_context
-        self.checkpoints_local_dir = _local_folder(checkpoints_local_dir)
+        self.checkpoints_local_dir = None if checkpoints_local_dir is None else str(checkpoints_local_dir)
         self.records_per_chunk = records_per_chunk
         self.metadata_key = metadata_key
         self.skip_bad_requests = skip_bad_requests
@@ -155,32 +142,58 @@ class InferenceRunner(PipelineStep):
         self.accept_changes = accept_changes
         self.checkpoints_remote_dir = checkpoints_remote_dir.rstrip("/") if checkpoints_remote_dir else None
         self.mirror_seconds = mirror_seconds
+        self._check_settings()
         self._code_when_made = code_identity(rollout_fn, shared_context)
 
+    def _check_settings(self) -> None:
+        if not callable(self.rollout_fn):
+            raise ConfigError(f"rollout_fn: {self.rollout_fn!r} is not callable; give an async function.")
+        if self.records_per_chunk < 1:
+            raise ConfigError(f"records_per_chunk: records_per_chunk must be positive; it is {self.records_per_chunk}.")
+        check_seconds("sync_seconds", self.sync_seconds)
+        check_seconds("mirror_seconds", self.mirror_seconds)
+        if not self.drain_seconds >= 0:
+            raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
+        if self.on_document_error not in get_args(OnDocumentError):
+            raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
+        check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
+        self._check_folders()
+
+    def _check_folders(self) -> None:
+        local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
+        if local is None and (self.on_document_error != "stop" or self.retry_dead_letters):
+            raise ConfigError("on_document_error: dead letters are kept with checkpoints; set checkpoints_local_dir.")
+        if local is not None and not get_datafolder(local).is_local():
+            raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
+        if remote is not None:
+            if local is None:
+                raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
+            check_url("checkpoints_remote_dir", remote)
+
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
-        """Processes every document of ``data``; returning means that all of them are in the output.
+        """Processes every document of ``data``. When it returns, all of them are in the output.
 
         Raises:
-            CkptError: see errors.py. What was finished is saved; the same call resumes.
-            Preempted, or what the handlers that were there raise: it was told to end early, see preemption.py.
+            CkptError: see ``errors.py``. Finished work is saved; the same call resumes.
+            Preempted, or whatever the old signal handlers raise: a stop was requested, see ``process/preemption.py``.
         """
-        # Without a checkpoint there is nothing to wait for: the next run starts over.
+        # Without a checkpoint a drain would save nothing: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
         with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
             check_rank_in_template(self.output_writer, world_size)
             die_with_parent()
             nodes = Nodes.from_environment()
-            prepare_arrow(self.output_writer)  # imports, of which the collector should know before it is calmed
+            prepare_arrow(self.output_writer)  # before gc_tuned, which freezes the objects of imported modules
             with gc_tuned():
-                if nodes.rank > 0:  # the first node reads and writes
+                if nodes.rank > 0:  # only the first node reads and writes
                     asyncio.run(self._follow(rank, nodes, preemption))
                 else:
                     self._lead(data or [], rank, world_size, preemption)
 
     def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
         if self.checkpoints_local_dir is None:
-            absence = NullCheckpoint(self.output_writer, rank, self.records_per_chunk)
-            self._process(data, rank, preemption, absence, None)
+            checkpoint = NullCheckpoint(self.output_writer, rank, self.records_per_chunk)
+            self._process(data, rank, preemption, checkpoint, None)
         elif not self.retry_dead_letters:
             self._restore(rank, preemption)
             root = Path(self.checkpoints_local_dir).absolute()
@@ -189,15 +202,15 @@ class InferenceRunner(PipelineStep):
             self._retry(rank, world_size, preemption)
 
     async def _follow(self, rank: int, nodes: Nodes, preemption: Preemption) -> None:
-        """Serves until the first node ends; it is told to end, too, and needs this one while it drains."""
+        """Serves until the first node ends. On a stop request, the first node needs this one during its drain."""
         serving = asyncio.create_task(follow(self.config, rank, nodes))
-        with preemption.listening() as told:
-            waiting = asyncio.create_task(told.wait())
-            await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
+        with preemption.listening() as stop_requested:
+            stopping = asyncio.create_task(stop_requested.wait())
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
                 await preemption.wait_for(asyncio.wait([serving]))
                 serving.cancel()
-            waiting.cancel()
+            stopping.cancel()
         await asyncio.gather(serving, return_exceptions=preemption.cause != "")
 
     def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
@@ -222,14 +235,14 @@ class InferenceRunner(PipelineStep):
         preemption.on_signal = checkpoint.fast_stop
         if not checkpoint.has_locks:
             logger.warning(
-                f"{self.checkpoints_local_dir} has no working file locks: start no second process for rank {rank}. One "
-                "that is started all the same takes the rank over, and this one stops before its next write."
+                f"{self.checkpoints_local_dir} has no working file locks: do not start a second process for rank "
+                f"{rank}. A second process takes over the rank, and this one stops before its next write."
             )
         completed = False
         progress = Progress(self.stats, checkpoint.counts, self.config.metric_interval, wants_bar())
         try:
             if output is not None:
-                with preemption.raising():
+                with preemption.interruptible():
                     output.prepare()
             preemption.raise_if_stop_requested()
             main = self._generate(data, rank, checkpoint, progress, preemption)
@@ -277,10 +290,10 @@ class InferenceRunner(PipelineStep):
         return manager, output
 
     def _restore(self, rank: int, preemption: Preemption) -> None:
-        """Brings back from the mirror what this node lacks."""
+        """Copies from the mirror the parts of the checkpoint that this node does not have."""
         if self.checkpoints_remote_dir is not None:
             root = Path(self.checkpoints_local_dir or "").absolute()
-            with preemption.raising():
+            with preemption.interruptible():
                 restore_rank(self.checkpoints_remote_dir, root, rank, retries=self.retry_dead_letters)
 
     def _mirror(self, folder: Path) -> RemoteMirror | None:
@@ -296,7 +309,7 @@ class InferenceRunner(PipelineStep):
         if not point.is_fresh:
             logger.info(
                 f"Resuming: {checkpoint.counts.read} documents are done, {len(point.journals)} chunks are unfinished, "
-                f"{len(point.cached)} documents have answers waiting."
+                f"{len(point.cached)} unfinished documents have saved answers."
             )
         failures = Failures(
             self.on_document_error,
@@ -305,11 +318,11 @@ class InferenceRunner(PipelineStep):
             self.max_dead_letters,
             kept=self.checkpoints_local_dir is not None,
         )
-        source = DocumentSource(data, failures.keep_as_read, self.seek)
+        documents = DocumentSource(data, failures.keep_as_read, self.seek)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
             with self._inference_timer(), self._shared(preemption) as shared:
-                generation = Scheduler(
+                scheduler = Scheduler(
                     rollout_fn=partial(self.rollout_fn, **shared),
                     config=self.config,
                     checkpoint=checkpoint,
@@ -319,24 +332,24 @@ class InferenceRunner(PipelineStep):
                     failures=failures,
                     preemption=preemption,
                 )
-                await generation.run(source)
+                await scheduler.run(documents)
         finally:
             for watcher in watchers:
                 watcher.cancel()
             progress.close()
-            source.close()
+            documents.close()
 
     @contextmanager
-    def _shared(self, preemption: Preemption) -> Iterator[dict[str, Any]]:
-        """The four forms of ``shared_context`` as one."""
-        context: Any = self.shared_context
-        # A context manager made by @contextmanager is callable, too, so it is looked for first.
-        if not hasattr(context, "__enter__") and callable(context):
-            with preemption.raising():
+    def _shared(self, preemption: Preemption) -> Iterator[Shared]:
+        """The keyword arguments for the rollout, from any of the four forms of ``shared_context``."""
+        context = self.shared_context
+        # The object that a @contextmanager function returns is callable, too: check for a context manager first.
+        if not isinstance(context, AbstractContextManager) and callable(context):
+            with preemption.interruptible():
                 context = context()
-        if hasattr(context, "__enter__"):
+        if isinstance(context, AbstractContextManager):
             with ExitStack() as stack:
-                with preemption.raising():
+                with preemption.interruptible():
                     entered = stack.enter_context(context)
                 yield entered or {}
         elif context is None or isinstance(context, dict):
@@ -353,20 +366,20 @@ class InferenceRunner(PipelineStep):
 
     def _say_ended(self, rank: int, checkpoint: Checkpoint, progress: Progress, preemption: Preemption) -> None:
         if checkpoint.error is not None:
-            logger.error(f"Rank {rank}: not everything could be saved: {checkpoint.error}")
+            logger.error(f"Rank {rank}: a part of its work could not be saved: {checkpoint.error}")
         kept = (
-            f"the {progress.documents} documents that this run finished are saved, and every answer, "
-            f"{preemption.given_up} requests in flight were given up. Run the same command again to go on."
+            f"the {progress.documents} documents that this run finished are saved, and so is every answer; "
+            f"{preemption.given_up} requests in flight were given up. Run the same command again to resume."
             if self.checkpoints_local_dir is not None
             else "there is no checkpoint (checkpoints_local_dir is not set), so the same command starts over."
         )
-        logger.warning(f"Rank {rank}: ended by {preemption.cause} after {preemption.seconds:.1f} s; {kept}")
+        logger.warning(f"Rank {rank}: stopped by {preemption.cause} after {preemption.seconds:.1f} s; {kept}")
 
     def _say_done(self, rank: int, checkpoint: Checkpoint, progress: Progress) -> None:
         counts = checkpoint.counts
         where = self.output_writer.output_folder.resolve_paths("")
         resume = (
-            "The same command, run again, finds nothing left to do."
+            "If you run the same command again, it has nothing to do."
             if self.checkpoints_local_dir is not None
             else "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
         )
@@ -378,15 +391,7 @@ class InferenceRunner(PipelineStep):
         )
 
 
-def _local_folder(folder: str | None) -> str | None:
-    if folder is None:
-        return None
-    if not get_datafolder(str(folder)).is_local():
-        raise ConfigError(f"checkpoints_local_dir: {folder!r} must be a local directory.")
-    return str(folder)
-
-
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What failed first: the rest failed with it."""
+    """The first failure: the others followed from it."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,6 +1,6 @@
-"""What the command does with the signals that its ranks drain on: it waits for them, and tells the pool's workers.
+"""What the command does on a signal: it sends SIGTERM to the pool's workers, and waits until their ranks are saved.
 
-``preemption.py`` is the rank's side of it, ``pool_workers.py`` that of a worker between two ranks.
+``process/preemption.py`` handles signals in a rank, ``process/pool_workers.py`` in a worker between two ranks.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Scheduler:
                 serving.cancel()  # a model may need minutes to load
                 await self._preemption.wait_for(self._drained(None))
         self._stopping = True  # before anything is cancelled: what that does to a rollout is no failure of its document
-        self._preemption.end()
+        self._preemption.raise_preempted()
 
     async def _answer_what_is_in_flight(self, client: CompletionClient) -> None:
         stats, preemption = client.stats, self._preemption

@@ -1,25 +1,26 @@
-"""The event loop of a run: uvloop's where it helps and is installed (vLLM brings it along), else Python's own.
+"""The event loop of a run: uvloop's where it helps and is installed (vLLM depends on it), else Python's own.
 
-With 256 requests at once uvloop saves 7 % of a run's CPU time, with 5000 some 15 % (measured). It is not used where
-servers are started: its processes take no environment that hides its values from tracebacks (``HiddenDict``).
+With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured). It is not used where
+servers are started: its subprocesses accept no environment that hides its values from tracebacks (``HiddenDict``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, TypeVarTuple
 
 _Result = TypeVar("_Result")
+_Arguments = TypeVarTuple("_Arguments")
 
 
-def run(main: Coroutine[Any, Any, _Result], starts_processes: bool) -> _Result:
+def run(main: Awaitable[_Result], starts_processes: bool) -> _Result:
     """``asyncio.run`` on the best loop."""
     interruptions: list[KeyboardInterrupt] = []
 
-    async def quietly() -> _Result:
-        # A task that ends with it throws it out of the loop, too, before anybody has looked at the task. asyncio would
-        # complain about that with a traceback, whenever the task happens to be collected.
+    async def catch_interruption() -> _Result:
+        # A KeyboardInterrupt that ends a task also leaves the loop at once, before anybody has looked at the task.
+        # asyncio would then log the exception as never retrieved, with a traceback, when the task is collected.
         try:
             return await main
         except KeyboardInterrupt as interruption:
@@ -28,7 +29,7 @@ def run(main: Coroutine[Any, Any, _Result], starts_processes: bool) -> _Result:
 
     with asyncio.Runner(loop_factory=None if starts_processes else _fastest()) as runner:
         try:
-            return runner.run(quietly())
+            return runner.run(catch_interruption())
         except asyncio.CancelledError:
             if interruptions:
                 raise interruptions[0] from None
@@ -42,3 +43,14 @@ def _fastest() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None  # Python's own
     new: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return new
+
+
+def call_soon(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[*_Arguments], object], *arguments: *_Arguments
+) -> None:
+    """``loop.call_soon_threadsafe``, for another thread or a signal handler. Does nothing if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

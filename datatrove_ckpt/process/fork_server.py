@@ -1,7 +1,7 @@
-"""Imported by multiprocess's fork server, and by nobody else: it outlives a SIGTERM to the whole process group.
+"""Makes multiprocess's fork server ignore SIGTERM. Only the fork server may import this module.
 
-The pool takes workers for dead whose fork server is, and starts others while these still drain. Each worker forked from
-it hears SIGTERM again from its first instruction on.
+If a SIGTERM to the whole process group ended the fork server, the pool would believe its workers dead, and would start
+others while these still drain. Each worker that the server forks reacts to SIGTERM again from its first instruction.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Python's garbage collector, told what a run is like.
+"""Settings of Python's garbage collector that fit a run.
 
-By default it looks for garbage after every 700 new objects, and through all objects of the process now and then. A run
-has thousands of documents in work, none of them garbage, so it looks in vain: a third of the run's CPU time, and pauses
-of the event loop of 80 ms (measured; torch and vLLM in the process make it worse). Documents are freed when they are
-done, as they are in no cycles; only what a user's rollout leaves in cycles has to wait for a collection.
+By default Python looks for garbage after every 700 new objects, and now and then through all objects of the process. A
+run has thousands of documents in work, none of them garbage, so these collections find nothing: they take a third of
+the run's CPU time, and stop the event loop for 80 ms (measured; torch and vLLM in the process make it worse). Documents
+are in no reference cycles, so they are freed without a collection. Only cycles that a user's rollout makes wait longer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# New objects until the youngest are looked through (what is freed meanwhile does not count), and how often until older
-# ones are, too. 10,000 objects take 4 ms, on a busy machine 10; a thousand documents in work are 30,000.
+# New objects (minus freed ones) before a collection of the youngest, and how many collections of one generation come
+# before one of the next. 10,000 objects take 4 ms, on a busy machine 10; a thousand documents in work are 30,000.
 _THRESHOLDS = (10_000, 50, 10)
 
 _lock = threading.Lock()
@@ -24,10 +24,10 @@ _before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
 
 @contextmanager
 def gc_tuned() -> Iterator[None]:
-    """Fewer collections, which leave out what was there before; the settings of before come back in the end.
+    """Fewer collections, which skip objects made before the run. The old settings are restored afterwards.
 
-    Settings belong to the process, and ranks may run in threads of one: the last one that ends puts them back. A
-    collector that is switched off stays off, and thresholds that are higher already stay.
+    Settings belong to the process, and several ranks may run in its threads: the last rank to end restores them. A
+    collector that is switched off stays off, and higher thresholds stay.
     """
     _enter()
     try:
@@ -43,13 +43,13 @@ def _enter() -> None:
         if _runs > 1:
             return
         before = gc.get_threshold()
-        # Objects that somebody else has frozen would be thawed with ours: then we freeze none.
+        # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are any, freeze nothing.
         freezes = gc.get_freeze_count() == 0
         _before = before, freezes
         if freezes:
-            gc.collect()  # frozen garbage would stay for as long as the run
+            gc.collect()  # frozen garbage would stay until the end of the run
             gc.freeze()
-        if before[0]:  # 0 means never
+        if before[0]:  # 0 switches collections off
             gc.set_threshold(*map(max, before, _THRESHOLDS))
 
 

@@ -1,8 +1,8 @@
-"""A pool's worker does not outlive its parent: nobody would take its result, and its rank may be at work elsewhere.
+"""Parent watch: kills a pool worker whose parent process has died.
 
-That is how Ray kills: the actor gets SIGKILL, its pool's workers do not, and the rank is given to another actor at
-once. The orphan would hold the rank's lock, and its server the GPUs. It gets SIGKILL, too, and no time for a drain: the
-next one must find the rank free. What was answered is saved anyway.
+Ray kills an actor with SIGKILL. The workers of the actor's pool survive, and Ray gives the rank to another actor at
+once. A surviving worker would hold the rank's lock, and its server the GPUs, for a result that nobody takes. So the
+worker gets SIGKILL, too, without a drain: the next actor must find the rank free. Answers are already saved.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import multiprocess
 
 _PR_SET_PDEATHSIG = 1
-_NAME = "waits for the end of the pool's parent"
+_THREAD_NAME = "datatrove-ckpt parent watch"
 
 
 def is_pool_worker() -> bool:
@@ -25,18 +25,19 @@ def is_pool_worker() -> bool:
 
 
 def die_with_parent() -> None:
-    """Does nothing outside of a pool."""
+    """Starts the parent watch in a pool worker. Does nothing in any other process."""
     parent = multiprocess.parent_process()
     if not is_pool_worker() or parent is None:
         return
-    # Two ways: the pipe that multiprocess looks at may be held open by the other workers of a pool that was forked, and
-    # the kernel looks at who forked us, which may be a fork server that lives on, or ends of a signal that we drain on.
+    # Both ways are needed. multiprocess watches a pipe, which the other workers of a forked pool may hold open. The
+    # kernel watches the process that forked this one: a fork server may outlive the parent, or end of a signal on which
+    # this worker drains.
     if sys.platform == "linux" and os.getppid() == parent.pid:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if not any(thread.name == _NAME for thread in threading.enumerate()):
-        threading.Thread(target=_follow, args=(parent,), name=_NAME, daemon=True).start()
+    if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        threading.Thread(target=_kill_after, args=(parent.join,), name=_THREAD_NAME, daemon=True).start()
 
 
-def _follow(parent: Any) -> None:
-    parent.join()
+def _kill_after(wait: Callable[[], object]) -> None:
+    wait()
     os.kill(os.getpid(), signal.SIGKILL)

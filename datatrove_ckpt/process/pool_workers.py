@@ -1,16 +1,16 @@
-"""How a worker of multiprocess's pool leaves: where it would take its next task, with no result and no lock.
+"""Lets pool workers exit only between tasks, so that none dies holding a queue lock or an unsent result.
 
-A pool waits for ever for the result of a worker that died before it handed it in, and for the lock of a queue that a
-worker died with (CPython's multiprocessing has these gaps, and so has its copy ``multiprocess``, which datatrove uses):
+A pool waits without end for the result of a worker that died before it sent the result, and for a queue lock that a
+worker held when it died (a gap in CPython's multiprocessing and in its copy ``multiprocess``, which datatrove uses):
 
-    a task fails, the pool      of a worker that hands in its result meanwhile, error or not, it is ended with the lock
-    sends SIGTERM to all        of the results; when a setting is wrong, all ranks fail at once, and a dozen runs do it
-    a worker is told alone      its rank drains, and its task ends with an error, which must be handed in
-    a worker has no task        it waits for one, and has the lock of the tasks while it does
+    a task fails, the pool      a worker that is sending its result, error or not, dies with the lock of the results;
+    sends SIGTERM to all        if a setting is wrong, all ranks fail at once, and a dozen such runs are enough
+    one worker gets a signal    its rank drains, and its task ends with an error, which must be sent
+    a worker has no task        it waits for one, and holds the lock of the tasks meanwhile
 
-So a signal only leaves a note, and ``_Turn``, in the place of the lock of the tasks, heeds it. It looks several times a
-second: a signal that comes just before the process begins to wait would not wake it. While a rank runs, signals are
-preemption.py's.
+So a signal handler only sets ``_told``, and ``_Turn``, which replaces the lock of the tasks, checks it. It checks
+several times a second: a signal that comes just before the process starts to wait would not wake it. While a rank runs,
+``preemption.py`` handles the signals.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def worker(deaf: Iterable[int], tasks: Any, *arguments: Any) -> None:
     _worker(tasks, *arguments)
 
 
-def leave_between_tasks(numbers: Iterable[int] = ()) -> None:
+def exit_between_tasks(numbers: Iterable[int] = ()) -> None:
     """The same from within a task: of SIGTERM and these signals, where they would end the process on the spot.
 
     Outside of a pool's worker: nothing.
@@ -64,7 +64,7 @@ def leave_between_tasks(numbers: Iterable[int] = ()) -> None:
                 signal.signal(number, _tell)
 
 
-def leave_after_this_task(number: int) -> None:
+def exit_after_this_task(number: int) -> None:
     """The worker takes no other task: it leaves, as of this signal, once it has handed in what this one ends with.
 
     Outside of a pool's worker: nothing.
@@ -76,12 +76,12 @@ def leave_after_this_task(number: int) -> None:
         _note(number, _END_OF_TASK)
 
 
-def told() -> int | None:
+def stop_signal() -> int | None:
     """The signal that this worker leaves of."""
     return _told
 
 
-def leaves_of(number: int) -> bool:
+def exits_on(number: int) -> bool:
     """Whether a worker that gets this signal now leaves between tasks."""
     return signal.getsignal(number) is _tell
 

@@ -1,22 +1,23 @@
-"""Signals borrowed and given back: how a rank ends early and still saves what it has paid for.
+"""Temporary signal handlers: drain, save, restore the old handler, re-raise.
 
-    a signal, or the end of the job's time comes near    nothing new is begun; what is in flight has ``drain_seconds``
-    a second signal                                      that wait is over
-    then      everything is written down, the server stops, the handlers that were there before come back, and the
-              signal is handed on to its own
+    first signal, or Slurm's time limit is near    no new document or request starts; requests in flight have
+                                                   ``drain_seconds`` to be answered
+    second signal                                  that wait ends at once
+    then                                           everything is saved, the server stops, the old handlers are restored,
+                                                   and the signals are raised again for them
 
-Handed on means: raised again. datatrove's Slurm executor then requeues its job, SIGINT becomes KeyboardInterrupt,
-SIGTERM ends the process. Where nothing of that ends us, ``Preempted`` does: an early end is never taken for a finished
-rank.
+Raised again, a signal has its usual effect: datatrove's Slurm executor requeues its job, SIGINT becomes
+KeyboardInterrupt, SIGTERM ends the process. If the re-raised signal does not end the process, raise ``Preempted``: an
+early end must never look like a finished rank.
 
-One event often sends several signals: srun passes on what Slurm sends its tasks anyway. So what follows within
-``SAME_EVENT`` seconds is no second signal. Nor is the first SIGTERM after another signal in a pool's worker: Ctrl-C
-reaches the parent, too, which then terminates its workers.
+One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a signal
+within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is the first SIGTERM after another signal in a
+pool worker: Ctrl-C reaches the parent, too, which then terminates its workers.
 
-Handlers here are plain ones, which wake the event loop. ``loop.add_signal_handler`` would need a loop first, and could
-not put back what it replaced. Signals are the main thread's: a rank that runs in another thread does without.
+The handlers are plain ones, which wake the event loop. ``loop.add_signal_handler`` would need a loop first, and could
+not restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
 
-What the command does that started the rank, alone or in a pool, is in interruption.py.
+What the command does on a signal, alone or with a pool, is in ``cli/interruption.py``.
 """
 
 from __future__ import annotations
@@ -27,33 +28,37 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.parent_watch import is_pool_worker
-from datatrove_ckpt.process.pool_workers import leave_after_this_task, leave_between_tasks, leaves_of, told
-from datatrove_ckpt.process.slurm_job import meaning_this_task, requeue_if_preempted, slurm_deadline
+from datatrove_ckpt.process.pool_workers import exit_after_this_task, exit_between_tasks, exits_on, stop_signal
+from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted, slurm_deadline
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
-# Slurm kills 30 s (KillWait) after SIGTERM: that leaves 10 s to stop the server and to have the job requeued.
+# Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the job.
 DRAIN_SECONDS = 20.0
 SAME_EVENT = 1.0
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
-_MARGIN = 30.0
+_MARGIN_SECONDS = 30.0
 _NOT_HANDLED = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 _TIME_LIMIT = "the end of the job's time limit"
 
+Handler = Callable[[int, FrameType | None], object] | int | None
+"""What ``signal.getsignal`` returns."""
+
 
 def check_signals(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as they are.
+    """Returns the names unchanged.
 
     Raises:
-        ConfigError: not a signal, or one that no process can catch.
+        ConfigError: a name is not a signal, or a signal that no process can catch.
     """
     if isinstance(names, str):
         raise ConfigError(f"drain_signals: must be a list of names such as {list(SIGNALS)}; it is {names!r}.")
@@ -69,16 +74,16 @@ class Preemption:
     """``with Preemption(...) as preemption:`` around the whole run of a rank.
 
     Args:
-        signals: names of the signals to borrow.
-        drain_seconds: how long what is in flight may take.
+        signals: names of the signals to handle.
+        drain_seconds: how many seconds requests in flight may take once a stop is requested.
 
     Attributes:
-        cause: what told the rank to end; "" as long as nothing did.
-        given_up: how many requests were in flight when the wait was over.
-        on_signal: called in the signal handler, so it must be safe there: no locks, no logging.
+        cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
+        given_up: how many requests were still in flight when the drain ended.
+        on_signal: called in the signal handler, so it must take no lock and must not log.
 
     Raises:
-        Preempted, KeyboardInterrupt: at the end, when the rank was told to end and nobody else ended it.
+        Preempted, KeyboardInterrupt: when the block ends, if a stop was requested and no old handler ended the process.
     """
 
     def __init__(self, signals: Sequence[str], drain_seconds: float) -> None:
@@ -87,38 +92,38 @@ class Preemption:
         self.given_up = 0
         self.on_signal: Callable[[], None] = lambda: None
         self._names = signals
-        self._previous: dict[int, Any] = {}
-        self._numbers: list[int] = []
-        self._began = 0.0
-        self._in_haste = False
-        self._raising = False
-        self._noticed = False
-        self._wake: Callable[[], None] | None = None
-        self._told = asyncio.Event()
+        self._previous: dict[int, Handler] = {}
+        self._received: list[int] = []
+        self._requested_at = 0.0
+        self._fast_stop = False
+        self._interruptible = False
+        self._loop_noticed = False
+        self._wake_loop: Callable[[], None] | None = None
+        self._stop_requested = asyncio.Event()
         self._wait: asyncio.Timeout | None = None
         self._pid = os.getpid()
         self._expects_sigterm = is_pool_worker()
 
     @property
     def seconds(self) -> float:
-        """Since the rank was told to end."""
-        return time.monotonic() - self._began
+        """Since the stop was requested."""
+        return time.monotonic() - self._requested_at
 
-    # borrowed and given back -------------------------------------------------------------------------------------
+    # set the handlers, restore them, raise again ------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
             return self
-        leave_between_tasks([signal.Signals[name] for name in self._names])
+        exit_between_tasks([signal.Signals[name] for name in self._names])
         for name in self._names:
             number = signal.Signals[name]
-            if signal.getsignal(number) is not None:  # None: not Python's, which Python cannot give back
+            if signal.getsignal(number) is not None:  # None: a handler that Python did not set and cannot restore
                 self._previous[number] = signal.signal(number, self._receive)
-        if leaves_of(signal.SIGTERM):  # not borrowed: it ends this process, as usual
+        if exits_on(signal.SIGTERM):  # the user does not drain on SIGTERM: it ends this process, as usual
             self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if (before := told()) is not None:  # while this task was being taken
-            self._tell(signal.Signals(before).name)
+        if (earlier := stop_signal()) is not None:  # it came while the worker took this task
+            self._request_stop(signal.Signals(earlier).name)
         return self
 
     def __exit__(
@@ -129,114 +134,118 @@ class Preemption:
         if not self.cause:
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
-            logger.error(f"Besides being told to end by {self.cause}, this rank failed: {error}")
-        self._hand_on()
-        if self._numbers[:1] == [signal.SIGINT]:
+            logger.error(f"This rank was stopped by {self.cause}, and it also failed: {error}")
+        self._raise_signals_again()
+        if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):
-            self.end()
+            self.raise_preempted()
 
-    def _hand_on(self) -> None:
+    def _raise_signals_again(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        for number in self._numbers:
-            if is_pool_worker() and (signal.getsignal(number) in _NOT_HANDLED or leaves_of(number)):
-                self._leave_pool(number)
+        for number in self._received:
+            if is_pool_worker() and (signal.getsignal(number) in _NOT_HANDLED or exits_on(number)):
+                self._exit_pool(number)
             if signal.getsignal(number) is signal.SIG_DFL:
                 requeue_if_preempted()
             try:
-                with meaning_this_task():
+                with job_id_in_environment():
                     signal.raise_signal(number)
             except SystemExit as end:
                 if not is_pool_worker():
                     raise end from None
-                # A handler that was forked along, as Ray's is: the parent would wait for a result for ever.
-                self._leave_pool(number)
+                # A handler that the parent set before it forked, as Ray does. If it ended this process here, the parent
+                # would wait for the task's result without end.
+                self._exit_pool(number)
             except BaseException as end:
-                raise end from None  # what the rank itself ended with is no news
+                raise end from None  # the rank's own end, as its context, would add nothing
 
-    def _leave_pool(self, number: int) -> NoReturn:
-        """The parent waits for this task's result, so it gets an error before this process ends. If it is ending its
-        pool already, it waits for the end of this process."""
-        leave_after_this_task(number)
-        self.end()
+    def _exit_pool(self, number: int) -> NoReturn:
+        """Ends the task with an error, and the process after it.
 
-    def end(self) -> NoReturn:
+        The parent waits for this task's result, so the process must not end before the error is sent. If the parent is
+        already ending its pool, it waits for the end of this process.
+        """
+        exit_after_this_task(number)
+        self.raise_preempted()
+
+    def raise_preempted(self) -> NoReturn:
         """Raises Preempted."""
-        raise Preempted(f"Told to end by {self.cause}. The same command, run again, goes on from there.")
+        raise Preempted(f"Stopped by {self.cause}. Run the same command again to resume.")
 
     # when a signal comes -----------------------------------------------------------------------------------------
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a fork of ours, which has our handlers and not our event loop
+        if os.getpid() != self._pid:  # a process forked from this one: it has these handlers, but not the event loop
             signal.signal(number, self._previous[number])
             os.kill(os.getpid(), number)
             return
-        if number not in self._numbers:
-            self._numbers.append(number)
+        if number not in self._received:
+            self._received.append(number)
         if not self.cause:
-            self._tell(signal.Signals(number).name)
+            self._request_stop(signal.Signals(number).name)
         elif self._expects_sigterm and number == signal.SIGTERM:
             self._expects_sigterm = False
         elif self.seconds > SAME_EVENT:
-            if self._wake is not None and not self._noticed:
-                raise KeyboardInterrupt  # something blocks the event loop
-            self._in_haste = True
-            self._call()
-        if self._raising:
+            if self._wake_loop is not None and not self._loop_noticed:
+                raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
+            self._fast_stop = True
+            self._notify()
+        if self._interruptible:
             raise KeyboardInterrupt
 
-    def _tell(self, cause: str) -> None:
-        self._began = time.monotonic()
+    def _request_stop(self, cause: str) -> None:
+        self._requested_at = time.monotonic()
         self.cause = cause
-        self._call()
+        self._notify()
 
-    def _call(self) -> None:
+    def _notify(self) -> None:
         self.on_signal()
-        if self._wake is not None:
-            self._wake()
+        if self._wake_loop is not None:
+            self._wake_loop()
 
     def raise_if_stop_requested(self) -> None:
-        """Where nothing is begun yet.
+        """For a moment when nothing has started that needs a drain.
 
         Raises:
-            Preempted: the rank is to end.
+            Preempted: a stop is requested.
         """
         if self.cause:
-            self.end()
+            self.raise_preempted()
 
     @contextmanager
-    def raising(self) -> Iterator[None]:
-        """Around code that may take long, and may end anywhere: any signal raises KeyboardInterrupt in it."""
-        self._raising = True
+    def interruptible(self) -> Iterator[None]:
+        """Around slow code that may be cut off anywhere: any handled signal raises KeyboardInterrupt in it."""
+        self._interruptible = True
         try:
             if self.cause:
                 raise KeyboardInterrupt
             yield
         finally:
-            self._raising = False
+            self._interruptible = False
 
     # on the event loop -------------------------------------------------------------------------------------------
 
     @contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
-        """On the event loop: an event that is set once the rank is to end."""
+        """On the event loop: gives an event that is set when a stop is requested."""
         loop = asyncio.get_running_loop()
-        self._told = asyncio.Event()
-        self._noticed = False
-        self._wake = lambda: _call_soon(loop, self._notice)
+        self._stop_requested = asyncio.Event()
+        self._loop_noticed = False
+        self._wake_loop = lambda: call_soon(loop, self._notice)
         try:
             if self.cause:
                 self._notice()
-            yield self._told
+            yield self._stop_requested
         finally:
-            self._wake = None
+            self._wake_loop = None
 
     def _notice(self) -> None:
-        self._noticed = True
-        self._told.set()
-        if self._in_haste and self._wait is not None and not self._wait.expired():
+        self._loop_noticed = True
+        self._stop_requested.set()
+        if self._fast_stop and self._wait is not None and not self._wait.expired():
             self._wait.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager
@@ -247,9 +256,9 @@ class Preemption:
         finally:
             self._wait = None
 
-    async def wait_for(self, awaitable: Any) -> bool:
-        """Waits for something, as long as the drain may take; whether it came."""
-        left = 0.0 if self._in_haste else max(0.0, self.drain_seconds - self.seconds)
+    async def wait_for(self, awaitable: Awaitable[object]) -> bool:
+        """Awaits ``awaitable`` until the drain's time is over. True if it finished, False if the time was too short."""
+        left = 0.0 if self._fast_stop else max(0.0, self.drain_seconds - self.seconds)
         try:
             async with asyncio.timeout(left) as wait:
                 with self._waiting(wait):
@@ -259,27 +268,22 @@ class Preemption:
         return True
 
     async def watch_time_limit(self) -> None:
-        """Ends the rank early enough before Slurm ends the job."""
+        """Requests a stop early enough before Slurm ends the job."""
         end = await slurm_deadline()
         if end is None:
             return
         left = end - time.time()
-        # At least half of a short time is for work, or such a job would be requeued for ever.
-        reserve = min(self.drain_seconds + _MARGIN, left / 2)
+        # At least half of a short time is for work. Else such a job would be requeued again and again without progress.
+        reserve = min(self.drain_seconds + _MARGIN_SECONDS, left / 2)
         await asyncio.sleep(left - reserve)
         if not self.cause:
-            self._numbers += self._requeueing_signal()
-            self._tell(_TIME_LIMIT)
+            self._received += self._requeueing_signal()
+            self._request_stop(_TIME_LIMIT)
 
     def _requeueing_signal(self) -> list[int]:
-        """The signal somebody waits for in order to requeue the job, as datatrove's Slurm executor does."""
+        """The signal whose old handler requeues the job, as datatrove's Slurm executor has one."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             handler = self._previous.get(number, signal.getsignal(number))
             if callable(handler):
                 return [number]
         return []
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # closed meanwhile: nobody left to tell
-        loop.call_soon_threadsafe(callback)

@@ -1,8 +1,8 @@
-"""What a task asks of Slurm: when its job ends, and, once it is told to end, that the job goes on later.
+"""The Slurm job of this task: when it ends, and how to requeue it when Slurm preempts it.
 
 Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is over. A step that
-ends before, as it should, makes its job FAILED, and Slurm requeues no failed job: it has to be asked. Not for every
-SIGTERM, though: after ``scancel``, asking would bring a cancelled job back to life. The two differ in the job's record:
+ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed job: the task must request it. But not
+after every SIGTERM: after ``scancel``, the request would restart a cancelled job. The job's record tells the two apart:
 only a job that is being preempted has a PreemptTime and is still running.
 """
 
@@ -18,22 +18,23 @@ from datetime import datetime
 
 from loguru import logger
 
-_TIMEOUT = 10.0  # seconds that Slurm's controller gets to answer
-_SQUEUE_TIMEOUT = 15.0
+_SCONTROL_TIMEOUT = 10.0  # seconds
+_SQUEUE_TIMEOUT = 15.0  # seconds
 
 
 def job_id() -> str | None:
-    """This job, "17_3" in an array. None outside of Slurm.
+    """The name of this job for Slurm's commands, "17_3" in an array. None outside of Slurm.
 
-    The last task of array 17 has SLURM_JOB_ID=17, and to Slurm's commands that means all of the array.
+    SLURM_JOB_ID is not used in an array: the last task of array 17 has SLURM_JOB_ID=17, and to Slurm's commands 17
+    means the whole array.
     """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 @contextmanager
-def meaning_this_task() -> Iterator[None]:
-    """Meanwhile SLURM_JOB_ID is ``job_id()``: datatrove's handler would have the last task requeue its whole array."""
+def job_id_in_environment() -> Iterator[None]:
+    """Sets SLURM_JOB_ID to ``job_id()`` for a while. Else datatrove's handler would requeue the whole array."""
     job, before = job_id(), os.environ.get("SLURM_JOB_ID")
     if job is None or before is None:
         yield
@@ -46,33 +47,35 @@ def meaning_this_task() -> Iterator[None]:
 
 
 def requeue_if_preempted() -> None:
-    """Has the job started again later, if Slurm is about to take its node away."""
+    """Requeues this job if Slurm is preempting it."""
     job = job_id()
-    if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step asks for all
+    if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step is enough
         return
     try:
         record = _scontrol("--oneliner", "show", "job", job)
         fields = dict(word.split("=", 1) for word in record.split() if "=" in word)
         if fields.get("JobState") in ("RUNNING", "SIGNALING") and fields.get("PreemptTime", "None") != "None":
             _scontrol("requeue", job)
-            logger.info(f"Job {job} is being preempted: it was requeued.")
+            logger.info(f"Slurm is preempting job {job}. The job was requeued.")
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning(f"Slurm could not be asked to requeue job {job}; submit again what is not complete. {error}")
+        logger.warning(f"Job {job} could not be requeued: {error}. Submit the incomplete tasks again.")
 
 
 def _scontrol(*arguments: str) -> str:
-    done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    done = subprocess.run(
+        ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False
+    )
     if done.returncode:
         raise subprocess.SubprocessError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
 
 
 async def slurm_deadline() -> float | None:
-    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if nobody knows."""
+    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if Slurm does not say."""
     with suppress(ValueError):
         return float(os.environ.get("SLURM_JOB_END_TIME", ""))
     job = job_id()
-    if job is None or shutil.which("squeue") is None:  # Slurm before 23.02 does not tell its jobs
+    if job is None or shutil.which("squeue") is None:  # SLURM_JOB_END_TIME needs Slurm 23.02
         return None
     try:
         answer = await _output("squeue", "--noheader", "--jobs", job, "--format=%e")

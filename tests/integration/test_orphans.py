@@ -1,4 +1,4 @@
-"""What a pool leaves behind: no worker after its parent, and no parent that waits for a worker for ever."""
+"""The parent watch: no pool worker outlives its parent, and no parent waits without end for a worker."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_th
         process = job.start()
         until_asked(server, 30 + 2 * IN_FLIGHT)
         until_kept(tmp_path / "killed/checkpoints", 30)
-        orphans = workers(process)
+        handles = workers(process)
         os.kill(process.pid, signal.SIGKILL)
-        for worker in orphans:
+        for worker in handles:
             assert select.select([worker], [], [], 10)[0], "a worker outlived its parent"
             os.close(worker)
-        os.killpg(process.pid, signal.SIGKILL)  # a helper of datatrove's without a rank lives on
+        os.killpg(process.pid, signal.SIGKILL)  # a process of datatrove's without a rank may still run
         job.finish(process)
         server.release()
         assert job.finish(job.start()) == 0, job.log
@@ -102,10 +102,10 @@ def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(t
             may_end.touch()
         signal.pidfd_send_signal(worker, signal.SIGTERM)
         if slow == "the end of the task":
-            assert not select.select([worker], [], [], 1.5)[0], "it ended before it had handed in its error"
+            assert not select.select([worker], [], [], 1.5)[0], "it ended before it had sent its error"
             may_end.touch()
         assert select.select([worker], [], [], 60)[0]
         os.close(worker)
         _, error = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "Preempted: Told to end by SIGTERM" in error
+    assert "Preempted: Stopped by SIGTERM" in error

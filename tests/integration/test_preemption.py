@@ -1,4 +1,4 @@
-"""Told to end early: what still finishes, what is saved, and who gets the signal afterwards.
+"""An early stop: what still finishes, what is saved, and which handler gets the signal afterwards.
 
 Most tests run in this process, whose signals they set up themselves; the last ones use real processes.
 """
@@ -36,7 +36,7 @@ DRAINS = "requests in flight have"
 SIGNALS = [signal.Signals[name] for name in preemption.SIGNALS]
 
 
-def tell(number: int = signal.SIGTERM) -> None:
+def send_signal(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
@@ -52,8 +52,8 @@ def when_logged(text: str, action: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.fixture
-def handed_on() -> Iterator[list[int]]:
-    """Handlers that were there before, for all signals that are borrowed, and what they got."""
+def reraised() -> Iterator[list[int]]:
+    """Sets old handlers for all signals that a rank handles, and gives the signals that are raised again for them."""
     got: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in SIGNALS}
     yield got
@@ -61,13 +61,13 @@ def handed_on() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def told_once_asked(server: FakeServer, number: int, sent: int = signal.SIGTERM) -> threading.Thread:
-    """Tells this process to end once the server was asked so often."""
+def signal_once_asked(server: FakeServer, number: int, sent: int = signal.SIGTERM) -> threading.Thread:
+    """Sends this process a signal once the server has so many requests."""
 
     def watch() -> None:
         while len(server.payloads) < number:
             time.sleep(0.001)
-        tell(sent)
+        send_signal(sent)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -94,8 +94,8 @@ def expected(tmp_path: Path, rollout: Any, number: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
-def test_what_is_in_flight_finishes_nothing_is_begun_and_the_handler_that_was_there_gets_the_signal(
-    tmp_path: Path, handed_on: list[int], number: signal.Signals
+def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_the_signal(
+    tmp_path: Path, reraised: list[int], number: signal.Signals
 ) -> None:
     finished: list[str] = []
 
@@ -107,12 +107,12 @@ def test_what_is_in_flight_finishes_nothing_is_begun_and_the_handler_that_was_th
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, rollout, config={"max_concurrent_generations": 4})
         handlers = [signal.getsignal(name) for name in SIGNALS]
-        timer = told_once_asked(server, 4, number)
+        timer = signal_once_asked(server, 4, number)
         end = KeyboardInterrupt if number == signal.SIGINT else Preempted
         with when_logged(DRAINS, server.release), pytest.raises(end):
             step.run(documents(20))
         timer.join()
-        assert handed_on == [number]
+        assert reraised == [number]
         assert [signal.getsignal(name) for name in SIGNALS] == handlers
         assert len(finished) == sum(server.asked.values()) == 4
         step.run(documents(20))
@@ -121,12 +121,12 @@ def test_what_is_in_flight_finishes_nothing_is_begun_and_the_handler_that_was_th
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 20)
 
 
-def test_a_document_that_asks_once_more_waits_for_the_next_life_and_keeps_what_it_was_answered(
-    tmp_path: Path, handed_on: list[int]
+def test_a_document_that_needs_another_request_waits_for_the_next_attempt_and_keeps_its_answers(
+    tmp_path: Path, reraised: list[int]
 ) -> None:
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, twice, drain_seconds=600)
-        timer = told_once_asked(server, 3)
+        timer = signal_once_asked(server, 3)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="SIGTERM"):
             step.run(documents(3))
         timer.join()
@@ -139,33 +139,33 @@ def test_a_document_that_asks_once_more_waits_for_the_next_life_and_keeps_what_i
 
 @pytest.mark.parametrize("previous", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"])
 def test_a_signal_that_ends_nobody_still_ends_the_rank(tmp_path: Path, previous: Any, server: FakeServer) -> None:
-    async def told(document: Document, generate: Any) -> Any:
-        tell()
+    async def rollout(document: Document, generate: Any) -> Any:
+        send_signal()
         return await plain(document, generate)
 
     before = signal.signal(signal.SIGTERM, previous)
     try:
         with pytest.raises(Preempted):
-            runner(tmp_path, server, told).run(documents(1))
+            runner(tmp_path, server, rollout).run(documents(1))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def test_ctrl_c_is_a_keyboard_interrupt(tmp_path: Path, server: FakeServer) -> None:
-    async def told(document: Document, generate: Any) -> Any:
-        tell(signal.SIGINT)
+    async def rollout(document: Document, generate: Any) -> Any:
+        send_signal(signal.SIGINT)
         return await plain(document, generate)
 
     with pytest.raises(KeyboardInterrupt):
-        runner(tmp_path, server, told).run(documents(1))
+        runner(tmp_path, server, rollout).run(documents(1))
 
 
-def test_the_wait_ends_after_drain_seconds_and_only_what_was_given_up_is_asked_again(
-    tmp_path: Path, handed_on: list[int], log: list[str]
+def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_again(
+    tmp_path: Path, reraised: list[int], log: list[str]
 ) -> None:
     with FakeServer(hold_after=6) as server:
         step = runner(tmp_path, server, plain, drain_seconds=0.3, config={"max_concurrent_generations": 4})
-        timer = told_once_asked(server, 10)
+        timer = signal_once_asked(server, 10)
         with pytest.raises(Preempted):
             step.run(documents(20))
         timer.join()
@@ -177,44 +177,44 @@ def test_the_wait_ends_after_drain_seconds_and_only_what_was_given_up_is_asked_a
 
 
 def test_a_second_signal_ends_the_wait_at_once(
-    tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
+    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
-        timer = told_once_asked(server, 1)
-        with when_logged(DRAINS, lambda: tell(signal.SIGUSR1)), pytest.raises(Preempted):
+        timer = signal_once_asked(server, 1)
+        with when_logged(DRAINS, lambda: send_signal(signal.SIGUSR1)), pytest.raises(Preempted):
             step.run(documents(1))
         timer.join()
-    assert handed_on == [signal.SIGTERM, signal.SIGUSR1]
+    assert reraised == [signal.SIGTERM, signal.SIGUSR1]
     assert any("1 requests in flight were given up" in line for line in log)
 
 
 def test_several_signals_of_one_event_are_one(
-    tmp_path: Path, handed_on: list[int], log: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reraised: list[int], log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """srun passes SIGTERM on to tasks that got it already."""
+    """srun passes SIGTERM on to tasks that have received it already."""
     monkeypatch.setattr(preemption, "SAME_EVENT", 600.0)
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain)
 
         def again() -> None:
-            tell()
-            tell(signal.SIGUSR1)
+            send_signal()
+            send_signal(signal.SIGUSR1)
             server.release()
 
-        timer = told_once_asked(server, 1)
+        timer = signal_once_asked(server, 1)
         with when_logged(DRAINS, again), pytest.raises(Preempted):
             step.run(documents(1))
         timer.join()
-    assert handed_on == [signal.SIGTERM, signal.SIGUSR1]
+    assert reraised == [signal.SIGTERM, signal.SIGUSR1]
     assert any("0 requests in flight were given up" in line for line in log)
 
 
 def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer) -> None:
-    def told(number: int) -> Any:
+    def sends(number: int) -> Any:
         async def rollout(document: Document, generate: Any) -> Any:
-            tell(number)
+            send_signal(number)
             return await plain(document, generate)
 
         return rollout
@@ -224,8 +224,8 @@ def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer
     before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in numbers}
     try:
         with pytest.raises(Preempted, match="SIGHUP"):
-            runner(tmp_path / "1", server, told(signal.SIGHUP), drain_signals=["SIGHUP"]).run(documents(1))
-        runner(tmp_path / "2", server, told(signal.SIGUSR1), drain_signals=["SIGHUP"]).run(documents(1))
+            runner(tmp_path / "1", server, sends(signal.SIGHUP), drain_signals=["SIGHUP"]).run(documents(1))
+        runner(tmp_path / "2", server, sends(signal.SIGUSR1), drain_signals=["SIGHUP"]).run(documents(1))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -249,14 +249,14 @@ def test_settings_that_cannot_work_are_refused(
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_on_any_event_loop(tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+def test_on_any_event_loop(tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     if loop == "uvloop":
         import uvloop
 
         monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
         monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
     with FakeServer(hold_after=0) as server:
-        timer = told_once_asked(server, 4)
+        timer = signal_once_asked(server, 4)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted):
             runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}).run(documents(20))
         timer.join()
@@ -264,22 +264,22 @@ def test_on_any_event_loop(tmp_path: Path, handed_on: list[int], monkeypatch: py
 
 
 def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(
-    tmp_path: Path, handed_on: list[int], log: list[str]
+    tmp_path: Path, reraised: list[int], log: list[str]
 ) -> None:
     async def fails(document: Document, generate: Any) -> Any:
         await ask(document, generate)
-        tell()
+        send_signal()
         raise RuntimeError("a bug")
 
     with FakeServer() as server, pytest.raises(DocumentFailed, match="a bug"):
         runner(tmp_path, server, fails).run(documents(1))
-    assert handed_on == [signal.SIGTERM]
+    assert reraised == [signal.SIGTERM]
     assert any("ERROR" in line and "a bug" in line for line in log)
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_what_a_server_says_that_is_told_to_end_as_well_is_held_against_no_document(
-    tmp_path: Path, handed_on: list[int], status: int
+def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
+    tmp_path: Path, reraised: list[int], status: int
 ) -> None:
     ending: list[bool] = []
     with FakeServer(status=lambda payload, times: status if ending else None, hold_after=0) as server:
@@ -290,7 +290,7 @@ def test_what_a_server_says_that_is_told_to_end_as_well_is_held_against_no_docum
 
         settings = {"max_concurrent_generations": 4, "request_max_attempts": 1}
         step = runner(tmp_path, server, plain, on_document_error="dead_letter", config=settings)
-        timer = told_once_asked(server, 4)
+        timer = signal_once_asked(server, 4)
         with when_logged(DRAINS, both_end), pytest.raises(Preempted):
             step.run(documents(6))
         timer.join()
@@ -302,12 +302,12 @@ def test_what_a_server_says_that_is_told_to_end_as_well_is_held_against_no_docum
 
 
 def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
-    tmp_path: Path, handed_on: list[int], server: FakeServer
+    tmp_path: Path, reraised: list[int], server: FakeServer
 ) -> None:
     async def sleeps(document: Document, generate: Any) -> Any:
         result = await plain(document, generate)
         if document.id == "id 0":
-            tell()
+            send_signal()
             await asyncio.Event().wait()
         return result
 
@@ -320,12 +320,12 @@ def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
 # --------------------------------------------------------------------------- at any moment
 
 
-def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, handed_on: list[int], server: FakeServer) -> None:
+def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, reraised: list[int], server: FakeServer) -> None:
     never = threading.Event()
 
     def blocked() -> Iterator[Document]:
         yield from documents(2)
-        tell()
+        send_signal()
         never.wait()
 
     try:
@@ -337,7 +337,7 @@ def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, handed_on: list[i
 
 @pytest.mark.timeout(60)
 def test_a_server_that_is_starting_is_stopped_at_once(
-    tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)")
@@ -348,7 +348,7 @@ def test_a_server_that_is_starting_is_stopped_at_once(
     def watch() -> None:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.001)
-        tell()
+        send_signal()
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -386,7 +386,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 
 @pytest.mark.timeout(60)
 def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
-    tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
+    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     """Slurm signals all processes of a step, the server among them."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -400,7 +400,7 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     def watch() -> None:
         while not Path("asked").exists() or Path("asked").stat().st_size < 2:
             time.sleep(0.001)
-        tell()
+        send_signal()
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -415,34 +415,34 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
 
 
 def test_while_the_users_context_is_entered_a_signal_raises_at_once(
-    tmp_path: Path, handed_on: list[int], server: FakeServer
+    tmp_path: Path, reraised: list[int], server: FakeServer
 ) -> None:
     after: list[str] = []
 
     def slow() -> dict[str, Any]:
-        tell()
+        send_signal()
         after.append("still here")
         return {}
 
     with pytest.raises(Preempted):
         runner(tmp_path, server, plain, shared_context=slow).run(documents(2))
     assert not after
-    assert handed_on == [signal.SIGTERM]
+    assert reraised == [signal.SIGTERM]
     assert not server.asked
 
 
 @pytest.mark.parametrize("where", ["restore", "prepare"])
 def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
-    tmp_path: Path, handed_on: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, reraised: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A checkpoint may take minutes to come back, and an output folder that is away is asked for five."""
+    """Restoring a checkpoint may take minutes, and a missing output folder is retried for five."""
     mirrored = {"checkpoints_remote_dir": str(tmp_path / "remote")}
     runner(tmp_path, server, plain, **mirrored).run(documents(3))
     shutil.rmtree(tmp_path / "checkpoints")
     still_here: list[str] = []
 
     def slow(*_: Any) -> Any:
-        tell()
+        send_signal()
         still_here.append(where)
 
     with monkeypatch.context() as patch:
@@ -450,30 +450,30 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
         with pytest.raises(Preempted):
             runner(tmp_path, server, plain, **mirrored).run(documents(3))
     assert not still_here
-    assert handed_on == [signal.SIGTERM]
+    assert reraised == [signal.SIGTERM]
     runner(tmp_path, server, plain, **mirrored).run(documents(3))
     assert set(server.asked.values()) == {1}
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
 
 def test_an_event_loop_that_a_rollout_blocks_is_interrupted_by_the_second_signal(
-    tmp_path: Path, handed_on: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reraised: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
 
     async def blocks(document: Document, generate: Any) -> Any:
-        tell()
-        tell()
+        send_signal()
+        send_signal()
         raise AssertionError("the second one did not raise")
 
     with pytest.raises(Preempted):
         runner(tmp_path, server, blocks).run(documents(1))
-    assert handed_on == [signal.SIGTERM]
+    assert reraised == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
 def test_a_chunk_that_is_being_published_is_committed_only_if_that_is_quick(
-    tmp_path: Path, handed_on: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, quick: bool
+    tmp_path: Path, reraised: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     publishing, goes_on = threading.Event(), threading.Event()
     write_chunk = ChunkOutput.write_chunk
@@ -487,7 +487,7 @@ def test_a_chunk_that_is_being_published_is_committed_only_if_that_is_quick(
         result = await plain(document, generate)
         if document.id == "id 2" and not goes_on.is_set():
             await asyncio.to_thread(publishing.wait)
-            tell()
+            send_signal()
         return result
 
     monkeypatch.setattr(ChunkOutput, "write_chunk", held)
@@ -505,13 +505,11 @@ def test_a_chunk_that_is_being_published_is_committed_only_if_that_is_quick(
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 4)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_wait_for(
-    tmp_path: Path, handed_on: list[int], log: list[str]
-) -> None:
+def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path: Path, reraised: list[int], log: list[str]) -> None:
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
         step.checkpoints_local_dir = None
-        timer = told_once_asked(server, 1)
+        timer = signal_once_asked(server, 1)
         with pytest.raises(Preempted):
             step.run(documents(1))
         timer.join()
@@ -532,7 +530,7 @@ def test_a_rank_in_a_thread_does_without_signals(tmp_path: Path, server: FakeSer
 
 
 def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose end comes near when the server was asked something."""
+    """A job whose time limit is near once the server has a request."""
 
     async def deadline() -> float:
         while not server.payloads:
@@ -543,14 +541,14 @@ def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_slurms_time_limit_is_a_signal_to_whoever_requeues(
-    tmp_path: Path, handed_on: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeServer(hold_after=0) as server:
         ends_once_asked(server, monkeypatch)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
             runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
         assert sum(server.asked.values()) == 1
-    assert handed_on == [signal.SIGUSR1]
+    assert reraised == [signal.SIGUSR1]
 
 
 def test_a_time_limit_without_anybody_who_requeues_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,9 +570,9 @@ def test_at_least_half_of_a_short_time_is_for_work(monkeypatch: pytest.MonkeyPat
         slept.append(delay)
 
     monkeypatch.setattr(preemption.asyncio, "sleep", sleep)
-    told = Preemption(preemption.SIGNALS, drain_seconds=20)
-    asyncio.run(told.watch_time_limit())
-    assert told.cause
+    stopped = Preemption(preemption.SIGNALS, drain_seconds=20)
+    asyncio.run(stopped.watch_time_limit())
+    assert stopped.cause
     assert slept == [pytest.approx(seconds / 2 if seconds < 100 else seconds - 50)]
 
 

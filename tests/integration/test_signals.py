@@ -63,7 +63,7 @@ def answer(payload: dict[str, Any], times: int) -> str:
 
 
 class Process:
-    """A command in a session of its own, and what it says."""
+    """A command in its own session, and its output."""
 
     def __init__(self, argv: list[str], folder: Path, **environment: str) -> None:
         self.popen = subprocess.Popen(
@@ -292,7 +292,9 @@ close_at_once, base.close_task_logger = base.close_task_logger, close_slowly
 
 
 @pytest.mark.parametrize("slow", ["nothing", "the parent", "the end of the task"])
-def test_a_worker_that_is_told_alone_ends_the_command_instead_of_leaving_it_waiting(tmp_path: Path, slow: str) -> None:
+def test_a_worker_that_is_signalled_alone_ends_the_command_instead_of_leaving_it_waiting(
+    tmp_path: Path, slow: str
+) -> None:
     with FakeServer(answer, hold_after=0) as server:
         job = Job(tmp_path, server, 2)
         if slow == "the end of the task":  # as its log's, on S3
@@ -306,13 +308,13 @@ def test_a_worker_that_is_told_alone_ends_the_command_instead_of_leaving_it_wait
         job.until_drains(1)
         server.release()
         if slow == "the end of the task":
-            assert not select.select([worker], [], [], 1)[0], "it ended before it had handed in its error"
+            assert not select.select([worker], [], [], 1)[0], "it ended before it had sent its error"
             (tmp_path / "may_close").touch()
         assert select.select([worker], [], [], 60)[0]
         os.close(worker)
         process.popen.send_signal(signal.SIGCONT)
         assert process.end() == 1
-        assert "error: Told to end by SIGTERM." in process.log
+        assert "error: Stopped by SIGTERM." in process.log
         assert process.left == []
         assert job.completed < 2
 

@@ -1,4 +1,4 @@
-"""The garbage collector is told what a run is like, and is its old self afterwards."""
+"""The settings of the garbage collector fit a run, and the old ones are restored afterwards."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from multiprocess import pool
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.process import pool_workers
-from datatrove_ckpt.process.pool_workers import leave_after_this_task, leave_between_tasks, leaves_of
+from datatrove_ckpt.process.pool_workers import exit_after_this_task, exit_between_tasks, exits_on
 from datatrove_ckpt.process.preemption import Preemption
 from tests.jobs import ask, writer
 
@@ -87,7 +87,7 @@ def much() -> bytes:
 
 def much_of_a_rank(patience: float = 60.0) -> bytes:
     pool_workers._PATIENCE = patience
-    leave_between_tasks()
+    exit_between_tasks()
     return MORE_THAN_A_PIPE_HOLDS
 
 
@@ -142,7 +142,7 @@ def test_a_worker_that_waits_is_deaf_to_what_its_parent_tells_it_by_sigterm(numb
 
 
 def rank_over() -> str:
-    leave_between_tasks()
+    exit_between_tasks()
     return "done"
 
 
@@ -164,7 +164,7 @@ def test_a_worker_that_waits_for_the_lock_of_the_tasks_needs_none() -> None:
 
 
 def another_worker_has_the_lock() -> str:
-    leave_between_tasks()
+    exit_between_tasks()
     frame = pool_workers._frame_of_worker()
     assert frame is not None
     frame.f_locals["inqueue"]._rlock._lock = FORKSERVER.Semaphore(0)
@@ -183,7 +183,7 @@ def fork_in_a_task(context: str, in_a_rank: bool) -> tuple[float, int]:
 
 
 def forked() -> None:
-    leave_between_tasks()  # a rank of its own, say
+    exit_between_tasks()  # a rank of its own, say
     signal.pause()
 
 
@@ -199,7 +199,7 @@ def test_what_a_task_forks_is_no_worker(in_a_rank: bool) -> None:
 
 
 def interruptible() -> str:
-    leave_between_tasks()
+    exit_between_tasks()
     signal.signal(signal.SIGUSR2, _raise)
     return "done"
 
@@ -233,7 +233,7 @@ def test_a_worker_that_nobody_ends_works_as_any(work: Any) -> None:
 
 def told_in_a_task(end_of_task: float = 60.0, result: Any = "done", ends: bool = True) -> Any:
     pool_workers._END_OF_TASK = end_of_task
-    leave_after_this_task(signal.SIGUSR1)
+    exit_after_this_task(signal.SIGUSR1)
     if not ends:
         FORKSERVER.Semaphore(0).acquire()
     return result
@@ -262,7 +262,7 @@ def test_it_does_not_wait_for_ever_for_somebody_who_takes_its_result() -> None:
 
 
 def told_when_the_rank_is_over() -> str:
-    leave_between_tasks()
+    exit_between_tasks()
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
     return "done"
@@ -279,8 +279,8 @@ def test_a_worker_that_is_ended_before_it_hands_in_does_so_first() -> None:
 
 def told_again(end_of_task: float, patience: float) -> None:
     pool_workers._END_OF_TASK, pool_workers._PATIENCE = end_of_task, patience
-    leave_between_tasks()
-    leave_after_this_task(signal.SIGUSR1)
+    exit_between_tasks()
+    exit_after_this_task(signal.SIGUSR1)
     signal.raise_signal(signal.SIGTERM)
     FORKSERVER.Semaphore(0).acquire()
 
@@ -295,7 +295,7 @@ def test_a_further_signal_shortens_the_wait_and_never_makes_it_longer(
 
 
 def told_while_the_task_is_taken() -> str:
-    leave_between_tasks()
+    exit_between_tasks()
     signal.raise_signal(signal.SIGTERM)
     try:
         with Preemption(["SIGTERM", "SIGUSR1"], 60.0) as preemption:
@@ -308,7 +308,7 @@ def told_while_the_task_is_taken() -> str:
 def test_a_rank_that_begins_after_the_signal_came_ends_of_it() -> None:
     worker = Worker()
     worker.does(told_while_the_task_is_taken)
-    assert worker.result().startswith("Told to end by SIGTERM.")
+    assert worker.result().startswith("Stopped by SIGTERM.")
     assert worker.end() == TERMINATED
 
 
@@ -317,10 +317,10 @@ def preempted(number: int) -> list[bool]:
     leaves = []
     try:
         with Preemption(["SIGTERM", "SIGUSR1"], 60.0):
-            leaves.append(leaves_of(signal.SIGTERM))
+            leaves.append(exits_on(signal.SIGTERM))
             signal.raise_signal(number)
     except Preempted:
-        leaves += [leaves_of(signal.SIGTERM), leaves_of(number)]
+        leaves += [exits_on(signal.SIGTERM), exits_on(number)]
     assert not FORKSERVER.Semaphore(0).acquire(timeout=0.5)  # its log is being closed, say
     return leaves
 
@@ -336,7 +336,7 @@ def test_a_rank_that_is_told_alone_leaves_no_moment_in_which_a_signal_loses_its_
 def not_borrowed() -> list[Any]:
     with Preemption(["SIGUSR1"], 60.0):
         within = signal.getsignal(signal.SIGTERM)
-    return [within, *map(leaves_of, [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])]
+    return [within, *map(exits_on, [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])]
 
 
 def test_where_the_user_borrows_no_sigterm_it_ends_the_rank_as_usual() -> None:
@@ -357,30 +357,30 @@ def test_a_handler_that_is_there_stays() -> None:
 
 def handler_before() -> list[Any]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    leave_between_tasks()
+    exit_between_tasks()
     kept = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    leave_between_tasks()
-    leave_between_tasks()
-    return [kept, leaves_of(signal.SIGTERM)]
+    exit_between_tasks()
+    exit_between_tasks()
+    return [kept, exits_on(signal.SIGTERM)]
 
 
 def test_outside_a_pool_signals_stay_as_they_are() -> None:
-    leave_between_tasks()
-    leave_after_this_task(signal.SIGTERM)
+    exit_between_tasks()
+    exit_after_this_task(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert pool_workers.told() is None
+    assert pool_workers.stop_signal() is None
 
 
 class Failing(InferenceRunner):  # type: ignore[misc]
     def _lead(self, *_: Any) -> None:
-        assert not leaves_of(signal.SIGTERM)
+        assert not exits_on(signal.SIGTERM)
         raise ConfigError("no GPU")
 
 
 class Succeeding(InferenceRunner):  # type: ignore[misc]
     def _lead(self, *_: Any) -> None:
-        assert not leaves_of(signal.SIGTERM)
+        assert not exits_on(signal.SIGTERM)
 
 
 def fail_twice(folder: Path) -> bool:
@@ -388,7 +388,7 @@ def fail_twice(folder: Path) -> bool:
     for _ in range(2):
         with pytest.raises(ConfigError):
             step.run(None)
-    return leaves_of(signal.SIGTERM)
+    return exits_on(signal.SIGTERM)
 
 
 def refused(folder: Path) -> bool:
@@ -397,14 +397,14 @@ def refused(folder: Path) -> bool:
     )
     with pytest.raises(ConfigError, match="rank"):
         step.run(None, world_size=2)
-    return leaves_of(signal.SIGTERM)
+    return exits_on(signal.SIGTERM)
 
 
 def succeed_twice(folder: Path) -> bool:
     step = Succeeding(ask, InferenceConfig(server_type="dummy", model_name_or_path="m"), writer(folder))
     for _ in range(2):
         step.run(None)
-    return leaves_of(signal.SIGTERM)
+    return exits_on(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("work", [fail_twice, refused, succeed_twice])

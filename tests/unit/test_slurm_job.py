@@ -1,4 +1,4 @@
-"""What is asked of Slurm, and when. A real one is asked in tests/real/test_slurm.py."""
+"""Requests to Slurm, and when they are made. tests/real/test_slurm.py uses a real Slurm."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.process.slurm_job import job_id, meaning_this_task, requeue_if_preempted
+from datatrove_ckpt.process.slurm_job import job_id, job_id_in_environment, requeue_if_preempted
 
 PREEMPTED = "JobId=17 ArrayJobId=17 ArrayTaskId=3 JobState=RUNNING Reason=None PreemptTime=2026-11-20T07:26:38"
 
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What scontrol was asked, in a task of an array. It answers with the file "record"."""
+    """The commands that scontrol gets in a task of an array. It answers with the file "record"."""
     script = tmp_path / "scontrol"
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
     script.chmod(0o755)
@@ -55,19 +55,19 @@ def test_one_task_of_a_step_asks_for_all(asked: Path, monkeypatch: pytest.Monkey
 def test_a_slurm_that_does_not_answer_is_a_warning(asked: Path, log: list[str]) -> None:
     (asked.parent / "record").unlink()
     requeue_if_preempted()
-    assert "Slurm could not be asked to requeue job 17_3; submit again what is not complete." in log[-1]
+    assert "Job 17_3 could not be requeued: scontrol --oneliner show job 17_3:" in log[-1]
 
 
 def test_a_job_is_named_as_slurms_commands_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID"):
         monkeypatch.delenv(f"SLURM_{name}", raising=False)
     assert job_id() is None
-    with meaning_this_task():
+    with job_id_in_environment():
         assert "SLURM_JOB_ID" not in os.environ
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert job_id() == "17"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    with meaning_this_task():
+    with job_id_in_environment():
         assert os.environ["SLURM_JOB_ID"] == "17_3"
     assert os.environ["SLURM_JOB_ID"] == "17"

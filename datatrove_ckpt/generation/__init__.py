@@ -1,5 +1,13 @@
-"""The asynchronous core of a rank: documents in, rollouts run, answers kept, finished documents handed over.
+"""The asynchronous core of a rank: documents in, rollouts run, answers kept, finished documents recorded.
 
-It may import ``checkpoint``, ``inference.client``, ``readers``, ``output`` and ``process``. It knows no server process:
-``runner.py`` gives it one. Start at ``scheduler.py``, then ``generate.py`` (one call of a rollout's ``generate``).
+Everything runs on one event loop, which never waits on a disk or on a reader: two threads do that, the reader's
+(``prefetch.py``) and the checkpoint's. The room starts no server process: ``runner.py`` passes in a function that does.
+
+Start at ``scheduler.py`` (one rank, from its first document to its last commit), then ``generate.py`` (one call of a
+rollout's ``generate``). Then ``prefetch.py`` (where documents come from), ``drain.py`` (an early stop), ``failures.py``
+and ``dead_letters.py`` (documents that fail), ``run_identity.py`` and ``code_hash.py`` (what makes two runs the same
+run), ``null_checkpoint.py`` (a run without a checkpoint) and ``progress.py`` (statistics and progress bar).
+
+The room may import ``errors``, ``redaction``, ``config``, ``documents``, ``rollouts``, ``process``, ``checkpoint``,
+``inference``, ``readers`` and ``output``.
 """

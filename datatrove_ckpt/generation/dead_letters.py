@@ -1,9 +1,9 @@
-"""Dead letters: documents that could not be processed, each with its cause, and with all that a second try needs.
+"""Dead letters: documents that could not be processed, each with its cause and with what a retry needs.
 
-A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry takes those that
-no retry has taken before, as ``retry-00001/<rank>/input.jsonl``, and processes them like any other input, with a
-checkpoint of its own in that folder: so it is killed and resumed like any other run, and what fails again is a dead
-letter again, with one attempt more, for the next retry.
+A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry takes the letters
+that no earlier retry has taken, writes them to ``retry-00001/<rank>/input.jsonl``, and processes this file like any
+other input, with a checkpoint in the same folder. So a retry can be killed and resumed like any other run. A document
+that fails again is a dead letter again, with one attempt more, for the next retry.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import orjson
 from datatrove.data import Document
@@ -31,6 +31,21 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.documents import decode, encode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentNotSerializable
+from datatrove_ckpt.readers.positions import State
+
+
+class Letter(TypedDict):
+    """A line of ``dead_letters.jsonl``. ``document`` holds the document's fields as ``documents.encode`` wrote them."""
+
+    ordinal: int
+    id: str
+    error: str
+    kind: str
+    attempts: int
+    position: State | None
+    payload_hashes: list[str]
+    traceback: str
+    document: NotRequired[dict[str, object]]
 
 
 def cause_of(error: BaseException) -> str:
@@ -45,37 +60,37 @@ def dead_letter(
     error: BaseException,
     *,
     ordinal: int,
-    position: dict[str, Any] | None,
+    position: State | None,
     payload_hashes: list[str],
-    earlier: dict[str, Any] | None,
+    earlier: Letter | None,
 ) -> bytes:
-    """A line of dead_letters.jsonl, without its line break.
+    """A line of ``dead_letters.jsonl``, without its line break.
 
     Args:
-        as_read: the document before any rollout saw it; None: as it is now is the best there is.
-        earlier: the letter that is being retried.
+        as_read: the document before any rollout saw it; None: encode the document as it is now.
+        position: the reader's state right after the document.
+        payload_hashes: of the last request of each rollout.
+        earlier: the letter of the failed attempt before, if this is a retry.
     """
     try:
         kept = as_read or encode(document)
     except DocumentNotSerializable:
         kept = encode(Document(document.text, str(document.id)))
-    head = orjson.dumps(
-        {
-            "ordinal": earlier["ordinal"] if earlier else ordinal,
-            "id": str(document.id),
-            "error": cause_of(error),
-            "kind": type(error.error if isinstance(error, InferenceError) else error).__name__,
-            "attempts": earlier["attempts"] + 1 if earlier else 1,
-            "position": earlier["position"] if earlier else position,
-            "payload_hashes": payload_hashes,
-            "traceback": "".join(traceback.format_exception(error)),
-        }
-    )
-    return b'%s,"document":%s}' % (head[:-1], kept)
+    head: Letter = {
+        "ordinal": earlier["ordinal"] if earlier else ordinal,
+        "id": str(document.id),
+        "error": cause_of(error),
+        "kind": type(error.error if isinstance(error, InferenceError) else error).__name__,
+        "attempts": earlier["attempts"] + 1 if earlier else 1,
+        "position": earlier["position"] if earlier else position,
+        "payload_hashes": payload_hashes,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
 
 
-def read_letters(path: Path) -> Iterator[dict[str, Any]]:
-    """The letters of a file, without their documents' types restored. A missing file has none."""
+def read_letters(path: Path) -> Iterator[Letter]:
+    """The letters of a file. A missing file has none."""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -83,13 +98,16 @@ def read_letters(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Retry:
-    """One pass over a rank's dead letters: ``Retry.next`` goes on with one that was interrupted, or starts another."""
+    """One pass over a rank's dead letters. ``Retry.next`` resumes an interrupted pass, or starts another.
+
+    Attributes:
+        root: the pass's ``checkpoints_local_dir``.
+        prefix: stands before the chunk index in the names of its output files.
+    """
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
         self.root = retry_folder(root, number)
-        """Its ``checkpoints_local_dir``."""
         self.prefix = f"retry{number}_"
-        """Before the chunk index in its output files' names."""
         self._rank = rank
 
     @property
@@ -119,7 +137,7 @@ class Retry:
         letters = _untaken(folder, passes)
         if not letters:
             return None
-        # A pass of another rank may be the last one; this rank's next pass has the next number of its own.
+        # Count this rank's passes only: the last pass of the folder may belong to another rank.
         used = [number for number, retry in enumerate(passes, 1) if retry._input.exists()]
         retry = cls(root, 1 + max(used, default=0), rank)
         files.disk.make_dirs(retry._folder)
@@ -127,7 +145,7 @@ class Retry:
         return retry
 
     def documents(self) -> Iterator[Document]:
-        """The documents as they were read, each carrying its letter."""
+        """The documents as they were first read, each with its letter."""
         for letter in read_letters(self._input):
             document = decode(orjson.dumps(letter.pop("document")))
             yield RetriedDocument(document, letter)
@@ -142,7 +160,7 @@ class RetriedDocument(Document):  # type: ignore[misc]
 
     __slots__ = ("letter",)
 
-    def __init__(self, document: Document, letter: dict[str, Any]) -> None:
+    def __init__(self, document: Document, letter: Letter) -> None:
         super().__init__(document.text, document.id, document.media, document.metadata)
         self.letter = letter
 
@@ -152,11 +170,11 @@ def _last_retry(root: Path) -> int:
     return max(numbers, default=0)
 
 
-def _untaken(rank_folder: Path, passes: list[Retry]) -> list[dict[str, Any]]:
-    """The letters that no pass has taken. One document has a letter for each of its attempts."""
+def _untaken(rank_folder: Path, passes: list[Retry]) -> list[Letter]:
+    """The letters that no pass has taken. A document has one letter for each failed attempt."""
     taken = {(letter["ordinal"], letter["attempts"]) for retry in passes for letter in read_letters(retry._input)}
     folders = [rank_folder, *(retry._folder for retry in passes)]
     letters = [letter for folder in folders for letter in read_letters(folder / DEAD_LETTERS)]
     untaken = [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]
-    # Letters lie in the order in which chunks were committed, which is another one in every run.
+    # Letters are in the order in which chunks were committed, which differs from run to run.
     return sorted(untaken, key=lambda letter: (letter["ordinal"], letter["attempts"]))

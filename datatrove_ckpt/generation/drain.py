@@ -1,8 +1,8 @@
-"""What is still worth waiting for, once a rank is told to end: documents whose last requests are in flight.
+"""The drain of an early stop: decides when no more document can finish.
 
-No further request is sent. So a document that asks for one more cannot finish in this life; what it was answered so far
-is kept. The drain is over when every document in work waits for such a request, and none is in flight any more. A
-rollout that does something else meanwhile (computes, sleeps, asks others) has ``_PATIENCE`` seconds from then on.
+During a drain no new request is sent. A document that needs another request cannot finish now; its answers so far are
+kept. The drain is over when no request is in flight and every document in work waits for one that is not sent. If a
+rollout does something else then (computes, sleeps, calls another service), it has ``_GRACE_SECONDS`` more.
 """
 
 from __future__ import annotations
@@ -11,62 +11,60 @@ import asyncio
 
 from datatrove_ckpt.inference.client.client import CompletionClient
 
-_PATIENCE = 2.0
+_GRACE_SECONDS = 2.0
 
 
 class Drain:
-    """Counts the documents in work, and those of them that wait for an answer.
+    """Counts the documents in work, and how many of them wait for an answer.
 
     Attributes:
-        on: nothing new is begun.
-        documents: in work.
+        active: a stop is requested, so no new document or request may start.
+        documents: documents in work.
     """
 
     def __init__(self) -> None:
-        self.on = False
+        self.active = False
         self.documents = 0
-        self._asking = 0
+        self._waiting = 0
         self._client: CompletionClient | None = None
         self._over = asyncio.Event()
-        self._ending = False
+        self._grace_started = False
 
     def document_started(self) -> None:
-        """A document is in work."""
         self.documents += 1
 
     def document_finished(self) -> None:
-        """It is in work no more."""
         self.documents -= 1
-        self._changed()
+        self._schedule_check()
 
     def request_started(self) -> None:
-        """A document waits for an answer, or for several."""
-        self._asking += 1
-        self._changed()
+        """A document has started to wait for answers, for one or for several at once."""
+        self._waiting += 1
+        self._schedule_check()
 
     def request_finished(self) -> None:
-        """It waits for none any more."""
-        self._asking -= 1
+        """A document has stopped waiting: its rollouts have all answers that they have requested."""
+        self._waiting -= 1
 
     async def until_over(self, client: CompletionClient | None) -> None:
-        """Closes the client, and waits until no document can finish any more. None: there is no server yet."""
-        self.on, self._client = True, client
+        """Closes the client to new requests, and waits until no more document can finish. None: no server is ready."""
+        self.active, self._client = True, client
         if client is not None:
-            client.router.close(self._changed)
-        self._changed()
+            client.router.close(self._schedule_check)
+        self._schedule_check()
         await self._over.wait()
 
-    def _changed(self) -> None:
-        if self.on:
-            # Not at once: whose last attempt just ended is about to go on with its answer.
-            asyncio.get_running_loop().call_soon(self._look)
+    def _schedule_check(self) -> None:
+        if self.active:
+            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
+            asyncio.get_running_loop().call_soon(self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         in_flight = self._client.router.in_flight if self._client is not None else 0
         if in_flight:
             return
-        if self._asking == self.documents:
+        if self._waiting == self.documents:
             self._over.set()
-        elif not self._ending:
-            self._ending = True
-            asyncio.get_running_loop().call_later(_PATIENCE, self._over.set)
+        elif not self._grace_started:
+            self._grace_started = True
+            asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._over.set)

@@ -1,7 +1,7 @@
-"""What becomes of a document that fails: the rank stops, or the document becomes a dead letter.
+"""Decides for each document that fails: the rank stops, or the document becomes a dead letter.
 
-``on_document_error="stop"`` (the default) stops at any failure but two: a request the server rejects, if
-``skip_bad_requests`` says so, and one that kills servers, which would only kill the next one, too.
+``on_document_error="stop"`` (the default) stops the rank at any failure, with two exceptions: a request that the server
+rejects, if ``skip_bad_requests`` is set, and a request that kills servers, because it would kill the next one, too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ OnDocumentError = Literal["stop", "dead_letter"]
 
 
 class Failures:
-    """The rule, and the count, of one rank in one life.
+    """The rule for one rank, and the number of its dead letters.
 
     Args:
-        dead: dead letters of earlier lives.
-        limit: dead letters at which the rank stops; None: no limit.
-        kept: dead letters are kept somewhere. Without a checkpoint they are not, and only ``skip_bad_requests``,
-            which asks for it, loses a document.
+        dead: dead letters of earlier attempts.
+        limit: most dead letters before the rank stops; None: no limit.
+        kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
+            if the user has set ``skip_bad_requests``.
     """
 
     def __init__(
@@ -47,35 +47,35 @@ class Failures:
 
     @property
     def keep_as_read(self) -> bool:
-        """Dead letters are likely enough to keep each document in work as it was read."""
+        """Dead letters are likely, so keep the bytes of each document in work as it was read."""
         return self._on_document_error == "dead_letter" or self._skip_bad_requests
 
     def letter_or_raise(
-        self, read: SourceDocument, place: ChunkSlot, error: BaseException, payload_hashes: list[str]
+        self, source: SourceDocument, slot: ChunkSlot, error: BaseException, payload_hashes: list[str]
     ) -> bytes:
-        """The document's dead letter.
+        """The document's dead letter, as a line of ``dead_letters.jsonl``.
 
         Raises:
-            DocumentFailed: the rank is to stop at this failure.
-            TooManyDeadLetters: at this one, because of those before it.
-            CkptError: a failure that is not the document's.
+            DocumentFailed: the rule says that this failure stops the rank.
+            TooManyDeadLetters: this would be a dead letter beyond the limit.
+            CkptError: the rollout let one out, and the rule says that it stops the rank.
         """
-        document = read.document
+        document = source.document
         if not self._is_letter(error):
-            _stop(document, place, error)
+            _stop(document, slot, error)
         self._dead += 1
         if self._limit is not None and self._dead > self._limit:
             raise TooManyDeadLetters(
                 f"{self._dead} documents of this rank failed, more than max_dead_letters={self._limit} allows. The "
-                f"last one, {document.id!r}: {cause_of(error)}. Mend the cause and run the same command again; the "
-                "others can be tried again with --retry-dead-letters once the rank is finished."
+                f"last one, {document.id!r}: {cause_of(error)}. Fix the cause and run the same command again. When the "
+                "rank is finished, --retry-dead-letters processes the dead letters again."
             ) from error
-        logger.warning(f"Document {document.id!r} (number {place.ordinal}) is a dead letter: {cause_of(error)}")
+        logger.warning(f"Document {document.id!r} (number {slot.ordinal}) becomes a dead letter: {cause_of(error)}")
         return dead_letter(
             document,
-            read.as_read,
+            source.as_read,
             error,
-            ordinal=place.ordinal,
+            ordinal=slot.ordinal,
             position=position_state(document),
             payload_hashes=[digest for digest in payload_hashes if digest],
             earlier=getattr(document, "letter", None),
@@ -91,7 +91,7 @@ class Failures:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it comes from, whatever the rollout wrapped it in."""
+    """The error and everything that it was raised from, exception groups included."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):
@@ -100,10 +100,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _stop(document: Document, place: ChunkSlot, error: BaseException) -> NoReturn:
+def _stop(document: Document, slot: ChunkSlot, error: BaseException) -> NoReturn:
     if isinstance(error, CkptError):
         raise error
     raise DocumentFailed(
-        f"Document {document.id!r} (number {place.ordinal} of this rank) failed: {cause_of(error)}. What other "
-        "documents got is saved; mend the cause and run the same command again."
+        f"Document {document.id!r} (number {slot.ordinal} of this rank) failed: {cause_of(error)}. The answers of "
+        "other documents are saved. Fix the cause and run the same command again."
     ) from error

@@ -1,6 +1,6 @@
-"""The requests of one rollout: ``generate(payload)`` answers from the cache, or asks the server and keeps the answer.
+"""One call of a rollout's ``generate``: the answer comes from the request cache, or from the server and is then kept.
 
-Everything here runs on the event loop of ``generation.py``.
+Everything here runs on the event loop of ``scheduler.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
@@ -22,8 +22,10 @@ from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejecte
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.rollouts import Payload
 
-# Integers as keys are what logit_bias has.
+# OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 _PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -31,18 +33,18 @@ class AnswerStore(Protocol):
     """Where answers are kept. See ``OpenCheckpoint``."""
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
-    def put_answer(self, place: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
+    def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
 
 
 class RequestObserver(Protocol):
-    """Is told what becomes of requests."""
+    """Gets a call when a request ends."""
 
     def answered(self, completion: Completion) -> None: ...
     def request_failed(self) -> None: ...
 
 
 class RankContext(Protocol):
-    """What a request needs of the rank it belongs to. See ``Generation``."""
+    """What a request needs from its rank. See ``Scheduler``."""
 
     @property
     def config(self) -> InferenceConfig: ...
@@ -54,14 +56,18 @@ class RankContext(Protocol):
     def client(self) -> asyncio.Future[CompletionClient]: ...
     @property
     def drain(self) -> Drain: ...
-    async def room(self) -> None: ...
+    async def wait_for_storage(self) -> None: ...
 
 
 class Answers:
-    """What one document was answered in earlier lives, and whether the server failed it in this one."""
+    """One document's cached answers, and the error if the server as a whole has failed for it.
 
-    def __init__(self, rank: RankContext, place: ChunkSlot, doc_id: str) -> None:
-        self.place = place
+    Attributes:
+        fatal: a failure that is not the document's fault. It must stop the rank, whatever the rollout does with it.
+    """
+
+    def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
+        self.slot = slot
         self.doc_id = doc_id
         self.fatal: ServerError | None = None
         self._rank = rank
@@ -69,23 +75,23 @@ class Answers:
         self._pending = 0
 
     async def cached(self, key: AnswerKey) -> Answer | None:
-        if not self.place.cached:
+        if not self.slot.cached:
             return None
         if self._cached is None:
             loop = asyncio.get_running_loop()
             future = self._cached = loop.create_future()
             receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
-            self._rank.checkpoint.lookup(self.place.ordinal, receive)
+            self._rank.checkpoint.lookup(self.slot.ordinal, receive)
         return (await asyncio.shield(self._cached)).get(key)
 
     def request_started(self) -> None:
-        """A request waits for the server."""
+        """A request of the document starts to wait for the server."""
         self._pending += 1
         if self._pending == 1:
             self._rank.drain.request_started()
 
     def request_finished(self) -> None:
-        """It does no more."""
+        """A request of the document has its answer or its error."""
         self._pending -= 1
         if not self._pending:
             self._rank.drain.request_finished()
@@ -96,7 +102,7 @@ class Answers:
 
 
 class Requests:
-    """The ``generate`` callback of one rollout."""
+    """The ``generate`` callback of one rollout. See ``rollouts.Generate``."""
 
     def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
         self.count = 0
@@ -108,11 +114,11 @@ class Requests:
         self._rollout_idx = rollout_idx
         self._occurrences: Counter[str] = Counter()
 
-    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
-        """Sends the payload, or answers from the cache.
+    async def __call__(self, payload: Payload, /) -> InferenceResult:
+        """Returns the cached answer, or sends the payload.
 
         Raises:
-            InferenceError: the request can't be answered; ``error`` says why.
+            InferenceError: the request cannot be answered; ``error`` says why.
             datatrove's ServerError: no request can be answered.
         """
         config = self._rank.config
@@ -126,12 +132,12 @@ class Requests:
         self._occurrences[digest] += 1
         self.count += 1
         answer = await self._answers.cached(key)
-        result = await self._ask(key, body, payload) if answer is None else _from_cache(answer, payload)
+        result = await self._send(key, body, payload) if answer is None else _from_cache(answer, payload)
         self.prompt_tokens += result.usage.get("prompt_tokens") or 0
         self.completion_tokens += result.usage.get("completion_tokens") or 0
         return result
 
-    async def _ask(self, key: AnswerKey, body: bytes, payload: dict[str, Any]) -> InferenceResult:
+    async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> InferenceResult:
         rank = self._rank
         try:
             completion = await self._complete(body)
@@ -158,12 +164,12 @@ class Requests:
             self._answers.request_finished()
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
-        # Handed over first: an answer that waits for the disk outside its queue would be lost in a kill.
-        self._rank.checkpoint.put_answer(self._answers.place, self._answers.doc_id, key, answer)
-        await self._rank.room()
+        # Queue the answer first, then wait: kill -9 would lose an answer that waits here outside of the queue.
+        self._rank.checkpoint.put_answer(self._answers.slot, self._answers.doc_id, key, answer)
+        await self._rank.wait_for_storage()
 
 
-def _from_cache(answer: Answer, payload: dict[str, Any]) -> InferenceResult:
+def _from_cache(answer: Answer, payload: Payload) -> InferenceResult:
     if answer.result is not None:
         return InferenceResult(**orjson.loads(answer.result))
     status, _, body = (answer.error_message or "").partition(" ")
@@ -179,12 +185,3 @@ def _to_json(completion: Completion) -> bytes:
         "reasoning": completion.reasoning,
     }
     return trim(orjson.dumps(fields))
-
-
-def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
-    """From another thread; a loop that is closed meanwhile has nobody left to tell."""
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise

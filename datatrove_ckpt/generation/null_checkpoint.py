@@ -1,4 +1,4 @@
-"""The absence of a checkpoint: documents go to the user's writer as they finish, and nothing is kept for a next life.
+"""Null checkpoint: writes finished documents straight to the user's writer, and keeps nothing for a resume.
 
 It has the methods of ``CheckpointManager`` and ``OpenCheckpoint``, so nobody else has to know whether there is one.
 """
@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -23,7 +22,7 @@ from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.file_managers import RemoteFiles
 
-_PATIENCE = 1.0  # seconds
+_FAST_STOP_SECONDS = 1.0
 
 
 class NullCheckpoint:
@@ -51,10 +50,10 @@ class OpenNullCheckpoint:
         self.on_change: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         if not writer.output_folder.is_local():
-            given = writer.output_mg
-            writer.output_mg = RemoteFiles(given.fs, given.mode, given.compression)
+            files = writer.output_mg
+            writer.output_mg = RemoteFiles(files.fs, files.mode, files.compression)
         self._writer = writer
-        self._hastened = False
+        self._stops_fast = False
         self._rank = rank
         self._records_per_chunk = records_per_chunk
         self._admitted = 0
@@ -68,34 +67,34 @@ class OpenNullCheckpoint:
 
     def close(self, completed: bool = False) -> None:
         self._queue.put(None)
-        # A writer that is blocked keeps nobody waiting who was told to end: without a checkpoint nothing is saved.
-        self._thread.join(_PATIENCE if self._hastened else None)
+        # A fast stop does not wait for a blocked writer: without a checkpoint there is nothing to save.
+        self._thread.join(_FAST_STOP_SECONDS if self._stops_fast else None)
         if completed and self.error is None:
             self._writer.close()
         else:
             self._abandon()
 
     def fast_stop(self) -> None:
-        """``close`` waits a second at most."""
-        self._hastened = True
+        """``close`` waits at most ``_FAST_STOP_SECONDS``."""
+        self._stops_fast = True
 
-    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = lambda: None) -> ChunkSlot | None:
-        place = ChunkSlot(self._admitted, self._admitted // self._records_per_chunk, cached=False)
+    def admit(self, fingerprint: str, position: Callable[[], object] = lambda: None) -> ChunkSlot | None:
+        slot = ChunkSlot(self._admitted, self._admitted // self._records_per_chunk, cached=False)
         self._admitted += 1
-        return place
+        return slot
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         receive({})
 
-    def put_answer(self, place: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
+    def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         pass
 
-    def finish(self, place: ChunkSlot, finished: Finished) -> None:
+    def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         self.raise_failure()
         self.counts.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
         if finished.outcome == "written":
             self._handed_over += len(finished.document)
-            self._queue.put((place, finished))
+            self._queue.put((slot, finished))
 
     def end_of_input(self) -> None:
         pass
@@ -123,31 +122,31 @@ class OpenNullCheckpoint:
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                place, finished = item
-                self._write(place, finished)
+                slot, finished = item
+                self._write(slot, finished)
                 self._written += len(finished.document)
                 if self._queue.empty() or not self.congested:
                     self.on_change()
-        except BaseException as error:  # whatever failed here must reach the event loop
+        except BaseException as error:  # any failure must reach the event loop
             self.error = error
             self.on_change()
 
-    def _write(self, place: ChunkSlot, finished: Finished) -> None:
+    def _write(self, slot: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)
         try:
-            self._writer.write(document, rank=self._rank, chunk_index=f"{place.chunk_index:05d}")
+            self._writer.write(document, rank=self._rank, chunk_index=f"{slot.chunk_index:05d}")
         except Exception as error:
             raise OutputFailed(
-                f"Document {document.id!r} (number {place.ordinal} of this rank) could not be written by "
+                f"Document {document.id!r} (number {slot.ordinal} of this rank) could not be written by "
                 f"{type(self._writer).__name__}: {type(error).__name__}: {error}. This run has no checkpoint "
                 "(checkpoints_local_dir is not set), so the next one starts over."
             ) from error
 
     def _abandon(self) -> None:
-        opened = self._writer.output_mg
-        if isinstance(opened, RemoteFiles):
-            opened.abandon()
-        for file in opened.get_open_files().values():
+        files = self._writer.output_mg
+        if isinstance(files, RemoteFiles):
+            files.abandon()
+        for file in files.get_open_files().values():
             with suppress(Exception):
                 file.flush()
-        opened.get_open_files().clear()
+        files.get_open_files().clear()

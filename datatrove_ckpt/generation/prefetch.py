@@ -1,13 +1,13 @@
-"""The documents of a rank, taken from datatrove's generator by one thread, and handed over as they come.
+"""Reads a rank's documents in a thread, ahead of the event loop, and passes them on in batches.
 
-Readers block: on a disk, on S3, on gzip. So they run in a thread of their own; but one hop to a thread and back costs
-more than reading a document does (measured: 90 % of datatrove's resume time). So the thread fills a small buffer, and
-the event loop takes all there is when it is woken: one hop for many documents, and none waits for others.
+Readers block: on a disk, on S3, on gzip. So they run in a separate thread. But one switch to a thread and back costs
+more than reading a document (measured: 90 % of datatrove's resume time). So the thread fills a small buffer, and the
+event loop takes the whole buffer when it is woken: one switch for many documents, and no document waits for others.
 
-A position can be saved, to go on after it, only if every document that came before lies before it, and every later one
-behind it. Filters that drop documents keep that; a step that reorders or splits them does not. So a document's position
-counts once the next document has come with a later one; where they do not come in order, this run's documents are
-counted, as with a reader that has no positions.
+A resume may seek to a document's position only if all documents before it came earlier, and all later ones come later.
+Filters that drop documents keep this order; a step that reorders or splits documents does not. So a position is used
+only after the next document has come with a later one. If documents come out of order, a resume counts this run's
+documents instead, as with a reader that has no positions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import threading
 import time
 import types
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
 
 from datatrove.data import Document
 from loguru import logger
@@ -27,24 +26,25 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.documents import encode, fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.readers import SeekingReader
-from datatrove_ckpt.readers.positions import Position, Reading, position_of, position_state
+from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_CHARACTERS = 2**21
-# How long a document waits for the next one, which tells whether a resume may go on after it.
+# How long a document waits for the next one, which tells whether a resume may start after it.
 _HOLD_SECONDS = 0.5
-_ONE_BY_ONE = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
-# Before every position there can be.
-_FIRST: Any = (-1,)
+# Packages of datatrove whose steps look at one document at a time.
+_STATELESS = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
 
 
 def stateful_steps(documents: Iterable[Document]) -> list[str]:
-    """The steps between the reader and us that may keep something from one document to the next.
+    """The names of steps between the reader and this one that may keep state from one document to the next.
 
-    A resume that seeks shows them only what comes after: a filter that counts, samples or writes what it excludes
-    would give something else. datatrove's own filters, formatters and extractors look at one document at a time, but
-    for two cases; of anybody else's we do not know. A step's generator holds the step and the generator before it.
+    After a resume that seeks, such a step sees only the remaining documents: a filter that counts, samples or writes
+    what it excludes would then give another result. datatrove's own filters, formatters and extractors keep no state,
+    with two exceptions; of other steps we cannot know. The steps are found through the generators: each holds its step
+    and the generator before it.
     """
     steps: list[str] = []
     while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
@@ -55,50 +55,58 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
         if not _is_stateless(step):
             steps.append(type(step).__name__ if step is not None else documents.__name__)
         documents = names.get("data") or ()
-    return []  # no reader of ours: there is no position anyway
+    return []  # no reader of ours, so there are no positions
 
 
 def _is_stateless(step: object) -> bool:
-    if not type(step).__module__.startswith(_ONE_BY_ONE):
+    if not type(step).__module__.startswith(_STATELESS):
         return False
     return getattr(step, "exclusion_writer", None) is None and type(step).__name__ != "SamplerFilter"
 
 
 class SourceDocument:
-    """A document, and what was taken from it before anything could change it.
+    """A document, with its fingerprint as it was read.
 
-    ``as_read`` is the document's bytes, kept only where a dead letter may need them.
+    Attributes:
+        as_read: the document's bytes before any rollout saw it. Kept only if a dead letter may need them, else None.
+        resumable: a resume may start after this document.
     """
 
-    __slots__ = ("_source", "as_read", "document", "fingerprint", "is_safe")
+    __slots__ = ("_documents", "as_read", "document", "fingerprint", "resumable")
 
-    def __init__(self, source: DocumentSource, document: Document, data: bytes, keep: bool) -> None:
+    def __init__(self, documents: DocumentSource, document: Document, data: bytes, keep: bool) -> None:
         self.document = document
         self.fingerprint = fingerprint(data)
         self.as_read = data if keep else None
-        self.is_safe = False
-        self._source = source
+        self.resumable = False
+        self._documents = documents
 
-    def position(self) -> dict[str, Any] | None:
-        """The reader's state right after this document, to be saved; None where there is none to go on from."""
-        return self._source.save(self.document) if self.is_safe else None
+    def position(self) -> State | None:
+        """The reader's state right after this document, to be saved; None if a resume cannot start there."""
+        return self._documents.save(self.document) if self.resumable else None
 
 
 class DocumentSource:
-    """Reads ahead by at most ``_BUFFER_DOCUMENTS`` documents."""
+    """Reads ahead by at most ``_BUFFER_DOCUMENTS`` documents.
+
+    Args:
+        documents: from datatrove's generator.
+        keep_as_read: keep the bytes of each document for a dead letter.
+        seek: whether a resume may seek; None: if no step may keep state (see ``stateful_steps``).
+    """
 
     def __init__(self, documents: Iterable[Document], keep_as_read: bool = False, seek: bool | None = None) -> None:
-        self._in_the_way = stateful_steps(documents) if seek is None else []
-        self._may_seek = not self._in_the_way if seek is None else seek
+        self._stateful_steps = stateful_steps(documents) if seek is None else []
+        self._may_seek = not self._stateful_steps if seek is None else seek
         self._documents = iter(documents)
         self._keep_as_read = keep_as_read
         self._reading = Reading()
-        self._last: Position | None = None
+        self._last_position: Position | None = None
         self._held: SourceDocument | None = None
         self._previous: SourceDocument | None = None
         self._in_order = True
         self._saved: Position | None = None
-        self._lowest: Position | None = None
+        self._first_disordered: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._buffer: list[SourceDocument] = []
         self._characters = 0
@@ -108,19 +116,18 @@ class DocumentSource:
         self._error: BaseException | None = None
 
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
-        """Every document that is not done, in order. Goes to the first of them by seeking, or by passing the others.
+        """Every document that is not done, in order. Seeks to the first of them, or reads and skips those before it.
 
         Raises:
-            CheckpointMismatch: the input is shorter than it was, or another.
+            CheckpointMismatch: the input is shorter than it was, or another one.
         """
-        loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._loop = loop
-        # A daemon, because a reader that is blocked must not keep a process alive that has failed.
+        self._loop = asyncio.get_running_loop()
+        # A daemon, because a blocked reader must not keep a failed process running.
         threading.Thread(target=self._run, args=(point,), name="datatrove-ckpt reader", daemon=True).start()
         ended = False
         while not ended:
-            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the arrival.
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the arrival.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_HOLD_SECONDS):
                     await self._arrived.wait()
@@ -131,9 +138,7 @@ class DocumentSource:
             raise self._error
 
     def _wake(self) -> None:
-        # A loop that is closed meanwhile has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._arrived.set)
+        call_soon(self._loop, self._arrived.set)
 
     def _take(self) -> tuple[bool, list[SourceDocument]]:
         with self._change:
@@ -142,19 +147,19 @@ class DocumentSource:
             batch, self._buffer = self._buffer, []
             self._characters = 0
             if stalled and self._held is not None:
-                # The reader is slow: its last document has waited long enough for the next one.
+                # The reader is slow: the held document has waited for _HOLD_SECONDS.
                 batch.append(self._held)
                 self._held = None
             self._change.notify()
             return self._ended, batch
 
     def close(self) -> None:
-        """Ends the thread, without waiting for a reader that is blocked."""
+        """Ends the thread, without waiting for a blocked reader."""
         with self._change:
             self._closed = True
             self._change.notify()
 
-    # the thread's side -------------------------------------------------------------------------------------------
+    # in the reader's thread --------------------------------------------------------------------------------------
 
     def _run(self, point: ResumePoint) -> None:
         try:
@@ -164,28 +169,28 @@ class DocumentSource:
                 for document in self._documents:
                     if not self._put(SourceDocument(self, document, encode(document), self._keep_as_read)):
                         return
-            self._release(is_last=True)
-        except BaseException as error:  # whatever the reader raised is the rank's to raise
-            self._release()
+            self._flush(is_last=True)
+        except BaseException as error:  # the rank raises whatever the reader raised
+            self._flush()
             self._error = error
         finally:
             with self._change:
                 self._ended = True
                 self._wake()
 
-    def _put(self, read: SourceDocument) -> bool:
-        """Hands over the document before this one, and holds this one back until the next. False: nobody waits."""
-        self._judge(read)
+    def _put(self, source: SourceDocument) -> bool:
+        """Passes on the document before this one, and holds this one until the next comes. False: the rank ended."""
+        self._check_order(source)
         with self._change:
             while len(self._buffer) >= _BUFFER_DOCUMENTS or self._characters > _BUFFER_CHARACTERS:
                 if self._closed:
                     return False
                 self._change.wait()
-            self._hand_over()
-            self._held = read
+            self._pass_on_held()
+            self._held = source
             return not self._closed
 
-    def _hand_over(self) -> None:
+    def _pass_on_held(self) -> None:
         if self._held is not None:
             if not self._buffer:
                 self._wake()
@@ -193,52 +198,55 @@ class DocumentSource:
             self._characters += len(self._held.document.text)
             self._held = None
 
-    def _release(self, is_last: bool = False) -> None:
+    def _flush(self, is_last: bool = False) -> None:
         with self._change:
             if self._previous is not None and is_last:
-                self._previous.is_safe = self._in_order and self._last is not None
-            self._hand_over()
+                self._previous.resumable = self._in_order and self._last_position is not None
+            self._pass_on_held()
 
-    def _judge(self, read: SourceDocument) -> None:
-        """Whether the document that is held back may be gone on from, now that the next one is known."""
-        position = position_of(read.document)
-        last, self._last = self._last, position
-        previous, self._previous = self._previous, read
+    def _check_order(self, source: SourceDocument) -> None:
+        """Decides whether a resume may start after the held document, now that the next one is known."""
+        position = position_of(source.document)
+        last, self._last_position = self._last_position, position
+        previous, self._previous = self._previous, source
         if last is None and previous is None:
             return
         if not self._in_order:
-            if self._lowest is not None:
-                self._breaks_order(position)
+            if self._first_disordered is not None:
+                self._note_disorder(position)
             return
         if position is not None and last is not None and last < position:
             if previous is not None:
-                previous.is_safe = True
+                previous.resumable = True
             return
         self._in_order = False
         if last is not None or position is not None:
-            self._breaks_order(position)
+            self._note_disorder(position)
 
-    def _breaks_order(self, position: Position | None) -> None:
-        """A document came too late, or twice, or made by somebody else: positions behind it are none to go on from."""
+    def _note_disorder(self, position: Position | None) -> None:
+        """A document came too late, twice, or without a position: a resume may use no position from here on."""
         with self._lock:
-            if self._lowest is None:
+            if self._first_disordered is None:
                 logger.info(
                     "A step between the reader and InferenceRunner reorders documents, or makes several of one: a "
                     "resume will count documents from the start instead of seeking."
                 )
-            self._lowest = min(self._lowest or position or _FIRST, position or _FIRST)
-            if self._saved is not None and not self._saved < self._lowest:
+            # The first two numbers of a position say when it was read. (-1, -1) is before every position.
+            here = position[:2] if position is not None else (-1, -1)
+            self._first_disordered = min(self._first_disordered or here, here)
+            if self._saved is not None and self._saved[:2] >= self._first_disordered:
                 raise ConfigError(
                     "A step between the reader and InferenceRunner reorders documents, or makes several of one, so a "
                     "position that was saved is wrong, and a resume from it would lose documents. Use datatrove's own "
                     "reader, which counts documents instead, and start with another checkpoints_local_dir."
                 )
 
-    def save(self, document: Document) -> dict[str, Any] | None:
-        """The state after a document that was safe when the next one came. The event loop's side."""
+    def save(self, document: Document) -> State | None:
+        """The state to save after a resumable document. Called on the storage thread."""
         position = position_of(document)
         with self._lock:
-            if position is None or not self._may_seek or (self._lowest is not None and not position < self._lowest):
+            disordered = self._first_disordered
+            if position is None or not self._may_seek or (disordered is not None and position[:2] >= disordered):
                 return None
             self._saved = position
         return position_state(document)
@@ -251,20 +259,23 @@ class DocumentSource:
                 first = list(itertools.islice(self._documents, 1))
             self._documents = itertools.chain(first, self._documents)
             if self._reading.resumed:
-                logger.info(f"Went on after {point.next_ordinal} documents in {time.monotonic() - started:.2f} s.")
+                seconds = time.monotonic() - started
+                logger.info(f"Skipped {point.next_ordinal} finished documents by seeking, in {seconds:.2f} s.")
                 return
         with self._reading:
-            self._count(point)
+            self._skip_by_reading(point)
         why = (
-            f"{', '.join(self._in_the_way)} may keep something from one document to the next. If not, set seek=True."
-            if self._in_the_way
+            f"{', '.join(self._stateful_steps)} may keep state from one document to the next. If not, set seek=True."
+            if self._stateful_steps
             else "this reader cannot seek. JsonlReader, ParquetReader and IpcReader of datatrove_ckpt.readers can, and "
             "take the same arguments."
         )
         seconds = time.monotonic() - started
-        logger.info(f"Read past {point.next_ordinal} documents that are done in {seconds:.1f} s, because {why}")
+        logger.info(
+            f"Skipped {point.next_ordinal} finished documents by reading them, in {seconds:.1f} s, because {why}"
+        )
 
-    def _count(self, point: ResumePoint) -> None:
+    def _skip_by_reading(self, point: ResumePoint) -> None:
         for ordinal in range(point.next_ordinal):
             document = next(self._documents, None)
             if document is None:

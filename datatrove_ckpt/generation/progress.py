@@ -1,7 +1,7 @@
-"""What a run shows of itself: a bar on a terminal, a log line every ``metric_interval`` seconds elsewhere.
+"""Progress and statistics of a run: a bar on a terminal, elsewhere a log line every ``metric_interval`` seconds.
 
-Numbers go to datatrove's stats under the names its own runner uses, when the run ends: ``stat_update`` for each would
-cost as much as reading the document does (measured). Until then it is only counted how often each value came.
+When the run ends, the numbers go to datatrove's stats, under the names that its own runner uses. Until then we keep a
+histogram: calling ``stat_update`` for each value would cost as much as reading the document does (measured).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import sys
 import time
 from collections import Counter, defaultdict
-from typing import Any
 
 import multiprocess
 from datatrove.utils.stats import MetricStats, Stats
@@ -32,12 +31,13 @@ _OTHERS_UNIT = "document"
 
 
 class Progress:
-    """One rank's progress in this life, an ``Observer`` of its ``Generation``.
+    """One rank's progress in this attempt. It is the ``Observer`` of the rank's ``Scheduler``.
 
     Args:
-        stats: datatrove's, of the step.
-        before: what earlier lives committed.
-        bar: show a progress bar.
+        stats: the step's, from datatrove.
+        before: counts of the documents that earlier attempts committed.
+        interval: seconds between two log lines.
+        bar: show a progress bar instead.
     """
 
     def __init__(self, stats: Stats, before: DocumentCounts, interval: float, bar: bool) -> None:
@@ -52,7 +52,7 @@ class Progress:
         self._serving = asyncio.Event()
         self._before = before.read
         self._wants_bar = bar
-        self._bar: Any = None
+        self._bar: tqdm | None = None
 
     def serving(self) -> None:
         self._started = time.monotonic()
@@ -81,8 +81,8 @@ class Progress:
             self._bar.update()
 
     async def report(self) -> None:
-        """Shows the bar, or logs a line every interval, for ever."""
-        # Not before the server serves: its start is told in log lines, which would tear the bar apart.
+        """Shows the bar, or logs a line every interval, until it is cancelled."""
+        # Not before the server is ready: the log lines about its start would break the bar.
         await self._serving.wait()
         if self._wants_bar:
             self._bar = tqdm(initial=self._before + self.documents, unit="doc", desc="Inference", dynamic_ncols=True)
@@ -100,7 +100,7 @@ class Progress:
         return f"{self.requests / seconds:.1f} req/s, {self.tokens / seconds:.0f} tok/s"
 
     def close(self) -> None:
-        """Hands the numbers over."""
+        """Adds the numbers to datatrove's stats."""
         for label, values in self._values.items():
             self._stats[label] += _metric(values, _UNITS.get(label, _OTHERS_UNIT))
         self._values.clear()
@@ -109,7 +109,7 @@ class Progress:
 
 
 def _metric(values: Counter[int], unit: str) -> MetricStats:
-    """What ``MetricStats.update`` makes of the values one by one."""
+    """The same statistics as ``MetricStats.update`` computes from the values one by one."""
     n, total = values.total(), sum(value * times for value, times in values.items())
     mean = total / n
     squares = sum(times * (value - mean) ** 2 for value, times in values.items())
@@ -117,5 +117,5 @@ def _metric(values: Counter[int], unit: str) -> MetricStats:
 
 
 def wants_bar() -> bool:
-    """On a terminal, unless this is one of several workers, whose bars would overwrite each other."""
+    """True on a terminal, unless this is one of several workers: their bars would overwrite each other."""
     return sys.stderr.isatty() and multiprocess.parent_process() is None

@@ -1,20 +1,20 @@
-"""The async core: documents -> rollouts -> answers -> checkpoint.
+"""Runs one rank: documents from the reader go through the rollout function, and the results to the checkpoint.
 
 Everything here runs on one event loop, which never waits on a disk or a reader: documents come in batches from the
-reader's thread, and what is done is handed to the storage thread. Admission waits for three things: a free place
-among ``max_concurrent_documents``, room in the storage thread's queue, and complete chunks to become files when too
-many of them wait for it.
+reader's thread, and results go to the storage thread. Three limits hold back new documents: at most
+``max_concurrent_documents`` are in work, the storage thread's queue is bounded, and so is the number of complete chunks
+that wait to be published.
 
-A document whose rollout met a dead or refusing server is never recorded, whatever the rollout made of the error:
-``except Exception: return None`` in a user's code must not turn a crash into dropped documents.
+A document whose rollout saw the server die or refuse every request is never recorded, even if the rollout catches the
+error: ``except Exception: return None`` in a user's code must not turn a crash into dropped documents.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from datatrove.data import Document
 from loguru import logger
@@ -27,18 +27,20 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests, call_soon
+from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
+from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.rollouts import Rollout
 
-# Seconds that the end of a drain waits for complete chunks to become files.
-_PUBLISHING_PATIENCE = 5.0
+# How long a drain waits for complete chunks to be published.
+_PUBLISH_WAIT_SECONDS = 5.0
 
-Rollout = Callable[..., Awaitable[Any]]
 Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Callable[[], Awaitable[None]]]]]
-"""Starts the server; gives a client and a coroutine function that ends, with an error, when the server dies."""
+"""Starts the server; gives a client, and a coroutine function that raises when the server dies."""
 
 
 class Checkpoint(AnswerStore, Protocol):
@@ -48,8 +50,8 @@ class Checkpoint(AnswerStore, Protocol):
     error: BaseException | None
     on_change: Callable[[], None]
 
-    def admit(self, fingerprint: str, position: Callable[[], dict[str, Any] | None] = ...) -> ChunkSlot | None: ...
-    def finish(self, place: ChunkSlot, finished: Finished) -> None: ...
+    def admit(self, fingerprint: str, position: Callable[[], State | None] = ...) -> ChunkSlot | None: ...
+    def finish(self, slot: ChunkSlot, finished: Finished) -> None: ...
     def end_of_input(self) -> None: ...
     def raise_failure(self) -> None: ...
     def fast_stop(self) -> None: ...
@@ -75,14 +77,14 @@ class Openable(Protocol):
 
 
 class Observer(RequestObserver, Protocol):
-    """Is told what happens, for stats and progress."""
+    """Gets a call when something happens that statistics and progress show."""
 
     def serving(self) -> None: ...
     def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None: ...
 
 
 class Scheduler:
-    """One rank's documents through the rollout function."""
+    """Runs the rollout function on one rank's documents. Must be made on the event loop that runs it."""
 
     def __init__(
         self,
@@ -105,37 +107,38 @@ class Scheduler:
         self._preemption = preemption
         self.drain = Drain()
         self._rollouts = config.rollouts_per_document
-        self._places = asyncio.Semaphore(config.max_concurrent_documents or 1)
-        self._needed = asyncio.Event()
+        self._document_limit = asyncio.Semaphore(config.max_concurrent_documents or 1)
+        self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopping = False
+        self._loop = asyncio.get_running_loop()
+        self.client: asyncio.Future[CompletionClient] = self._loop.create_future()
+        self._change: asyncio.Future[None] = self._loop.create_future()
+        self._storage_free: asyncio.Future[None] = self._loop.create_future()
 
-    async def run(self, source: DocumentSource) -> None:
-        """Returns once every document of the source is committed.
+    async def run(self, documents: DocumentSource) -> None:
+        """Returns when every document is committed.
 
         Raises:
-            BaseExceptionGroup: of whatever failed first, and perhaps of what failed with it. ``Preempted`` when the
-                rank was told to end early.
+            BaseExceptionGroup: the first failure, and perhaps others that followed from it. The failure is
+                ``Preempted`` if a stop was requested.
         """
-        loop = asyncio.get_running_loop()
-        self.client: asyncio.Future[CompletionClient] = loop.create_future()
-        self._change: asyncio.Future[None] = loop.create_future()
-        self._freed: asyncio.Future[None] = loop.create_future()
-        self.checkpoint.on_change = lambda: call_soon(loop, self._changed)
+        self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
         if self.checkpoint.resumed.interrupted:
-            self._needed.set()  # the server loads its model while a reader that cannot seek counts
+            self._server_needed.set()  # the server can load its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
             serving = background.create_task(self._serve())
-            tasks = [
+            background_tasks = [
                 serving,
                 background.create_task(self._watch_checkpoint()),
-                background.create_task(self._end_early(serving)),
+                background.create_task(self._stop_early(serving)),
             ]
-            async with asyncio.TaskGroup() as documents:
-                # All waiting is done in here, so that whatever ends it is seen before it cancels the documents.
+            async with asyncio.TaskGroup() as document_tasks:
+                # All waits are inside this block: an error that ends one must set _stopping before the task group
+                # cancels the documents.
                 try:
-                    await self._admit_all(source, documents)
+                    await self._admit_all(documents, document_tasks)
                     await self._idle.wait()
                 except BaseException:
                     self._stopping = True
@@ -143,31 +146,31 @@ class Scheduler:
             self.checkpoint.end_of_input()
             while not self.checkpoint.all_committed:
                 await self._next_change()
-            for task in tasks:
+            for task in background_tasks:
                 task.cancel()
 
-    async def _admit_all(self, source: DocumentSource, documents: asyncio.TaskGroup) -> None:
-        async for batch in source.batches(self.checkpoint.resumed):
-            for read in batch:
-                place = self.checkpoint.admit(read.fingerprint, read.position)
-                if place is None:
+    async def _admit_all(self, documents: DocumentSource, tasks: asyncio.TaskGroup) -> None:
+        async for batch in documents.batches(self.checkpoint.resumed):
+            for source in batch:
+                slot = self.checkpoint.admit(source.fingerprint, source.position)
+                if slot is None:
                     continue
-                self._needed.set()
+                self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self._next_change()
-                await self._places.acquire()
-                self._raise_if_stopping()  # nothing above need have waited, and so noticed
-                if self.drain.on:
+                await self._document_limit.acquire()
+                self._raise_if_stopping()  # the awaits above may not have yielded, so a stop may be unseen
+                if self.drain.active:
                     await wait_until_cancelled()
                 self.drain.document_started()
                 self._idle.clear()
-                documents.create_task(self._process(read, place))
+                tasks.create_task(self._process(source, slot))
 
     # background --------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        # Not before something is to be asked: a finished rank, or one without documents, loads no model.
-        await self._needed.wait()
+        # Not before there is a document to process: a finished rank, or one without documents, loads no model.
+        await self._server_needed.wait()
         async with self._connect() as (client, watch):
             self.observer.serving()
             self.client.set_result(client)
@@ -178,73 +181,72 @@ class Scheduler:
             self.checkpoint.raise_failure()
             await self._next_change()
 
-    async def _end_early(self, serving: asyncio.Task[None]) -> None:
-        """Once the rank is told to end: nothing new is begun, and what is in flight has a while.
+    async def _stop_early(self, serving: asyncio.Task[None]) -> None:
+        """Waits until a stop is requested, and then until the drain is over.
 
         Raises:
             Preempted: always.
         """
-        with self._preemption.listening() as told:
-            await told.wait()
+        with self._preemption.listening() as stop_requested:
+            await stop_requested.wait()
             if self.client.done():
-                await self._answer_what_is_in_flight(self.client.result())
+                await self._drain_requests(self.client.result())
             else:
                 serving.cancel()  # a model may need minutes to load
-                await self._preemption.wait_for(self._drained(None))
-        self._stopping = True  # before anything is cancelled: what that does to a rollout is no failure of its document
+                await self._preemption.wait_for(self._until_drained(None))
+        self._stopping = True  # set it before anything is cancelled: a cancelled rollout is no failure of its document
         self._preemption.raise_preempted()
 
-    async def _answer_what_is_in_flight(self, client: CompletionClient) -> None:
+    async def _drain_requests(self, client: CompletionClient) -> None:
         stats, preemption = client.stats, self._preemption
         lost = stats.lost
         logger.warning(
             f"{preemption.cause}: {stats.in_flight} requests in flight have {preemption.drain_seconds:g} s to be "
-            "answered; a second signal ends them at once."
+            "answered; a second signal ends the wait at once."
         )
-        client.fast_stop = not await preemption.wait_for(self._drained(client))
+        client.fast_stop = not await preemption.wait_for(self._until_drained(client))
         preemption.given_up = stats.in_flight + stats.lost - lost
 
-    async def _drained(self, client: CompletionClient | None) -> None:
+    async def _until_drained(self, client: CompletionClient | None) -> None:
         await self.drain.until_over(client)
         with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
-            async with asyncio.timeout(_PUBLISHING_PATIENCE):
+            async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
                 while self.checkpoint.publishing:
                     await self._next_change()
 
     def _changed(self) -> None:
-        loop = asyncio.get_running_loop()
-        done, self._change = self._change, loop.create_future()
-        done.set_result(None)
+        change, self._change = self._change, self._loop.create_future()
+        change.set_result(None)
         if not self.checkpoint.congested:
-            freed, self._freed = self._freed, loop.create_future()
-            freed.set_result(None)
+            free, self._storage_free = self._storage_free, self._loop.create_future()
+            free.set_result(None)
 
     async def _next_change(self) -> None:
         await asyncio.shield(self._change)
 
-    async def room(self) -> None:
-        """Waits while the storage thread is behind."""
-        # Not for every change: thousands may wait here, and a slow disk has a change every few milliseconds.
+    async def wait_for_storage(self) -> None:
+        """Returns when the storage thread's queue has room."""
+        # _next_change would wake thousands of waiting requests every few milliseconds, only to let them wait again.
         while self.checkpoint.congested:
-            await asyncio.shield(self._freed)
+            await asyncio.shield(self._storage_free)
 
     # one document ------------------------------------------------------------------------------------------------
 
-    async def _process(self, read: SourceDocument, place: ChunkSlot) -> None:
+    async def _process(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
-            self.checkpoint.finish(place, await self._finish(read, place))
+            self.checkpoint.finish(slot, await self._run_document(source, slot))
         except BaseException:
             self._stopping = True
             raise
         finally:
-            self._places.release()
+            self._document_limit.release()
             self.drain.document_finished()
             if not self.drain.documents:
                 self._idle.set()
 
-    async def _finish(self, read: SourceDocument, place: ChunkSlot) -> Finished:
-        document = read.document
-        answers = Answers(self, place, str(document.id))
+    async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
+        document = source.document
+        answers = Answers(self, slot, str(document.id))
         requests = [Requests(self, answers, index) for index in range(self._rollouts)]
         try:
             results = await self._run_rollouts(document, requests)
@@ -256,45 +258,45 @@ class Scheduler:
         except (Exception, asyncio.CancelledError) as error:
             answers.raise_fatal()
             self._raise_if_stopping()
-            letter = self._failures.letter_or_raise(read, place, error, [request.last_hash for request in requests])
-            return self._finished(read, place, "dead", letter, requests)
-        return self._finished(read, place, "written" if kept else "dropped", data, requests, len(kept))
+            letter = self._failures.letter_or_raise(source, slot, error, [request.last_hash for request in requests])
+            return self._finished(source, slot, "dead", letter, requests)
+        return self._finished(source, slot, "written" if kept else "dropped", data, requests, len(kept))
 
     def _raise_if_stopping(self) -> None:
-        """The document is being cancelled with its rank, whatever its rollout made of that.
+        """Raises CancelledError if the rank is stopping: the document ends unrecorded, whatever its rollout returned.
 
-        A rollout that cancelled something itself, and let that out, has failed like any other. ``Task.cancelling``
-        does not tell the two apart: in Python 3.11 a TaskGroup of the rollout's own leaves it raised.
+        A rollout may also cancel a task of its own and let the CancelledError out. That is a failure of the document.
+        ``Task.cancelling`` cannot tell the two cases apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
         if self._stopping:
             raise asyncio.CancelledError
 
-    async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[Any]:
+    async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
         if len(requests) == 1:
             return [await self.rollout_fn(document, requests[0])]
-        # The first rollout that raises ends its siblings: their document is lost to this run, so they would be paid
-        # for nothing. What they were answered so far is in the cache.
+        # The first rollout that raises cancels the others: their document fails anyway, so their further requests would
+        # be wasted. The cache keeps the answers that they have so far.
         tasks = [asyncio.ensure_future(self.rollout_fn(document, request)) for request in requests]
         try:
-            return await asyncio.gather(*tasks)
+            return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
     def _finished(
         self,
-        read: SourceDocument,
-        place: ChunkSlot,
+        source: SourceDocument,
+        slot: ChunkSlot,
         outcome: Outcome,
         document: bytes,
-        requests: list[Requests],
+        requests: Sequence[Requests],
         kept: int = 0,
     ) -> Finished:
         self.observer.finished(outcome, kept, [request.count for request in requests])
         return Finished(
-            ordinal=place.ordinal,
+            ordinal=slot.ordinal,
             outcome=outcome,
-            fingerprint=read.fingerprint,
+            fingerprint=source.fingerprint,
             document=document,
             requests=sum(request.count for request in requests),
             prompt_tokens=sum(request.prompt_tokens for request in requests),

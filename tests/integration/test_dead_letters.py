@@ -177,11 +177,11 @@ def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
     if retrying:
         runner(folder, server, fails_on_bad, **settings).run(documents(6))
 
-    def life(folder: Path) -> None:
+    def attempt(folder: Path) -> None:
         runner(folder, server, fails_on_bad, retry_dead_letters=retrying, **settings).run(documents(6))
         if retrying:
-            # A retry that was interrupted is gone on with; one that is complete is followed by another.
+            # An interrupted retry is resumed; after a complete one, another starts.
             assert [letter["attempts"] for letter in letters(folder, "retry-00001")] == [2, 2]
         assert [letter["ordinal"] for letter in letters(folder)] == [1, 4]
 
-    assert_same_output_after_crash(life, folder, recoveries=False, torn=True)
+    assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True)

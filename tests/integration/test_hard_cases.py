@@ -171,7 +171,7 @@ def test_a_document_without_media_is_written(tmp_path: Path, server: FakeServer)
     assert ids(tmp_path) == ["id 0"]
 
 
-def test_max_dead_letters_counts_those_of_earlier_lives(tmp_path: Path, server: FakeServer) -> None:
+def test_max_dead_letters_counts_those_of_earlier_attempts(tmp_path: Path, server: FakeServer) -> None:
     async def fails(document: Document, generate: Any) -> Any:
         raise RuntimeError("always")
 
@@ -194,14 +194,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    orphan = int(process.stdout.readline())
+    child = int(process.stdout.readline())
     process.wait()
     try:
         from datatrove_ckpt.checkpoint.files import Lock
 
         Lock(tmp_path / "lock").release()
     finally:
-        os.kill(orphan, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
         process.stdout.close()
 
 

@@ -1,4 +1,4 @@
-"""Where a resumed run goes on: by seeking, where readers can, else by counting; never at a wrong place."""
+"""Where a resumed run continues: by seeking if the reader can, else by counting, and never at a wrong document."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(
 
 
 class StopsAt:
-    """A rollout that fails at one document until it is told otherwise."""
+    """A rollout that fails at one document until ``state`` names another."""
 
     def __init__(self, bad: str, folder: Path | None = None) -> None:
         self.state = {"bad": bad}
@@ -66,7 +66,7 @@ class StopsAt:
 
 
 def interrupted(folder: Path, server: FakeServer, data: Iterator[Document], bad: str = "id 15") -> Any:
-    """A step whose first life ended at a document."""
+    """A step whose first attempt ended at a document."""
     rollout = StopsAt(bad, folder)
     step = runner(folder, server, rollout, records_per_chunk=4, seek=True, config={"max_concurrent_generations": 1})
     with pytest.raises(DocumentFailed):
@@ -117,7 +117,7 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     expected = [f"id {index}" for index in range(NUMBER) if step is not drop_odd or index % 2 == 0]
     assert ids(folder) == expected
     assert set(server.asked.values()) == {1}
-    assert any("Went on after" in line for line in log)
+    assert any("finished documents by seeking" in line for line in log)
 
 
 @pytest.mark.parametrize("reader", ["compressed", "datatrove's"])
@@ -159,12 +159,12 @@ def test_a_plain_reader_counts_and_one_line_says_what_that_costs(
     again.run(read(folder, CountingReader))
     assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
     (line,) = [line for line in log if "cannot seek" in line]
-    assert f"Read past {done} documents" in line
+    assert f"Skipped {done} finished documents by reading them" in line
     assert "datatrove_ckpt.readers" in line
 
 
 @pytest.mark.parametrize(("first", "second"), [(JsonlReader, CountingReader), (CountingReader, JsonlReader)])
-def test_readers_may_be_exchanged_between_lives(folder: Path, server: FakeServer, first: Any, second: Any) -> None:
+def test_readers_may_be_exchanged_between_attempts(folder: Path, server: FakeServer, first: Any, second: Any) -> None:
     again = interrupted(folder, server, read(folder, first))
     again.run(read(folder, second))
     assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
@@ -207,8 +207,8 @@ def test_a_resume_seeks_only_past_steps_that_keep_nothing(
     again.run(data())
     expected = [f"id {index}" for index in range(15 if step is FirstFive else NUMBER)]
     assert ids(folder) == [name for name in expected if seeks is False or name != "id 1"]
-    assert any("Went on after" in line for line in log) is seeks
-    assert any("FirstFive may keep something" in line for line in log) is not seeks
+    assert any("finished documents by seeking" in line for line in log) is seeks
+    assert any("FirstFive may keep state" in line for line in log) is not seeks
 
 
 def reverse_pairs(data: Iterator[Document]) -> Iterator[Document]:
@@ -278,14 +278,14 @@ def test_an_input_that_changed_is_refused_or_continued(folder: Path, server: Fak
 
 @pytest.mark.timeout(200)
 def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder: Path, server: FakeServer) -> None:
-    def life(folder: Path) -> None:
+    def attempt(folder: Path) -> None:
         runner(folder, server, records_per_chunk=8).run(read(folder))
 
-    assert_same_output_after_crash(life, folder, recoveries=False)
+    assert_same_output_after_crash(attempt, folder, recoveries=False)
 
 
 def test_wherever_it_stops_it_goes_on_there(ram: Path, server: FakeServer) -> None:
-    """Many short lives, each ended at another document, by seeking and by counting in turn."""
+    """Many short attempts, each ended at another document, resumed by seeking and by counting in turn."""
     chance = random.Random(5)
     job = ram / "job"
     (job / "input").mkdir(parents=True)
@@ -300,4 +300,4 @@ def test_wherever_it_stops_it_goes_on_there(ram: Path, server: FakeServer) -> No
     rollout.state["bad"] = ""
     step.run(read(job))
     assert ids(job) == [f"id {index}" for index in range(200)]
-    assert max(server.asked.values()) <= 3, "asked again only what was in flight when a life ended"
+    assert max(server.asked.values()) <= 3, "only requests in flight at the end of an attempt are sent again"

@@ -106,7 +106,7 @@ class Process:
         """With nobody left, no traceback, and one line on how to go on, the last one."""
         assert self.end() == 128 + number
         assert self.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
-        assert self.log.count("To go on: datatrove-ckpt run job.yaml") == 1
+        assert self.log.count("To resume: datatrove-ckpt run job.yaml") == 1
         assert "Traceback" not in self.log
         assert self.left == []
 
@@ -273,7 +273,7 @@ def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
         os.killpg(process.popen.pid, signal.SIGINT)
         assert process.end() == 130
         assert time.monotonic() - began < 10
-        assert process.log.count("To go on:") == 1
+        assert process.log.count("To resume:") == 1
         assert "Traceback" not in process.log
         assert process.left == []
 

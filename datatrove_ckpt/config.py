@@ -1,4 +1,4 @@
-"""InferenceConfig: datatrove 0.10's fields, with its defaults and checks, then ours. Each error names its key."""
+"""InferenceConfig: datatrove 0.10's fields, with its defaults and checks, and then ours. Each error names its field."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"
 
 @dataclass
 class InferenceConfig:
-    """How to reach the model: which server, how it is launched, how it is asked.
+    """How to reach the model: which server, how to launch it, and how to send requests to it.
 
-    The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the rest is ours.
+    The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the others are ours.
 
     Attributes:
         server_type: "llamacpp" (embedded, for a laptop), "vllm", "sglang", "endpoint" (servers that run already),
-            "dummy" (canned answers, for debugging), "custom" (a script of yours, ``model_kwargs["server_script"]``).
-        model_name_or_path: name or path of the model; for llamacpp a GGUF file, also as ``package://NAME/FILE``
-            for one that lies inside an installed Python package.
+            "dummy" (canned answers, for debugging), "custom" (your own script, ``model_kwargs["server_script"]``).
+        model_name_or_path: name or path of the model. For llamacpp: path of a GGUF file, or ``package://NAME/FILE`` for
+            a file inside an installed Python package.
         model_max_context: maximum context length, prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
         endpoint_url: for "endpoint": base URL (without /v1), or a list of them. ``${NAME}`` stands for an environment
@@ -43,7 +43,7 @@ class InferenceConfig:
         model_kwargs: further command-line flags of the server, ``{"enforce-eager": True, "seed": 1}``.
         server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its server stops. Errors
             of a server show the end of its log.
-        master_port: port of the first node when several nodes serve one model. The connection between the nodes'
+        master_port: port of the head node when several nodes serve one model. The connection between the nodes'
             runners uses the next one, master_port + 1.
         server_start_timeout_sec: longest time to create the server's process.
         server_ready_max_attempts: attempts to reach a starting server. Multiplied by ``server_ready_delay_sec``, this
@@ -74,6 +74,7 @@ class InferenceConfig:
     """
 
     # datatrove's fields, in datatrove's order
+    # ``Any`` in two of them, because their values are what users wrote in Python or YAML.
     server_type: ServerType
     model_name_or_path: str
     model_max_context: int = 8192
@@ -121,27 +122,27 @@ class InferenceConfig:
             allowed = ", ".join(get_args(ServerType))
             raise ConfigError(f"server_type: {self.server_type!r} is not one of {allowed}.")
         if not self.model_name_or_path:
-            raise ConfigError("model_name_or_path: is empty; give the model's name or path.")
+            raise ConfigError("model_name_or_path: is empty; set it to the model's name or path.")
         if self.server_type == "endpoint" and not self.endpoint_urls:
-            raise ConfigError('endpoint_url: must be given when server_type is "endpoint".')
+            raise ConfigError('endpoint_url: must be set when server_type is "endpoint".')
         for url in self.endpoint_urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"endpoint_url: {url!r} must start with http:// or https://.")
             if "@" in url.split("/")[2]:
                 raise ConfigError(
-                    "endpoint_url: holds a user or a password, which would end up in files; use api_key_env."
+                    "endpoint_url: contains a user or a password, which would be written to files; use api_key_env."
                 )
             _check_query(url)
         if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
         if self.api_key is not None and self.api_key_env is not None:
-            raise ConfigError("api_key_env: is given together with api_key; give one of them.")
+            raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
         if self.server_type == "endpoint" and self.replicas > 1:
-            raise ConfigError("replicas: launches servers; for several endpoints give endpoint_url as a list.")
+            raise ConfigError("replicas: launches servers; for several endpoints set endpoint_url to a list.")
         if self.target_waiting is not None and self.server_type not in _WITH_METRICS:
             raise ConfigError(f"target_waiting: needs a server with metrics: {', '.join(_WITH_METRICS)}.")
         if self.server_python is not None and self.server_type not in _WITH_INTERPRETER:
-            raise ConfigError(f"server_python: is for {', '.join(_WITH_INTERPRETER)} only.")
+            raise ConfigError(f"server_python: is for {', '.join(_WITH_INTERPRETER)} only; remove it.")
 
     def _check_numbers(self) -> None:
         for name in _POSITIVE:
@@ -158,18 +159,18 @@ class InferenceConfig:
 
     @property
     def endpoint_urls(self) -> list[str]:
-        """The endpoint's base URLs as a list, without a trailing slash or /v1, and as they were given."""
+        """The endpoint's base URLs as a list, without a trailing slash or /v1, and with ``${NAME}`` not replaced."""
         urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else self.endpoint_url or []
         return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
     @property
     def server_drain_sec(self) -> float:
-        """Seconds a server has for what it has begun, when somebody else than its runner tells it to stop.
+        """Seconds that a server has to finish its requests after a SIGTERM that did not come from its runner.
 
-        Slurm does, with all processes of a task, and kills them KillWait (30 s) later: a runner that drains needs its
-        server for as long as there is.
+        Slurm sends SIGTERM to all processes of a task, and SIGKILL after KillWait (30 s). A runner that drains needs
+        the server until Slurm kills the job.
         """
-        least = _KILL_WAIT if self.server_type == "vllm" else 0.0  # the others have no such flag
+        least = _KILL_WAIT if self.server_type == "vllm" else 0.0  # the other engines have no flag for it
         return max(least, self.server_stop_timeout_sec)
 
     def endpoint_api_key(self) -> str | None:
@@ -181,18 +182,21 @@ class InferenceConfig:
         if self.api_key_env is not None:
             key = os.environ.get(self.api_key_env)
             if not key:
-                raise ConfigError(f"api_key_env: the environment variable {self.api_key_env} is not set.")
+                raise ConfigError(
+                    f"api_key_env: the environment variable {self.api_key_env} is not set. Export it where the tasks "
+                    "run."
+                )
             return key
         return self.api_key.reveal() if isinstance(self.api_key, EnvironmentSecret) else None
 
     @classmethod
-    def from_datatrove(cls, config: Any) -> InferenceConfig:
-        """The same settings from a ``datatrove`` InferenceConfig, so that changing one import line is enough."""
+    def from_datatrove(cls, config: object) -> InferenceConfig:
+        """The same settings as in a datatrove ``InferenceConfig``, so that users change one import line only."""
         known = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
-_KILL_WAIT = 30.0
+_KILL_WAIT = 30.0  # seconds; Slurm's default
 _POSITIVE = (
     "model_max_context",
     "metric_interval",
@@ -221,10 +225,10 @@ _WITH_INTERPRETER = ("vllm", "sglang", "custom")
 
 
 def _check_query(url: str) -> None:
-    """A query may hold a key, and a config ends up in ``executor.json``."""
+    """Raises ConfigError if the query may hold a secret, because the config is written to ``executor.json``."""
     for name, value in parse_qsl(url.partition("?")[2], keep_blank_values=True):
         if name != "api-version" and not value.startswith("${"):
             raise ConfigError(
-                f"endpoint_url: what it gives{f' for {name!r}' if value else ''} in its query would end up in files. "
+                f"endpoint_url: the value{f' of {name!r}' if value else ''} in its query would be written to files. "
                 "Export it as an environment variable, and write ${VARIABLE} in its place."
             )

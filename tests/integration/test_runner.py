@@ -690,7 +690,7 @@ def test_an_endpoint_url_with_a_password_is_refused(tmp_path: Path, server: Fake
 
 @pytest.mark.parametrize("query", ["code=hush", "api-version=1&code=hush", "hush"])
 def test_an_endpoint_url_with_a_secret_in_its_query_is_refused(query: str) -> None:
-    with pytest.raises(ConfigError, match=r"endpoint_url: .*in its query would end up in files") as refused:
+    with pytest.raises(ConfigError, match=r"endpoint_url: .*in its query would be written to files") as refused:
         InferenceConfig("endpoint", "fake", endpoint_url=f"http://127.0.0.1:1/?{query}")
     assert "hush" not in str(refused.value)
 

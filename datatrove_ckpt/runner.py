@@ -32,7 +32,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress, wants_bar
 from datatrove_ckpt.generation.run_identity import code_identity, run_identity
 from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
-from datatrove_ckpt.inference.servers.multi_node import follow
+from datatrove_ckpt.inference.servers.multi_node import run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import connect
 from datatrove_ckpt.mirror.mirror import RemoteMirror
@@ -202,8 +202,8 @@ class InferenceRunner(PipelineStep):
             self._retry(rank, world_size, preemption)
 
     async def _follow(self, rank: int, nodes: Nodes, preemption: Preemption) -> None:
-        """Serves until the first node ends. On a stop request, the first node needs this one during its drain."""
-        serving = asyncio.create_task(follow(self.config, rank, nodes))
+        """Serves until the head node ends. On a stop request, the head node needs this one during its drain."""
+        serving = asyncio.create_task(run_worker_node(self.config, rank, nodes))
         with preemption.listening() as stop_requested:
             stopping = asyncio.create_task(stop_requested.wait())
             await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The embedded engine with real, if small, weights. Never asserts on words: a 135M model says what it likes."""
+"""The embedded engine with real, if small, weights. No test checks words: a 135M model is no reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from datatrove_ckpt.inference.servers.server import make_server
 from tests.real.faults import (
     Fault,
     Job,
-    Life,
+    JobProcess,
     check_fault,
     check_killed_runner,
     server_process,
@@ -110,11 +110,11 @@ def job(folder: Path, too_long: int = 0) -> Job:
     return Job(folder, settings, documents=24, too_long=too_long, tokens=8, concurrency=8, standing_clock=True)
 
 
-def kill_server(process: Life) -> None:
+def kill_server(process: JobProcess) -> None:
     os.kill(server_process(process), signal.SIGKILL)
 
 
-def stop_server(process: Life) -> None:
+def stop_server(process: JobProcess) -> None:
     os.kill(server_process(process), signal.SIGSTOP)
 
 
@@ -130,5 +130,5 @@ def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Pat
     check_fault(job(tmp_path), fault.__name__, fault, after=9)
 
 
-def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_runner_resumes(tmp_path: Path) -> None:
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=9)

@@ -32,7 +32,7 @@ from datatrove_ckpt.testing import FakeServer
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
-# A custom server with a grandchild that has left its session, its group and its parent: the hardest one to find.
+# A custom server with a grandchild that has left its session, its group and its parent: the hardest process to find.
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys
 port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -70,7 +70,7 @@ asyncio.run(main())
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for the runners that are killed, and leave their log
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for runners that are killed: they leave their log
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
 
 
@@ -94,7 +94,7 @@ def is_alive(pid: int) -> bool:
 
 def command_lines() -> Iterator[bytes]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             yield path.read_bytes()
 
 
@@ -105,7 +105,7 @@ def family() -> list[int]:
 
 @contextlib.contextmanager
 def all_gone_within(pids: list[int], seconds: float) -> Iterator[None]:
-    """Inside, do what must end the processes; after it, wait on their pidfds."""
+    """Its body must end the processes. Waits on their pidfds afterwards."""
     handles = [os.pidfd_open(pid) for pid in pids]
     try:
         yield
@@ -219,7 +219,7 @@ def test_a_killed_guardian_leaves_no_server() -> None:
             await running.watch()
         with all_gone_within([engine], 10):
             await running.stop()
-        os.kill(_hidden, signal.SIGKILL)  # out of reach by then: it had left the session too
+        os.kill(_hidden, signal.SIGKILL)  # out of the guardian's reach, because it had left the session, too
 
     asyncio.run(play())
 
@@ -301,7 +301,7 @@ def test_a_failed_start_is_tried_again() -> None:
     asyncio.run(play())
 
 
-def test_a_hopeless_start_is_not_tried_again() -> None:
+def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     script = "open('runs', 'a').write('x')\nimport no_such_module"
     text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))
     assert "'no_such_module' is missing. Run: pip install no_such_module" in text
@@ -313,7 +313,7 @@ def test_a_script_that_never_becomes_ready_is_ended_after_the_window() -> None:
     found: list[int] = []
 
     class Watched(InferenceServer):
-        """Notes the guardian and the script before they are ended: how far the script gets in its window is open."""
+        """Records the guardian and the script before they are stopped, however far the script has come."""
 
         async def stop(self) -> None:
             if self._process is not None:
@@ -330,7 +330,7 @@ def test_a_script_that_never_becomes_ready_is_ended_after_the_window() -> None:
         assert not is_alive(pid)
 
 
-def test_a_server_that_is_told_to_stop_while_it_is_launched_ends_of_that() -> None:
+def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
     argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
     for _ in range(5):
         assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 128 + signal.SIGTERM  # not SIGKILL
@@ -535,7 +535,7 @@ def test_the_guardian_imports_nothing_of_ours() -> None:
 
 # whole jobs, as users run them -----------------------------------------------------------------------------------
 
-# An engine with a hidden grandchild (see SERVER), which notes its family's ids in a file of its own.
+# An engine with a hidden grandchild (see SERVER), which writes its family's ids into its own file.
 ENGINE = SERVER.replace('Path("pids")', 'Path(f"family-{os.getpid()}")')
 JOB = """
 import asyncio, base64, functools, json, os, pathlib, secrets, signal, sys, types
@@ -546,10 +546,10 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 import datatrove_ckpt.inference.client.plain as plain
 import datatrove_ckpt.inference.servers.server as server
 job = json.loads(pathlib.Path("job.json").read_text())
-class Hidden:  # no plain value: those that a rollout names are part of a run's identity
+class Hidden:  # not a plain value: plain values that a rollout names are part of a run's identity
     canary = base64.b64decode(job["canary"]).decode()
 server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: Hidden.canary)
-if job["case"] == "break":  # a mistake of ours, in a line that names the key
+if job["case"] == "break":  # a bug of ours, in a line that names the key
     plain.HiddenBytes = lambda *_: 1 / 0
 def read(data, rank=0, world_size=1):
     yield Document(text=f"document of rank {rank}", id=str(rank))
@@ -657,7 +657,7 @@ def test_the_key_of_an_endpoint_is_in_no_file(given: str, case: str) -> None:
 
 
 def wait_for_files(pattern: str, number: int, job: subprocess.Popen[bytes]) -> list[Path]:
-    """For what other processes write into files: there is no event for that."""
+    """Polls, because there is no event for what other processes write into files."""
     while True:
         found = [path for path in Path.cwd().glob(pattern) if path.stat().st_size]
         if len(found) >= number:
@@ -674,7 +674,7 @@ def two_workers_that_hang() -> WholeJob:
 
 
 def families(job: subprocess.Popen[bytes]) -> dict[int, list[int]]:
-    """By the id of the worker they belong to: guardian, server, and its hidden grandchild."""
+    """Guardian, server and its hidden grandchild, by the id of their worker."""
     wait_for_files("worker-*", 2, job)
     found = [[int(pid) for pid in path.read_text().split()] for path in wait_for_files("family-*", 2, job)]
     parents = {process.pid: process.parent for process in guardian.process_table()}

@@ -1,4 +1,4 @@
-"""Servers that die, hang and come back, while requests run: nothing is lost, nothing wrong is kept, nobody is left."""
+"""Servers that die, hang and restart while requests run: no answer is lost, none is wrong, no process is left."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.servers import pool, server, supervisor
-from datatrove_ckpt.inference.servers.multi_node import Leader
+from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
 
-# An engine that does what a prompt says. It notes each prompt in ./asked, and its own id in ./engines when it starts.
-# Without an HTTP library, whose import would take most of the time of these tests.
+# An engine that does what a prompt says. It writes each prompt to ./asked, and its own id to ./engines when it starts.
+# It uses no HTTP library, whose import would take most of the time of these tests.
 ENGINE = """
 import asyncio, json, os, pathlib, signal, sys
 here = pathlib.Path.cwd()
@@ -70,7 +70,7 @@ async def complete(payload):
         await asyncio.sleep(0.01)
     if question == "sick once" and first_time("was sick"):
         sick = 500
-    if question == "deaf once" and first_time("was deaf"):
+    if question == "stop listening once" and first_time("stopped listening"):
         listener.close()
         await asyncio.Event().wait()
     if question.startswith("wait"):
@@ -114,13 +114,13 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(**settings: Any) -> InferenceConfig:
-    """One attempt per request: what is sent again because of a server must not use any up."""
+    """One attempt per request: a request that is sent again because its server died must use up none."""
     settings = {"request_max_attempts": 1, "server_start_max_retries": 0, "server_stop_timeout_sec": 2.0, **settings}
     return InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **settings)
 
 
 class Run:
-    """A pool of servers, and what was asked of it."""
+    """A pool of servers, and its client."""
 
     def __init__(self, client: CompletionClient, servers: ServerPool) -> None:
         self.client = client
@@ -153,7 +153,7 @@ def lines(name: str) -> list[str]:
 
 
 def open_gate() -> None:
-    """Let the engines answer what begins with "wait"."""
+    """Let the engines answer prompts that begin with "wait"."""
     Path("gate").touch()
 
 
@@ -171,7 +171,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """For what other processes write into files: there is no event for that."""
+    """Polls, because there is no event for what other processes write into files."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -202,7 +202,7 @@ def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
 
 
 class Clock:
-    """What supervision takes for the time: it passes only when a test says so, and no stall looks like a hang."""
+    """The time that supervision sees. It passes only when a test says so, so a busy machine never looks like a hang."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -236,11 +236,11 @@ def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list
 
 def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
     async def script(run: Run) -> None:
-        server = run.servers.replicas[0]
+        server = run.servers.supervisors[0]
 
         async def pass_time(seconds: float) -> None:
             clock.now += seconds
-            await server._look_for_progress(None, 0)
+            await server._check_progress(None, 0)
 
         slow = run.ask("wait")
         await until(lambda: bool(asked()))
@@ -260,7 +260,7 @@ def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
 
 @pytest.fixture
 def idle_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is started as vLLM, and does nothing."""
+    """A program named vllm that does nothing."""
     Path("bin").mkdir()
     Path("bin/vllm").write_text("#!/bin/sh\nexec sleep 600\n")
     Path("bin/vllm").chmod(0o755)
@@ -270,14 +270,14 @@ def idle_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def vllm_here(routes: list[web.RouteDef], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Run]:
-    """What the ``idle_vllm`` does not do is done here, by the ``routes``."""
+    """Serves ``routes`` at the port of the ``idle_vllm``, which serves nothing."""
 
     async def well(request: web.Request) -> web.Response:
         return web.json_response({})
 
     app = web.Application()
     app.router.add_routes([*routes, web.get("/health", well), web.get("/v1/models", well)])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)  # 0 waits for ever for what is not answered
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)  # 0 waits forever for open requests
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -290,11 +290,11 @@ async def vllm_here(routes: list[web.RouteDef], monkeypatch: pytest.MonkeyPatch,
 
 
 class MuteVllm:
-    """A vLLM that is asked for one answer, gives none before it is told to, and counts tokens.
+    """A vLLM that gets one request, answers it only when the test says so, and counts tokens.
 
     Attributes:
-        asked: set when the request is there.
-        answers: set by the test.
+        asked: set when the request has arrived.
+        answers: set by the test, to let it answer.
         tokens: counted so far.
     """
 
@@ -323,12 +323,12 @@ def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
     async def run() -> None:
         engine = MuteVllm()
         async with vllm_here(engine.routes(), monkeypatch, hang_timeout=60) as started:
-            watched = started.servers.replicas[0]
+            watched = started.servers.supervisors[0]
             answer = started.ask("a long text")
             await engine.asked.wait()
             tokens = None
             for _ in range(10):
-                tokens = await watched._look_for_progress(tokens, 600)
+                tokens = await watched._check_progress(tokens, 600)
                 clock.now += 15
                 engine.tokens += counted
             assert watched.target.up == (restarts == 0)
@@ -339,7 +339,7 @@ def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
     asyncio.run(run())
 
 
-def test_a_dead_engine_behind_a_living_process_is_restarted() -> None:
+def test_a_dead_engine_behind_a_running_process_is_restarted() -> None:
     async def script(run: Run) -> None:
         assert await run.texts([run.ask("sick once")]) == ["sick once"]
         assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
@@ -349,13 +349,13 @@ def test_a_dead_engine_behind_a_living_process_is_restarted() -> None:
 
 def test_a_server_that_takes_no_more_connections_is_dead_though_it_keeps_the_old_ones_open() -> None:
     async def script(run: Run) -> None:
-        assert await run.texts([run.ask("deaf once")]) == ["deaf once"]
+        assert await run.texts([run.ask("stop listening once")]) == ["stop listening once"]
         assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
 
     play(script)
 
 
-def test_a_server_that_was_told_to_stop_may_refuse_what_is_new_and_call_itself_healthy() -> None:
+def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_healthy() -> None:
     async def script(run: Run) -> None:
         running = run.ask("wait")
         await until(lambda: bool(asked()))
@@ -363,14 +363,14 @@ def test_a_server_that_was_told_to_stop_may_refuse_what_is_new_and_call_itself_h
         refused = [run.ask(f"new {n}") for n in range(3)]
         await until(lambda: sum(asked().values()) == 4)
         open_gate()
-        assert (await running).text == f"{engines()[0]} says wait"  # it ends what it has begun
+        assert (await running).text == f"{engines()[0]} says wait"  # it finishes its requests
         assert await run.texts(refused) == ["new 0", "new 1", "new 2"]
         assert (run.client.stats.resent, run.client.stats.retries) == (3, 0)
 
     play(script)
 
 
-def test_a_failure_of_a_living_server_uses_up_an_attempt() -> None:
+def test_a_failure_of_a_running_server_uses_up_an_attempt() -> None:
     Path("engine.py").write_text(ENGINE.replace("if sick != 200", "if True"))
 
     async def script(run: Run) -> None:
@@ -386,8 +386,8 @@ def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeyp
 
     async def script(run: Run) -> None:
         os.kill(engines()[0], signal.SIGSTOP)
-        task = run.ask("hello")  # its connection is accepted by the kernel
-        run.client._config.request_timeout = None  # of the next server, which may take its time
+        task = run.ask("hello")  # the kernel accepts its connection
+        run.client._config.request_timeout = None  # for the next server, which may need longer
         assert (await task).text == f"{engines()[1]} says hello"
         assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 1, 0)
 
@@ -409,11 +409,11 @@ def test_a_poisonous_request_is_found_and_the_others_are_answered() -> None:
     play(script)
 
 
-def test_a_poisonous_request_that_is_tried_last_ends_no_run() -> None:
+def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
     async def script(run: Run) -> None:
         poison = run.ask("die at the fuse")
         await until(lambda: bool(asked()))
-        others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they are tried before it, in groups
+        others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they run before it, in groups
         await until(lambda: sum(asked().values()) == 41)
         burn_fuse()
         await until(lambda: len(engines()) == 3)
@@ -422,7 +422,7 @@ def test_a_poisonous_request_that_is_tried_last_ends_no_run() -> None:
             await poison
         assert sorted(await run.texts(others)) == sorted(f"wait {n}" for n in range(40))
         assert await run.texts([run.ask("still here")]) == ["still here"]
-        # The fourth only if others were in flight with it at the third; that is one more than may be started again.
+        # A fourth death comes only if others were in flight at the third. It is one more than the restarts allowed.
         assert 3 <= asked()["die at the fuse"] == run.servers.restarts <= 4
 
     play(script, server_max_restarts=3)
@@ -435,7 +435,7 @@ def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None
         with pytest.raises(ServerDied) as caught:
             await run.servers.watch()
         text = str(caught.value)
-        assert "was started again 2 times within 3600 s, and died again (server_max_restarts=2)" in text
+        assert "was restarted 2 times within 3600 s, and died again (server_max_restarts=2)" in text
         assert "out of luck" in text
         for task in (waiting, run.ask("too late")):
             with pytest.raises(ServerDied, match="out of luck"):
@@ -485,7 +485,7 @@ def test_replicas_share_the_work_on_gpus_of_their_own(monkeypatch: pytest.Monkey
 
 
 def test_the_work_of_a_dead_replica_goes_to_the_others_while_it_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 60.0)  # it does not come back in time
+    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 60.0)  # longer than the test
 
     async def script(run: Run) -> None:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
@@ -533,15 +533,15 @@ PLACES, TARGET = 8, 4
 
 
 class CountingVllm:
-    """A vLLM that works on 8 requests at a time, and whose only clock is its own work.
+    """A vLLM that works on 8 requests at once, and whose only clock is its own work.
 
-    A request it was sent is ``late``: it gets into its queue so many ends later, as one does whose text is still being
-    tokenized. Between two looks at its metrics it ends some more than that. Before each end and each look, it waits
-    until all that the client has in flight has come. So what it notes depends on no clock, and no load.
+    A request enters the queue only after ``late`` further requests have finished, like a request whose text is still
+    being tokenized. Between two reads of the metrics a few more requests than that finish. Before each of these events
+    it waits until all requests that the client has in flight have arrived. So its counts depend on no clock or load.
     """
 
     def __init__(self, late: int) -> None:
-        self.queues: list[int] = []  # how many waited, noted each time that a request ended
+        self.queues: list[int] = []  # how many requests waited, each time that one finished
         self.target = Target()
         self._late = late
         self._ends = 0
@@ -577,7 +577,7 @@ class CountingVllm:
             return len(self._on_the_way) + len(self._waiting) + len(self._running)
 
         while here() != self.target.in_flight:
-            await asyncio.sleep(0)  # let the client and the sockets do what they can
+            await asyncio.sleep(0)  # lets the client and the sockets run
         while self._on_the_way and (self._on_the_way[0][0] <= self._ends or (not self._waiting and not self._running)):
             self._waiting.append(self._on_the_way.popleft()[1])
         while self._waiting and len(self._running) < PLACES:
@@ -596,7 +596,7 @@ def test_the_queue_of_the_engine_is_kept_short_and_never_empty(
 
     async def run() -> None:
         async with vllm_here(engine.routes(), monkeypatch, target_waiting=TARGET) as started:
-            engine.target = started.servers.replicas[0].target
+            engine.target = started.servers.supervisors[0].target
             await asyncio.gather(*(started.ask(f"{n}") for n in range(300)))
 
     asyncio.run(run())
@@ -612,9 +612,9 @@ def test_an_answer_that_arrives_after_its_server_was_given_up_is_thrown_away() -
     async def script(run: Run) -> None:
         task = run.ask("wait")
         await until(lambda: bool(asked()))
-        first = run.servers.replicas[0]
-        first._declare_dead("is given up")
-        open_gate()  # from now on it answers, as a server does that is told to stop
+        first = run.servers.supervisors[0]
+        first._mark_dead("is given up")
+        open_gate()  # from now on it answers, as a server does that is being stopped
         text = (await task).text
         assert text == f"{engines()[1]} says wait"
 
@@ -640,7 +640,7 @@ def test_connect_gives_a_client_and_a_watch_for_every_kind_of_server() -> None:
 
 # several nodes ---------------------------------------------------------------------------------------------------
 
-# A vLLM in two parts that find each other on the master port. Without the other part the first one hangs.
+# A vLLM in two parts that find each other on the master port. The first part hangs when the other one is lost.
 TWO_PART_VLLM = f"""#!{sys.executable}
 import asyncio, os, socket, sys, time
 from aiohttp import web
@@ -728,7 +728,7 @@ class TwoNodes:
             node.wait()
 
     def codes(self) -> list[int]:
-        """Exit codes of both nodes, which end in time; nothing of the engine is left ten seconds later."""
+        """Exit codes of both nodes, which must end in time. No process of the engine may be left ten seconds later."""
         codes = [node.wait(timeout=30) for node in self.nodes]
         deadline = time.monotonic() + 10
         while any(is_alive(pid) for pid in self.parts(0) + self.parts(1)):
@@ -737,7 +737,7 @@ class TwoNodes:
         return codes
 
     def parts(self, rank: int) -> list[int]:
-        """Process ids of the engine's part on a node, in all its lives."""
+        """Process ids of the engine's part on a node, one for each of its starts."""
         found = [line.split() for line in lines("parts")] if Path("parts").exists() else []
         return [int(pid) for pid, part in found if part == str(rank)]
 
@@ -748,27 +748,27 @@ class TwoNodes:
             time.sleep(0.02)
 
     def until_waiting(self) -> None:
-        """Everything but what waits at the gate is answered."""
+        """Until all requests are answered, except those that wait at the gate."""
         self.until(lambda: Path("done").exists())
 
     def log(self, rank: int) -> str:
         return Path(f"node-{rank}.log").read_text()
 
 
-def test_the_other_node_ends_when_the_first_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_node_ends_when_the_head_node_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with TwoNodes(["fail"], monkeypatch) as task:
         assert task.codes() == [1, 0]
-    assert "The first node has ended: so does this one" in task.log(1)
+    assert "The head node has ended, so this node stops, too." in task.log(1)
 
 
-def test_the_other_node_ends_when_the_first_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_node_ends_when_the_head_node_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         task.nodes[0].kill()
         assert task.codes() == [-signal.SIGKILL, 0]
 
 
-def test_a_task_that_is_told_to_end_is_served_by_all_its_nodes_until_its_requests_are_answered(
+def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with TwoNodes(["a", "wait"], monkeypatch) as task:
@@ -782,7 +782,7 @@ def test_a_task_that_is_told_to_end_is_served_by_all_its_nodes_until_its_request
     assert "the 2 documents that this run finished are saved" in task.log(0)
 
 
-def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_first_writes(
+def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with TwoNodes(["a", "wait"], monkeypatch) as task:
@@ -815,51 +815,51 @@ def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pyt
         open_gate()
         assert task.codes() == [0, 0], task.log(0)
         assert (len(task.parts(0)), len(task.parts(1))) == (1, 1)
-    assert task.log(0).count("was turned away") == 3
+    assert task.log(0).count("Refused a connection from 127.0.0.1") == 3
     assert "known to both" not in "".join(path.read_text() for path in Path().glob("node*.log"))
 
 
-FOLLOWER = """
+WORKER_NODE = """
 import asyncio, sys
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.inference.servers.multi_node import follow
+from datatrove_ckpt.inference.servers.multi_node import run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
-asyncio.run(follow(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
+asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 """
 
 
 def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         settings = InferenceConfig("vllm", "m", master_port=server.free_port())
-        async with Leader(settings, Nodes(0, ("127.0.0.1", "localhost"))):
-            follower = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", FOLLOWER, str(settings.master_port)),
+        async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)),
                 env={**os.environ, KEY: "another"},
                 stderr=asyncio.subprocess.PIPE,
             )
-            _, errors = await follower.communicate()
+            _, errors = await worker.communicate()
             assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
 
     monkeypatch.setenv(KEY, "one")
     asyncio.run(run())
 
 
-def test_the_first_node_listens_only_on_its_way_to_the_others() -> None:
+def test_the_head_node_listens_only_on_its_routes_to_the_workers() -> None:
     async def run() -> None:
         settings = InferenceConfig("vllm", "m", master_port=server.free_port())
-        async with Leader(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as leader:
-            assert [place.getsockname()[0] for place in leader._listener.sockets] == ["127.0.0.1"]
+        async with HeadNode(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as head:
+            assert [listening.getsockname()[0] for listening in head._listener.sockets] == ["127.0.0.1"]
         with pytest.raises(ServerStartFailed, match=r"somewhere\.invalid"):
-            async with Leader(settings, Nodes(0, ("127.0.0.1", "somewhere.invalid"))):
+            async with HeadNode(settings, Nodes(0, ("127.0.0.1", "somewhere.invalid"))):
                 pass
 
     asyncio.run(run())
 
 
-def test_the_first_node_fails_when_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_node_fails_when_a_worker_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         task.nodes[1].kill()
         assert task.codes() == [1, -signal.SIGKILL]
-    assert "Node 127.0.0.1, which serves a part of the model, is gone" in task.log(0)
+    assert "Node 127.0.0.1, which serves a part of the model, is lost" in task.log(0)

@@ -1,4 +1,4 @@
-"""A job on a real engine, in a process that may be killed, and what may happen to its server meanwhile.
+"""A job on a real engine, in a process that may be killed, and the faults that may happen to its server.
 
 Used with vLLM here, and with llama.cpp in tests/integration.
 """
@@ -19,21 +19,21 @@ from typing import Any
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 
-Life = subprocess.Popen[bytes]
-Fault = Callable[[Life], None]
+JobProcess = subprocess.Popen[bytes]
+Fault = Callable[[JobProcess], None]
 
 
 class Job:
-    """A job in a folder, alive or not.
+    """A job in a folder, running or not.
 
     Args:
-        documents: how many that can be answered.
-        too_long: how many more that cannot.
-        tokens: of each answer.
+        settings: fields of its InferenceConfig.
+        documents: number of documents that can be answered.
+        too_long: number of further documents that are too long to be answered.
+        tokens: length of each answer.
         concurrency: requests in flight.
-        environment: of the job's process.
+        environment: additions to the environment of the job's process.
         standing_clock: a server hangs only while it is stopped; see ``job.py``.
-        settings: of its InferenceConfig.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Job:
         (folder / "job.json").write_text(json.dumps(job))
 
     @contextmanager
-    def life(self) -> Iterator[Life]:
+    def process(self) -> Iterator[JobProcess]:
         command = [sys.executable, "-m", "tests.real.job", str(self.folder)]
         root = Path(__file__).parents[2]
         with (
@@ -83,20 +83,20 @@ class Job:
                 process.kill()
 
     def run(self) -> None:
-        with self.life() as process:
+        with self.process() as process:
             self.until_end(process)
 
-    def until_end(self, process: Life) -> None:
+    def until_end(self, process: JobProcess) -> None:
         assert process.wait() == 0, self.log()
 
-    def until_answered(self, number: int, process: Life) -> None:
-        """Documents answered, by whichever life. Another process writes them down: there is no event for that."""
+    def until_answered(self, number: int, process: JobProcess) -> None:
+        """Until all attempts together have answered ``number`` documents. Polls, because other processes write them."""
         while len(self.events("answered")) < number:
             assert process.poll() is None, self.log()
             time.sleep(0.02)
 
     def events(self, kind: str) -> Counter[str]:
-        """How often each document was ``asked`` or ``answered``, and its answer ``kept``: written down."""
+        """How often each document was ``asked`` or ``answered``, or its answer ``kept``, that is saved."""
         return Counter(document for event, document in self._events() if event == kind)
 
     def _events(self) -> list[list[str]]:
@@ -110,10 +110,10 @@ class Job:
     def log(self) -> str:
         return "".join(path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr"))
 
-    def check(self, name: str, restarts: int, lives: int = 1) -> None:
-        """Every document answered at full length, none asked for again once it was answered.
+    def check(self, name: str, restarts: int, attempts: int = 1) -> None:
+        """Every document is answered at full length, and none was re-requested after its answer.
 
-        What a kill -9 finds unwritten was not: an answer is kept a moment after it came, and a group of them at once.
+        Answers that a kill -9 finds unsaved do not count: answers are saved in groups, a moment after they came.
         """
         files = sorted((self.folder / "output").iterdir())
         outputs = [json.loads(line) for path in files for line in path.read_text().splitlines()]
@@ -126,7 +126,7 @@ class Job:
         unwritten = 0
         for event, document in self._events():
             if event == "asked":
-                assert document not in answered | kept, f"{document} was asked for after it was answered"
+                assert document not in answered | kept, f"{document} was re-requested after its answer"
             elif event == "answered":
                 answered.add(document)
             elif event == "kept":
@@ -136,17 +136,17 @@ class Job:
                 answered &= kept
         assert unwritten <= self.concurrency
         assert set(self.events("kept").values()) == {1}
-        # The last ones kept before a kill may be missing: it comes before they are noted as well.
+        # The last "kept" events before a kill may be missing, because they are written after the answers are saved.
         assert len({line["id"] for line in outputs} - kept) <= (self.concurrency if self.events("killed") else 0)
         again = sum(self.events("asked").values()) - len(self.events("asked"))
         assert self.log().count(" is back (restart ") == restarts
         seconds = time.monotonic() - self.began
         print(
             f"\n{name}: {len(outputs)} documents, {restarts} restarts, {again} requests sent again, "
-            f"{unwritten} answered and not yet kept at a kill, {seconds:.0f} s"
+            f"{unwritten} answered and not yet saved at a kill, {seconds:.0f} s"
         )
-        # Those in flight, and a few that were sent before the death was noticed.
-        assert again <= (self.concurrency + 4) * (restarts + lives - 1) + unwritten
+        # The requests in flight, and a few that were sent before the death was noticed.
+        assert again <= (self.concurrency + 4) * (restarts + attempts - 1) + unwritten
 
     def dead_letters(self) -> dict[str, str]:
         """The errors of the documents that could not be answered."""
@@ -156,8 +156,8 @@ class Job:
 
 
 def check_fault(job: Job, name: str, fault: Fault, after: int) -> None:
-    """The job ends well although this happens to its server after so many answers."""
-    with job.life() as process:
+    """The job completes although the fault happens to its server, after ``after`` answers."""
+    with job.process() as process:
         job.until_answered(after, process)
         fault(process)
         job.until_end(process)
@@ -165,8 +165,8 @@ def check_fault(job: Job, name: str, fault: Fault, after: int) -> None:
 
 
 def check_faults(job: Job, faults: list[Fault], every: int) -> None:
-    """The job ends well although all of this happens to its server, each after so many further answers."""
-    with job.life() as process:
+    """The job completes although all faults happen to its server, one after each ``every`` further answers."""
+    with job.process() as process:
         for number, fault in enumerate(faults, 1):
             job.until_answered(every * number, process)
             answers, began = len(job.events("answered")), time.monotonic()
@@ -180,28 +180,28 @@ def check_faults(job: Job, faults: list[Fault], every: int) -> None:
                 f"{time.monotonic() - began:.0f} s"
             )
         job.until_end(process)
-    job.check("all of that", restarts=len(faults))
+    job.check("all faults", restarts=len(faults))
 
 
 def check_killed_runner(job: Job, name: str, after: int) -> None:
-    """A runner that is killed after so many answers leaves no process, and the next one ends the job."""
-    with job.life() as process:
+    """A runner that is killed after ``after`` answers leaves no process, and the next runner completes the job."""
+    with job.process() as process:
         job.until_answered(after, process)
         servers = [child.pid for child in descendants(process.pid)]
         process.kill()
         process.wait()
     job.note("killed")
     deadline = time.monotonic() + 10
-    while living := _living(servers):
-        assert time.monotonic() < deadline, f"alive 10 s after their runner: {living}"
+    while running := _running(servers):
+        assert time.monotonic() < deadline, f"still running 10 s after their runner: {running}"
         time.sleep(0.02)
     job.run()
-    job.check(name, restarts=0, lives=2)
+    job.check(name, restarts=0, attempts=2)
 
 
 def preempt(job: Job, number: signal.Signals, after: int) -> int:
-    """One life that ends by a signal to all its processes, as Slurm sends it; how many requests were given up."""
-    with job.life() as process:
+    """One attempt that ends by a signal to all its processes, as Slurm sends it; how many requests were given up."""
+    with job.process() as process:
         lost_before = job.events("asked").total() - job.events("answered").total()
         job.until_answered(after, process)
         servers = [child.pid for child in descendants(process.pid)]
@@ -212,21 +212,21 @@ def preempt(job: Job, number: signal.Signals, after: int) -> int:
     seconds, answered = time.monotonic() - began, job.events("answered").total()
     lost = job.events("asked").total() - answered - lost_before
     print(f"\n{number.name}: ended after {seconds:.1f} s, {answered - before} more were answered, {lost} given up")
-    assert _living(servers) == []
+    assert _running(servers) == []
     return lost
 
 
-def _living(pids: list[int]) -> list[str]:
-    """The names of those that live. A zombie is gone; whether somebody collects it is the machine's business."""
-    living = [process.pid for process in process_table() if process.pid in pids and not process.zombie]
+def _running(pids: list[int]) -> list[str]:
+    """The ids and names of the processes that still run. Zombies do not count: only their parents can remove them."""
+    running = [process.pid for process in process_table() if process.pid in pids and not process.zombie]
     names = []
-    for pid in living:
-        with suppress(OSError):  # ended meanwhile
+    for pid in running:
+        with suppress(OSError):  # it has ended
             names.append(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
     return names
 
 
-def process_named(title: str, process: Life) -> int:
+def process_named(title: str, process: JobProcess) -> int:
     """The process of the tree whose command line holds ``title``."""
     for candidate in descendants(process.pid):
         line = Path(f"/proc/{candidate.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -235,11 +235,11 @@ def process_named(title: str, process: Life) -> int:
     raise AssertionError(f"no process of the tree is called {title}")
 
 
-def server_process(process: Life) -> int:
+def server_process(process: JobProcess) -> int:
     """The child of the guardian."""
     guardian = process_named("guardian.py", process)
     return next(child.pid for child in descendants(guardian) if child.parent == guardian)
 
 
-def terminate_server(process: Life) -> None:
+def terminate_server(process: JobProcess) -> None:
     os.kill(server_process(process), signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""One life of a job on a real engine: `python -m tests.real.job FOLDER`, with FOLDER/job.json. It is killed, too.
+"""One attempt of a job on a real engine: `python -m tests.real.job FOLDER`, with FOLDER/job.json. It may be killed.
 
-Each request that leaves, each answer that came, and each that was written down is a line of FOLDER/events, in the order
-in which they happened, so that a test can tell what was asked for twice, and whether it had been answered.
+Each request that is sent, each answer that came and each answer that was saved is a line of FOLDER/events, in the order
+in which they happened. So a test can tell which requests were sent twice, and whether they had been answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from datatrove_ckpt.inference.servers.guardian import descendants
 
 
 async def rollout(document: Document, generate: Any) -> Any:
-    """As many tokens as were asked for: an answer that is shorter is not a whole one."""
+    """Asks for an exact number of tokens, so that a shorter answer is known to be incomplete."""
     result = await generate({"prompt": document.text, "ignore_eos": True, "temperature": 0, "user": document.id})
     log_event("answered", document.id)
     return result
@@ -56,9 +56,9 @@ _put, RequestCache.put = RequestCache.put, put  # type: ignore[method-assign]
 
 
 class StandingClock:
-    """What supervision takes for the time: it passes, a second per look, only while a process of the server is stopped.
+    """The time that supervision sees. It passes, one second per call, only while a process of the server is stopped.
 
-    So a server that is stopped hangs, and one that is slow, on a machine that is busy or itself stopped, does not.
+    So a stopped server hangs, and a server that is slow, on a machine that is busy or suspended, does not.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def _is_stopped(pid: int) -> bool:
     try:
         return ") T " in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False  # ended meanwhile
+        return False  # it has ended
 
 
 def main(folder: Path) -> None:

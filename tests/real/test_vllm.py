@@ -1,9 +1,9 @@
-"""A real vLLM with real weights, on CPU, through InferenceRunner, under everything that can happen to it.
+"""A real vLLM with real weights, on CPU, through InferenceRunner, under every fault that we can cause.
 
     pytest tests/real/test_vllm.py -s
 
-See environment.py for the set-up. Each case ends with every document answered at full length, and no document asked
-for again once it had been answered. Most of the time goes into starts of vLLM, which import torch.
+See environment.py for the set-up. Each case ends with every document answered at full length, and no document
+re-requested after its answer. The tests spend most of their time in starts of vLLM, which import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.real import environment
 from tests.real.faults import (
     Job,
-    Life,
+    JobProcess,
     check_faults,
     check_killed_runner,
     preempt,
@@ -26,7 +26,7 @@ from tests.real.faults import (
     terminate_server,
 )
 
-pytestmark = pytest.mark.timeout(900)  # the first one also sets everything up
+pytestmark = pytest.mark.timeout(900)  # the first test also sets up the environment
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -50,11 +50,11 @@ def job(folder: Path, documents: int = 60, too_long: int = 0, **changes: Any) ->
     return Job(folder, settings, documents=documents, too_long=too_long, environment=ENVIRONMENT)
 
 
-def kill_engine(process: Life) -> None:
+def kill_engine(process: JobProcess) -> None:
     os.kill(process_named("EngineCore", process), signal.SIGKILL)
 
 
-def stop_engine(process: Life) -> None:
+def stop_engine(process: JobProcess) -> None:
     os.kill(process_named("EngineCore", process), signal.SIGSTOP)
 
 
@@ -67,22 +67,22 @@ def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
     assert all("HTTP 400" in error for error in letters.values())
 
 
-def test_everything_is_answered_at_full_length_whatever_happens_to_the_server(tmp_path: Path) -> None:
+def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(tmp_path: Path) -> None:
     faulty = job(tmp_path, documents=120, hang_timeout=8.0)  # for stop_engine
     check_faults(faulty, [kill_engine, stop_engine, terminate_server], every=25)
 
 
-def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_runner_resumes(tmp_path: Path) -> None:
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=24)
 
 
 def test_a_signal_to_all_processes(tmp_path: Path) -> None:
-    # Two at a time, so that requests are always in the middle of it.
+    # Two requests at a time, so that some are always half done.
     kwargs = {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 2}
     preempted = job(tmp_path, documents=40, model_kwargs=kwargs, max_concurrent_generations=8)
     preempted.concurrency = 8
     assert preempt(preempted, signal.SIGUSR1, after=5) == 0
-    # vLLM's workers end of SIGTERM, whatever the flags.
+    # SIGTERM ends vLLM's workers, whatever its flags.
     assert preempt(preempted, signal.SIGTERM, after=20) <= 8
     preempted.run()
-    preempted.check("preempted twice", restarts=0, lives=3)
+    preempted.check("preempted twice", restarts=0, attempts=3)

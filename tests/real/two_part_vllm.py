@@ -1,5 +1,5 @@
-"""Stands for vLLM on two nodes, as a program named vllm. The first part does not answer before the other one is there,
-and hangs when that is lost. Answers come from the counting server that COUNTING_SERVER names.
+"""Replaces vLLM on two nodes, as a program named vllm. The head node's part answers only while the other part is
+connected, and hangs when that connection is lost. Answers come from the counting server that COUNTING_SERVER names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def value(name: str) -> str:
 
 
 def install(folder: Path) -> None:
-    """Puts it into a folder, to be found on PATH."""
+    """Put the program into a folder for PATH."""
     folder.mkdir()
     program = folder / "vllm"
     program.write_text(f"#!{sys.executable}\n{Path(__file__).read_text()}")

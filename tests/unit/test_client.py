@@ -1,4 +1,4 @@
-"""Each row of the client's retry table, against a real socket that answers what the test says, byte by byte."""
+"""Each row of the client's retry table, against a real socket that sends what the test says, byte by byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from datatrove_ckpt.redaction import Key
 
 @pytest.fixture(params=["plain", "aiohttp"], autouse=True)
 def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table holds over either transport."""
+    """Every test runs over both transports."""
     if request.param == "aiohttp":
         monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
 
@@ -82,7 +82,7 @@ GOOD = answer(http(200, chat()))
 
 
 class RawServer:
-    """Plays one reply per request, the last one for ever."""
+    """Plays one reply per request, and the last one for all further requests."""
 
     def __init__(self, *replies: Reply) -> None:
         self.replies = list(replies)
@@ -126,7 +126,7 @@ async def serving(*replies: Reply) -> AsyncIterator[tuple[RawServer, str]]:
 
 
 class Sleeps(list[float]):
-    """Instead of asyncio.sleep: notes how long, and lets others run."""
+    """Replaces asyncio.sleep: records the seconds, and lets other tasks run."""
 
     async def __call__(self, seconds: float) -> None:
         self.append(seconds)
@@ -139,7 +139,7 @@ def config(**settings: Any) -> InferenceConfig:
 
 
 class Outcome:
-    """What one request against a scripted server came to."""
+    """The result of one request to a scripted server."""
 
     def __init__(self, *replies: Reply, **settings: Any) -> None:
         self.sleeps = Sleeps()
@@ -259,7 +259,7 @@ def test_a_status_counts_although_its_body_is_torn() -> None:
 
 
 class PatientlyConnecting(PlainTransport):
-    """``timeout`` also limits the connect; here it does not, however long the machine takes for one."""
+    """Does not limit the time of the connect by ``timeout``, because a busy machine may need longer than that."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -418,9 +418,9 @@ def test_a_restarted_server_is_asked_at_its_new_place() -> None:
             async with CompletionClient(config(), [first], "old", sleep=Sleeps()) as client:
                 await client.complete(BODY)
                 target = client.router.targets[0]
-                client.died(target, "restart")
+                client.mark_dead(target, "restart")
                 await client.disconnect(target)
-                client.up(target, second, Key("new"))
+                client.mark_up(target, second, Key("new"))
                 await client.complete(BODY)
             assert (len(old.requests), len(new.requests)) == (1, 1)
             assert b"Bearer new" in new.requests[0][0]
@@ -477,7 +477,7 @@ URL_OF_ERROR = "http://host/?code=hush"
     ],
 )
 def test_of_an_error_all_but_the_url_is_shown(error: Exception, shown: str) -> None:
-    assert transport.shown_error(error) == shown
+    assert transport.redacted_error(error) == shown
 
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:
@@ -507,17 +507,17 @@ def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
             CompletionClient(config(), [], None) as client,
         ):
             target = client.add()
-            client.up(target, first, None)
+            client.mark_up(target, first, None)
 
             async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
                 writer.write(http(200, chat("wrong")))
-                assert client.died(target, "told to stop").lost == 1
+                assert client.mark_dead(target, "stopped").in_flight == 1
 
             old.replies = [too_late]
             asking = asyncio.create_task(client.complete(BODY))
             await old.arrived.acquire()
             await client.disconnect(target)
-            client.up(target, second, None)
+            client.mark_up(target, second, None)
             assert (await asking).text == "right"
             assert (client.stats.resent, client.stats.retries) == (1, 0)
 

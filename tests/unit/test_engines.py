@@ -15,7 +15,7 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.inference.servers import engines, installed, sglang_launch
-from datatrove_ckpt.inference.servers.diagnosis import find_cause, shown_command
+from datatrove_ckpt.inference.servers.diagnosis import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.engines import (
     EngineCommand,
     custom_command,
@@ -26,7 +26,7 @@ from datatrove_ckpt.inference.servers.engines import (
     vllm_command,
 )
 from datatrove_ckpt.inference.servers.installed import resolve_model_path
-from datatrove_ckpt.inference.servers.nodes import ALONE, Nodes
+from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.redaction import Key
 
@@ -182,13 +182,13 @@ def test_parallelism_is_passed_only_when_there_is_some() -> None:
     assert "parallel" not in " ".join(vllm_command(config(), 1, KEY, None).argv)
 
 
-def test_several_nodes_are_told_of_each_other_and_only_the_first_serves() -> None:
-    first, second = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
+def test_several_nodes_get_the_address_of_the_head_node_and_only_that_one_serves() -> None:
+    head, worker = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
     here = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"
-    assert " ".join(vllm_command(config(), 1, KEY, "vllm", first).argv).endswith(here)
+    assert " ".join(vllm_command(config(), 1, KEY, "vllm", head).argv).endswith(here)
     there = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless"
-    assert " ".join(vllm_command(config(), 1, KEY, "vllm", second).argv).endswith(there)
-    sglang = sglang_command(config("sglang"), 1, KEY, second).argv
+    assert " ".join(vllm_command(config(), 1, KEY, "vllm", worker).argv).endswith(there)
+    sglang = sglang_command(config("sglang"), 1, KEY, worker).argv
     assert " ".join(sglang).endswith("--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810")
 
 
@@ -201,9 +201,9 @@ def test_vllm_without_an_executable_is_started_on_several_nodes_by_its_command_l
     ("rank", "hosts", "expected"),
     [
         ("1", "10.0.0.1,10.0.0.2", Nodes(1, ("10.0.0.1", "10.0.0.2"))),
-        ("-1", "10.0.0.1,10.0.0.2", ALONE),  # a Slurm job of several nodes, each with tasks of its own
-        ("0", "localhost", ALONE),
-        (None, None, ALONE),
+        ("-1", "10.0.0.1,10.0.0.2", SINGLE_NODE),  # a Slurm job of several nodes, each with tasks of its own
+        ("0", "localhost", SINGLE_NODE),
+        (None, None, SINGLE_NODE),
     ],
 )
 def test_the_nodes_of_a_task_are_those_that_datatrove_names(
@@ -297,12 +297,12 @@ def test_a_missing_server_script_is_named() -> None:
 
 def test_secrets_in_flags_are_not_shown() -> None:
     argv = ("x", "--hf-token=abc", "--admin-api-key", "def", "--max-num-batched-tokens=5", "--seed", "1")
-    shown = shown_command(argv)
+    shown = redacted_command(argv)
     assert shown == "x --hf-token=*** --admin-api-key *** --max-num-batched-tokens=5 --seed 1"
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "log", "words", "hopeless"),
+    ("exit_code", "log", "words", "permanent"),
     [
         (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "GPU's memory is full", False),
         (2, "api_server.py: error: unrecognized arguments: --swap-space", "does not know a flag", True),
@@ -315,11 +315,11 @@ def test_secrets_in_flags_are_not_shown() -> None:
         (137, "Loading safetensors", "SIGKILL", False),
     ],
 )
-def test_well_known_causes_are_explained(exit_code: int, log: str, words: str, hopeless: bool) -> None:
+def test_well_known_causes_are_explained(exit_code: int, log: str, words: str, permanent: bool) -> None:
     cause = find_cause(exit_code, log)
     assert cause is not None
     assert words in cause.text
-    assert cause.hopeless is hopeless
+    assert cause.permanent is permanent
 
 
 def test_an_unknown_death_has_no_cause() -> None:

@@ -1,4 +1,4 @@
-"""The parts of supervision, without a server: who is given which target, what a slot holds, what metrics say."""
+"""The parts of supervision, without a server: which target a request gets, what a lease contains, what metrics say."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
-from datatrove_ckpt.inference.servers import gpu_slots as slots_module
-from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, slots, visible_gpus
+from datatrove_ckpt.inference.servers import gpu_slots
+from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, lease_gpus, visible_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics
 from datatrove_ckpt.redaction import HiddenDict, Key
 
@@ -37,10 +37,10 @@ def router(targets: int = 1, limit: int = 100) -> Router:
     return made
 
 
-def suspect(age: float = 0.0) -> Request:
+def quarantined(age: float = 0.0) -> Request:
     request = Request()
     for _ in range(2):
-        request.was_there(Death("bang"), age)
+        request.record_death(Death("bang"), age)
     return request
 
 
@@ -80,19 +80,19 @@ def test_the_least_busy_server_is_next_and_its_limit_holds() -> None:
     asyncio.run(play())
 
 
-def test_a_request_that_gives_up_waiting_leaves_its_place_and_its_slot() -> None:
+def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -> None:
     async def play() -> None:
         made = router(limit=1)
         await made.acquire(Request())
         waiting, next_one = acquire(made), acquire(made)
         await settle()
         waiting.cancel()
-        made.release(made.targets[0])  # given to `next_one`: the one before it is cancelled already
+        made.release(made.targets[0])  # goes to `next_one`: the request before it is cancelled already
         await next_one
         granted = acquire(made)
         await settle()
         made.release(made.targets[0])
-        granted.cancel()  # was given the slot, and never got to know
+        granted.cancel()  # it has the slot, but has not run since
         await settle()
         assert made.targets[0].in_flight == 0
 
@@ -103,7 +103,7 @@ def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None
     async def play() -> None:
         made = router()
         request = Request()
-        attempt = (await made.acquire(request), made.targets[0].begin(request))[1]
+        attempt = (await made.acquire(request), made.targets[0].start_attempt(request))[1]
 
         async def ask() -> None:
             async with attempt.scope:
@@ -111,21 +111,21 @@ def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None
 
         asking = asyncio.create_task(ask())
         await settle()
-        assert made.died(made.targets[0], "bang").lost == 1
+        assert made.mark_dead(made.targets[0], "bang").in_flight == 1
         with pytest.raises(TimeoutError):
             await asking
         assert attempt.lost
         assert [death.cause for death in request.deaths] == ["bang"]
-        assert not request.is_suspect
+        assert not request.is_quarantined
 
     asyncio.run(play())
 
 
-def test_a_suspect_is_alone_and_the_youngest_goes_first() -> None:
+def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> None:
     async def play() -> None:
         made = router()
         target = await made.acquire(Request())
-        old, young, normal = acquire(made, suspect(9)), acquire(made, suspect(1)), acquire(made)
+        old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
         await settle()
         assert not any(task.done() for task in (old, young, normal))
         made.release(target)
@@ -140,8 +140,8 @@ def test_a_suspect_is_alone_and_the_youngest_goes_first() -> None:
     asyncio.run(play())
 
 
-async def try_suspects(made: Router, requests: list[Request]) -> list[list[Request]]:
-    """All suspects answered, those in flight together at a time; who was in flight together, in turn."""
+async def run_quarantined(made: Router, requests: list[Request]) -> list[list[Request]]:
+    """Answers all quarantined requests, all that are in flight at once in each round; the requests of each round."""
     waiting = {request: acquire(made, request) for request in requests}
     rounds: list[list[Request]] = []
     while waiting:
@@ -152,9 +152,9 @@ async def try_suspects(made: Router, requests: list[Request]) -> list[list[Reque
     return rounds
 
 
-def test_many_suspects_are_tried_in_growing_groups() -> None:
+def test_many_quarantined_requests_run_in_growing_groups() -> None:
     async def play() -> None:
-        rounds = await try_suspects(router(), [suspect(n) for n in range(256)])
+        rounds = await run_quarantined(router(), [quarantined(n) for n in range(256)])
         sizes = [len(together) for together in rounds]
         assert sizes[:4] == [1, 2, 4, 8]
         assert max(sizes) == 16  # the square root: what one more death may cost
@@ -163,10 +163,10 @@ def test_many_suspects_are_tried_in_growing_groups() -> None:
     asyncio.run(play())
 
 
-def test_who_was_in_a_group_that_died_is_tried_alone() -> None:
+def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
     async def play() -> None:
         made = router()
-        requests = [suspect(n) for n in range(100)]
+        requests = [quarantined(n) for n in range(100)]
         waiting = {request: acquire(made, request) for request in requests}
         for expected in (1, 2, 4):
             await settle()
@@ -175,9 +175,9 @@ def test_who_was_in_a_group_that_died_is_tried_alone() -> None:
             if expected < 4:
                 for request in group:
                     made.release(waiting.pop(request).result())
-        death = made.died(made.targets[0], "bang")
+        death = made.mark_dead(made.targets[0], "bang")
         for request in group:
-            request.was_there(death, 0)
+            request.record_death(death, 0)
             made.release(waiting.pop(request).result())
         assert made.targets[0].in_flight == 0
         again = [acquire(made, request) for request in group]
@@ -192,41 +192,41 @@ def test_who_was_in_a_group_that_died_is_tried_alone() -> None:
     asyncio.run(play())
 
 
-def test_while_one_server_tries_suspects_the_others_go_on() -> None:
+def test_while_one_server_runs_quarantined_requests_the_others_go_on() -> None:
     async def play() -> None:
         made = router(2)
-        first = await made.acquire(suspect())
+        first = await made.acquire(quarantined())
         assert {id(await made.acquire(Request())) for _ in range(3)} == {id(made.targets[1])}
         assert first is made.targets[0]
 
     asyncio.run(play())
 
 
-def test_deaths_that_are_explained_make_no_suspects() -> None:
+def test_attributed_deaths_quarantine_no_other_request() -> None:
     async def play() -> None:
         made = router()
         guilty, innocent = Request(), Request()
         for _ in range(2):
             death = Death("bang")
-            guilty.was_there(death, 0)
-            innocent.was_there(death, 0)
+            guilty.record_death(death, 0)
+            innocent.record_death(death, 0)
         await made.acquire(guilty)
         waiting = [acquire(made, innocent), acquire(made)]
         await settle()
         assert not any(task.done() for task in waiting)
-        made.explain(guilty)
+        made.attribute_deaths(guilty)
         made.release(made.targets[0])
         await asyncio.gather(*waiting)
-        assert not innocent.is_suspect
+        assert not innocent.is_quarantined
 
     asyncio.run(play())
 
 
-def test_when_no_server_will_come_back_everybody_is_told() -> None:
+def test_when_no_server_will_come_back_every_request_fails() -> None:
     async def play() -> None:
         made = router()
-        made.died(made.targets[0], "bang")
-        waiting = [acquire(made), acquire(made, suspect())]
+        made.mark_dead(made.targets[0], "bang")
+        waiting = [acquire(made), acquire(made, quarantined())]
         await settle()
         made.fail("gone for good")
         for task in [*waiting, acquire(made)]:
@@ -236,14 +236,14 @@ def test_when_no_server_will_come_back_everybody_is_told() -> None:
     asyncio.run(play())
 
 
-# slots -----------------------------------------------------------------------------------------------------------
+# leases ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
-    monkeypatch.setattr(slots_module, "_CLAIM_TIMEOUT", 0.0)
+    monkeypatch.setattr(gpu_slots, "_LEASE_TIMEOUT", 0.0)
     for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
@@ -254,21 +254,21 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def gpus(**settings: Any) -> list[tuple[str, ...]]:
-    async with slots(config(**settings)) as taken:
-        return [slot.gpus for slot in taken]
+    async with lease_gpus(config(**settings)) as leases:
+        return [lease.gpus for lease in leases]
 
 
 def test_a_machine_without_gpus_divides_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert asyncio.run(gpus(replicas=3)) == [(), (), ()]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(slots_module, "_DEV", tmp_path)
+    monkeypatch.setattr(gpu_slots, "_DEV", tmp_path)
     assert visible_gpus() == []
 
 
 def test_gpus_are_counted_by_their_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(slots_module, "_DEV", tmp_path)
+    monkeypatch.setattr(gpu_slots, "_DEV", tmp_path)
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus() == ["0", "1"]
@@ -280,8 +280,8 @@ def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
 
     async def play() -> None:
-        async with slots(config(replicas=2, tp=2)) as taken:
-            assert [slot.env["CUDA_VISIBLE_DEVICES"] for slot in taken] == ["0,1", "2,3"]
+        async with lease_gpus(config(replicas=2, tp=2)) as leases:
+            assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
 
     asyncio.run(play())
 
@@ -293,11 +293,11 @@ def test_too_few_gpus_are_counted_in_the_error() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_ranks_on_one_node_claim_different_gpus_until_there_are_none() -> None:
+def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> None:
     async def play() -> None:
         async with AsyncExitStack() as ranks:
-            first = await ranks.enter_async_context(slots(config(tp=2)))
-            second = await ranks.enter_async_context(slots(config()))
+            first = await ranks.enter_async_context(lease_gpus(config(tp=2)))
+            second = await ranks.enter_async_context(lease_gpus(config()))
             assert (first[0].gpus, second[0].gpus) == (("0", "1"), ("2",))
             with pytest.raises(ConfigError, match="workers: this rank needs 2 of the GPUs 0,1,2,3"):
                 await gpus(tp=2)
@@ -306,28 +306,28 @@ def test_ranks_on_one_node_claim_different_gpus_until_there_are_none() -> None:
     asyncio.run(play())
 
 
-def test_ranks_that_claim_at_the_same_moment_do_not_take_every_other_gpu(
+def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What a second rank finds while a first one has locked one of its two GPUs."""
+    """A second rank comes while the first one has locked one of its two GPUs."""
     between: list[list[str] | None] = []
     visible = ["a", "b", "c", "d"]
-    try_lock = slots_module._try_lock
+    try_lock = gpu_slots._try_lock
 
-    def claim() -> list[str] | None:
-        claimed = slots_module._try_claim(tmp_path, visible, 2)
-        return claimed and [name for name, _ in claimed]
+    def lock_two() -> list[str] | None:
+        locked = gpu_slots._try_lock_gpus(tmp_path, visible, 2)
+        return locked and [name for name, _ in locked]
 
     def another_rank_comes(path: Path) -> int | None:
         if path.name == "gpu_b.lock":
-            monkeypatch.setattr(slots_module, "_try_lock", try_lock)
-            between.append(claim())
+            monkeypatch.setattr(gpu_slots, "_try_lock", try_lock)
+            between.append(lock_two())
         return try_lock(path)
 
-    monkeypatch.setattr(slots_module, "_try_lock", another_rank_comes)
-    assert claim() == ["a", "b"]
+    monkeypatch.setattr(gpu_slots, "_try_lock", another_rank_comes)
+    assert lock_two() == ["a", "b"]
     assert between == [None]
-    assert claim() == ["c", "d"]
+    assert lock_two() == ["c", "d"]
 
 
 def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
@@ -342,8 +342,8 @@ def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
 @pytest.mark.usefixtures("four_gpus")
 def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> None:
     async def play() -> None:
-        async with slots(config(tp=4)) as taken:
-            server = start_process_with(taken[0].locks)
+        async with lease_gpus(config(tp=4)) as leases:
+            server = start_process_with(leases[0].locks)
         with server, pytest.raises(ConfigError):
             await gpus(tp=1)
         assert await gpus(tp=1) == [("0",)]
@@ -363,10 +363,10 @@ def test_a_server_needs_as_many_gpus_as_it_will_use(settings: dict[str, Any], nu
     assert gpus_per_server(config(**settings)) == number
 
 
-def test_no_two_living_vllm_servers_share_a_cache_and_the_next_run_finds_it_again() -> None:
+def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_again() -> None:
     async def play() -> list[str]:
-        async with slots(config(replicas=2)) as one, slots(config()) as other:
-            folders = [slot.env["VLLM_CACHE_ROOT"] for slot in [*one, *other]]
+        async with lease_gpus(config(replicas=2)) as one, lease_gpus(config()) as other:
+            folders = [lease.env["VLLM_CACHE_ROOT"] for lease in [*one, *other]]
             assert len(set(folders)) == 3
             return folders
 

@@ -1,6 +1,6 @@
-"""What a server's answer says: completions parsed as datatrove parses them, and Retry-After.
+"""Parses a server's answer: completions, as datatrove parses them, and the Retry-After header.
 
-Whatever is not a finished completion raises ``TryAgain``: a server that dies answers 200 with half a text.
+An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text.
 """
 
 from __future__ import annotations
@@ -12,28 +12,36 @@ from typing import Any
 
 import orjson
 
-_NOT_AN_ENDING = (None, "abort", "error")
+_UNFINISHED = (None, "abort", "error")
 _BUSY = (502, 503, 504, 529)
-_MAX_RETRY_AFTER = 120.0
+_MAX_RETRY_AFTER = 120.0  # seconds
+
+# A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
+JsonObject = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Completion:
-    """One answer. ``reasoning`` is empty when the server does not separate it from the text."""
+    """One answer.
+
+    Attributes:
+        usage: token counts as the server sent them; empty if it sent none.
+        reasoning: empty if the server does not separate it from the text.
+    """
 
     text: str
     finish_reason: str
-    usage: dict[str, Any]
+    usage: JsonObject
     reasoning: str = ""
 
 
-class TryAgain(Exception):
-    """An attempt failed in a way that another one may not.
+class RetryableError(Exception):
+    """An attempt failed, and another one may succeed.
 
     Attributes:
         retry_after: seconds the server asks us to wait.
-        unreachable: the failure says something about the server, not about the request.
-        status: the HTTP status, 0 if none came.
+        unreachable: there was no complete HTTP answer.
+        status: the HTTP status; 0 if there was none, or if it was 2xx.
     """
 
     def __init__(self, cause: str, retry_after: float = 0.0, *, unreachable: bool = False, status: int = 0) -> None:
@@ -43,13 +51,13 @@ class TryAgain(Exception):
         self.status = status
 
     @property
-    def is_sound(self) -> bool:
-        """The server is well, and only asks for patience."""
+    def server_is_well(self) -> bool:
+        """The server works, and only asks us to wait."""
         return 400 <= self.status < 500
 
     @property
-    def is_busy(self) -> bool:
-        """The server says that it has too much to do, or is not ready."""
+    def server_is_busy(self) -> bool:
+        """The server says that it is overloaded or not ready."""
         return self.status in _BUSY
 
 
@@ -57,12 +65,12 @@ def parse_chat(raw: bytes) -> Completion:
     """An answer of /v1/chat/completions.
 
     Raises:
-        TryAgain: it is no finished completion.
+        RetryableError: it is no finished completion.
     """
     choice, usage = _first_choice(raw)
     message = choice.get("message")
     if not isinstance(message, dict):
-        raise TryAgain("the answer's choice has no message")
+        raise RetryableError("the answer's choice has no message")
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     return _completion(message.get("content") or "", choice, usage, reasoning)
 
@@ -71,38 +79,38 @@ def parse_completion(raw: bytes) -> Completion:
     """An answer of /v1/completions.
 
     Raises:
-        TryAgain: it is no finished completion.
+        RetryableError: it is no finished completion.
     """
     choice, usage = _first_choice(raw)
     if "text" not in choice:
-        raise TryAgain("the answer's choice has no text")
+        raise RetryableError("the answer's choice has no text")
     return _completion(choice["text"] or "", choice, usage, "")
 
 
-def _completion(text: Any, choice: dict[str, Any], usage: dict[str, Any], reasoning: Any) -> Completion:
+def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object) -> Completion:
     finish_reason = choice.get("finish_reason")
-    if finish_reason in _NOT_AN_ENDING:
-        raise TryAgain(f"the answer did not end (finish_reason {finish_reason!r})")
+    if finish_reason in _UNFINISHED:
+        raise RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
     if not (isinstance(text, str) and isinstance(finish_reason, str) and isinstance(reasoning, str)):
-        raise TryAgain("the answer's text, reasoning or finish_reason is not a string")
+        raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     return Completion(text, finish_reason, usage, reasoning)
 
 
-def _first_choice(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The answer's first choice and its token counts."""
+def _first_choice(raw: bytes) -> tuple[JsonObject, JsonObject]:
+    """The answer's first choice, and its token counts."""
     try:
         answer = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        raise TryAgain(f"the answer is not JSON: {raw[:200].decode(errors='replace')!r}") from None
+        raise RetryableError(f"the answer is not JSON: {raw[:200].decode(errors='replace')!r}") from None
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise TryAgain("the answer has no choices")
+        raise RetryableError("the answer has no choices")
     usage = answer.get("usage")
     return choices[0], usage if isinstance(usage, dict) else {}
 
 
 def parse_retry_after(value: str) -> float:
-    """Seconds the server asks us to wait; 0 when it does not say, or says what nobody understands."""
+    """Seconds the server asks us to wait, at most 120; 0 if the header is missing or cannot be parsed."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,22 +1,22 @@
-"""CompletionClient: one payload in, one answer out, and what to do with everything that is not an answer.
+"""CompletionClient: sends one payload until there is an answer, or until it is clear that there will be none.
 
     what happens                                                     then
     400, 413, 422 and any other 4xx                                  RequestRejected: this request never succeeds
     401, 403, 404, any 3xx                                           ServerRefused: no request of this run succeeds
-    408, 409, 425, 429, 5xx; refused, reset, torn connections;       tried again, at most request_max_attempts times
+    408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried, at most request_max_attempts attempts
     timeouts; bodies that are no completion; no choices;             in all, then RequestFailed
     finish_reason null, "abort", "error"
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
 
-Only the HTTP status decides, never words in a body: a body may quote the document, and documents say anything.
+Only the HTTP status decides, never words in a body: a body may quote the document, and documents contain anything.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After says (at most 120 s).
-A sleeping request holds no slot. There is no task and no log line per request: about 0.1 ms of CPU each, which at
-thousands of requests per second is what the event loop has.
+A sleeping request holds no slot. There is no task and no log line per request: each costs about 0.1 ms of CPU, and at
+thousands of requests per second the event loop has no more than that.
 
-An answer that comes from a server that is given up is thrown away, complete as it may look: servers that are told to
-stop have answered 200 with half a text.
+An answer from a server that was given up is thrown away, however complete it looks: servers that were asked to stop
+have answered 200 with half a text.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from datatrove_ckpt.errors import (
     RequestRejected,
     ServerRefused,
 )
-from datatrove_ckpt.inference.client.answers import Completion, TryAgain, parse_chat, parse_completion
-from datatrove_ckpt.inference.client.routing import Death, HealthProbe, Request, Router, ServerLost, Target
-from datatrove_ckpt.inference.client.transport import needs_proxy, post, shown_url, transport_to, under
+from datatrove_ckpt.inference.client.answers import Completion, RetryableError, parse_chat, parse_completion
+from datatrove_ckpt.inference.client.routing import AttemptLost, Death, HealthProbe, Request, Router, Target
+from datatrove_ckpt.inference.client.transport import join_url, make_transport, needs_proxy, post, redacted_url
 from datatrove_ckpt.redaction import Key
 
-_DEFAULT_TIMEOUT = 3600.0
-_FIRST_BACKOFF = 0.5
-_MAX_BACKOFF = 30.0
-# Seconds a URL is passed over after its connection failed. Without it a dead server, which fails at once and so
-# always has the fewest requests in flight, would draw all requests to itself.
+_DEFAULT_TIMEOUT = 3600.0  # seconds
+_FIRST_BACKOFF = 0.5  # seconds
+_MAX_BACKOFF = 30.0  # seconds
+# Seconds during which other URLs are preferred after a connection failed. Without it all requests would go to a dead
+# server: it fails at once, so it always has the fewest requests in flight.
 _COOLDOWN = 5.0
 
 
 @dataclass(slots=True)
 class ClientStats:
-    """Counters of one client's life.
+    """Counters of one client.
 
     Attributes:
         requests: attempts sent.
-        retries: attempts that failed and were followed by another one.
-        resent: attempts that were lost with their server, and sent again.
+        retries: attempts that failed, and whose request was sent again.
+        resent: attempts that were lost with their server, and whose request was sent again.
         answers: completions received.
         in_flight: attempts under way now.
     """
@@ -71,7 +71,7 @@ class ClientStats:
 
     @property
     def lost(self) -> int:
-        """Attempts that ended without an answer, and whose request is sent again."""
+        """Attempts that ended without an answer, and whose request was sent again."""
         return self.retries + self.resent
 
 
@@ -80,14 +80,15 @@ class CompletionClient:
 
     Args:
         config: timeouts, attempts, slots; ``use_chat`` chooses the path.
-        urls: base URLs, without /v1, of servers that are there to stay. Others come and go with ``up`` and ``died``.
-        api_key: bearer token, or None.
+        urls: base URLs, without /v1, of servers that are always there. Servers that we launch come with ``add`` and
+            ``mark_up``, and go with ``mark_dead``.
+        api_key: bearer token for ``urls``, or None.
         sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
 
     Attributes:
         stats: counters.
-        router: who is up, and who waits.
-        fast_stop: there is no time left for servers to end by themselves.
+        router: which servers are up, and which requests wait.
+        fast_stop: servers are killed, because no time is left for them to stop by themselves.
 
     Raises:
         ConfigError: a URL that cannot be used.
@@ -112,14 +113,14 @@ class CompletionClient:
         self._fixed = urls
         self._key = Key.wrap(api_key)
         for url in urls:
-            if self._key is not None and under(url, "").user is not None:
+            if self._key is not None and join_url(url, "").user is not None:
                 raise ConfigError(
-                    f"endpoint_url: {shown_url(url)} has credentials inside, and there is an API key too."
+                    f"endpoint_url: {redacted_url(url)} contains credentials, and an API key is set, too. Remove one."
                 )
 
     async def __aenter__(self) -> Self:
         for url in self._fixed:
-            self.up(self.add(), url, self._key)
+            self.mark_up(self.add(), url, self._key)
         return self
 
     async def __aexit__(
@@ -129,33 +130,33 @@ class CompletionClient:
             target.up = False
             await _close(target)
 
-    def add(self, check: HealthProbe | None = None) -> Target:
-        """A further target, not up yet.
+    def add(self, probe: HealthProbe | None = None) -> Target:
+        """Add a target. It is not up yet.
 
         Args:
-            check: see ``HealthProbe``; called after a failure that may mean that the server is dead.
+            probe: see ``HealthProbe``; called after a failure that may mean that the server is dead.
         """
-        target = Target(check)
+        target = Target(probe)
         self.router.targets.append(target)
         return target
 
-    def up(self, target: Target, url: str, api_key: Key | None) -> None:
-        """From now on requests are sent to this URL. A restarted server has another port and another key."""
-        # One per server: it is closed with its server, and it holds the key, so that no call has to.
-        target.url = under(url, self._path)
+    def mark_up(self, target: Target, url: str, api_key: Key | None) -> None:
+        """Send requests to this URL from now on. A restarted server has another port and another key."""
+        # One transport per server: it is closed with its server, and it holds the key, so that no call has to.
+        target.url = join_url(url, self._path)
         timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
-        target.transport = transport_to(target.url, api_key, timeout, self._proxied)
+        target.transport = make_transport(target.url, api_key, timeout, self._proxied)
         target.up = True
         self.router.admit()
 
-    def died(self, target: Target, cause: str) -> Death:
-        """A server is gone, or will be killed now: what it has in flight is sent again."""
-        return self.router.died(target, cause)
+    def mark_dead(self, target: Target, cause: str) -> Death:
+        """A server is dead, or will be killed now: the requests that it has in flight are sent again."""
+        return self.router.mark_dead(target, cause)
 
     async def disconnect(self, target: Target) -> None:
-        """Close all connections to a server that has ``died``."""
+        """Close all connections to a server that was marked dead."""
         while target.attempts:  # noqa: ASYNC110
-            await asyncio.sleep(0)  # they were told to end, and do when it is their turn
+            await asyncio.sleep(0)  # they were aborted, and end in their next turn of the event loop
         await _close(target)
 
     async def complete(self, body: bytes) -> Completion:
@@ -169,23 +170,23 @@ class CompletionClient:
             RequestPoisoned: this request kills servers.
             RequestFailed: every attempt failed.
             ServerRefused: no request of this run can succeed.
-            ServerDied: the server is gone for good.
+            ServerDied: no server is left, and none may be restarted.
         """
         request = Request()
         failures = 0
         while True:
             target = await self.router.acquire(request)
-            deaths, was_suspect = len(request.deaths), request.is_suspect
+            deaths, was_quarantined = len(request.deaths), request.is_quarantined
             try:
                 return await self._attempt(target, request, body)
-            except ServerLost:
-                alone = len(request.deaths) > deaths and request.deaths[-1].lost == 1
-                if was_suspect and alone and not self.router.closed:
+            except AttemptLost:
+                alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
+                if was_quarantined and alone and not self.router.closed:
                     raise self._poisoned(request) from None
                 self.stats.resent += 1
                 continue
-            except TryAgain as failure:
-                if self.router.closed:  # a cluster ends our servers with us: that says nothing about the request
+            except RetryableError as failure:
+                if self.router.closed:  # a cluster stops our servers together with us: the request is not at fault
                     self.stats.resent += 1
                     continue
                 failures += 1
@@ -195,11 +196,11 @@ class CompletionClient:
             self.stats.retries += 1
             await self._sleep(delay)
 
-    def _delay(self, failure: TryAgain, failures: int) -> float:
+    def _delay(self, failure: RetryableError, failures: int) -> float:
         """Seconds until the next attempt.
 
         Raises:
-            RequestFailed: there is none.
+            RequestFailed: that was the last attempt.
         """
         last = self._config.request_max_attempts
         if failures >= last:
@@ -209,51 +210,51 @@ class CompletionClient:
         return max(failure.retry_after, backoff_seconds(failures, _FIRST_BACKOFF, _MAX_BACKOFF, jitter=1.0))
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
-        self.router.explain(request)
+        self.router.attribute_deaths(request)
         deaths = request.deaths
         return RequestPoisoned(
-            f"This request was in flight at {len(deaths)} deaths of its server, the last time with nothing else in "
-            f"flight. Last cause: {deaths[-1].cause}"
+            f"This request was in flight at {len(deaths)} deaths of its server, the last time alone. "
+            f"Last cause: {deaths[-1].cause}"
         )
 
     async def _attempt(self, target: Target, request: Request, body: bytes) -> Completion:
-        if not target.up:  # it died between the moment it was given to us and this one
-            raise ServerLost
-        attempt = target.begin(request)
+        if not target.up:  # it died after it was assigned to this request
+            raise AttemptLost
+        attempt = target.start_attempt(request)
         self.stats.in_flight += 1
         self.stats.requests += 1
         try:
             async with attempt.scope:
-                answer = await self._ask(target, body, attempt.began)
-        except (TimeoutError, TryAgain, CkptError):
+                answer = await self._send(target, body, attempt.started_at)
+        except (TimeoutError, RetryableError, CkptError):
             if attempt.lost:
-                raise ServerLost from None
+                raise AttemptLost from None
             raise
         finally:
             target.attempts.discard(attempt)
             self.stats.in_flight -= 1
         if attempt.lost:
-            raise ServerLost
+            raise AttemptLost
         self.stats.answers += 1
         return answer
 
-    async def _ask(self, target: Target, body: bytes, began: float) -> Completion:
+    async def _send(self, target: Target, body: bytes, started_at: float) -> Completion:
         assert target.transport is not None
         try:
             raw = await post(target.transport, target.url, body, self._config.model_name_or_path)
             answer = self._parse(raw)
-            target.alive(began)
+            target.mark_alive(started_at)
             return answer
         except (RequestRejected, ServerRefused):
-            target.alive(began)
+            target.mark_alive(started_at)
             raise
-        except TryAgain as failure:
-            if failure.is_sound:
-                target.alive(began)
+        except RetryableError as failure:
+            if failure.server_is_well:
+                target.mark_alive(started_at)
             if failure.unreachable:
-                target.cools_until = time.monotonic() + _COOLDOWN
-            if target.check is not None and not failure.is_sound:
-                await target.check(began, not failure.is_busy)
+                target.cooldown_until = time.monotonic() + _COOLDOWN
+            if target.probe is not None and not failure.server_is_well:
+                await target.probe(started_at, not failure.server_is_busy)
             raise
 
 

@@ -1,18 +1,20 @@
 """Which server takes the next request, and which requests wait.
 
-Requests wait here, not at a server, so a server that is away for a minute costs its work nothing: nobody's attempts
-are used up, and what it had in flight (``died``) comes back and goes to whoever is up.
+Requests wait here, not at a server. So an outage of a minute uses up no attempts, and the requests that a dead server
+had in flight (``mark_dead``) go to the next server that is up.
 
-    waiting     in order of arrival, until a server is up and a slot of ``max_concurrent_generations`` is free
-    suspects    were in flight at two deaths of servers: they are tried apart, on a server that is first let run empty.
-                The youngest at its first death goes first: what kills a server mostly does so soon. If a server dies
-                of one, that explains its earlier deaths, and the others that had a part in them are suspects no more.
+    waiting      in order of arrival, until a server is up and a slot of ``max_concurrent_generations`` is free
+    quarantined  requests that were in flight at two deaths of a server. They run apart from all others, on a server
+                 that first finishes its other requests. The request that was youngest at its first death goes first,
+                 because a request that kills a server mostly does so soon. If a server dies of one request alone, its
+                 earlier deaths are attributed to that request, and the other requests leave the quarantine.
 
-Strictly one by one, a server that died twice for other reasons under thousands of requests would be nearly idle for
-hours. So suspects go in groups: of one first, and each answer makes room for one more, up to the square root of their
-number. If the server dies of a group, its members are tried alone. So a request that kills costs one death more than
-if all were tried alone, and the others wait twice the square root of their number, in requests, at most. Halving would
-be quicker, but with more deaths than ``server_max_restarts`` usually allows.
+If quarantined requests ran strictly one by one, a server that died twice for other reasons with thousands of requests
+in flight would be nearly idle for hours. So they run in groups: one request first, and each answer makes room for one
+more, up to the square root of their peak number. If the server dies of a group, its members run alone. So a request
+that kills costs one death more than if all ran alone, and the others wait for at most twice the square root of their
+number, in requests. Halving the groups would be quicker, but with more deaths than ``server_max_restarts`` usually
+allows.
 """
 
 from __future__ import annotations
@@ -29,33 +31,39 @@ from yarl import URL
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.transport import Transport
 
-_DEATHS_OF_A_SUSPECT = 2
+_DEATHS_TO_QUARANTINE = 2
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
-"""Waits until it is known whether a server lives; if not, the attempt that waits is lost meanwhile. Takes the time at
-which the failed attempt began, and whether to wait on for proof that the server still takes new requests."""
+"""Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe is aborted. Takes
+the time at which the failed attempt started, and whether to wait for proof that the server accepts new requests."""
 
 
-class ServerLost(Exception):
-    """The server died, or is about to be killed; the request is to be sent again."""
+class AttemptLost(Exception):
+    """The server died, or is about to be killed. The request is sent again, and no attempt is used up."""
 
 
 class Death:
-    """The end of one server.
+    """The end of one server process.
 
     Attributes:
-        lost: how many requests it had.
-        explained: a request is known to have caused it.
+        cause: one line for people.
+        in_flight: how many requests the server had.
+        attributed: a request is known to have caused it.
     """
 
-    def __init__(self, cause: str, lost: int = 0) -> None:
+    def __init__(self, cause: str, in_flight: int = 0) -> None:
         self.cause = cause
-        self.lost = lost
-        self.explained = False
+        self.in_flight = in_flight
+        self.attributed = False
 
 
 class Request:
-    """What is known of one request over all its attempts."""
+    """The history of one request over all its attempts.
+
+    Attributes:
+        deaths: the deaths of servers at which it was in flight.
+        age: seconds it had been in flight at the first of them.
+    """
 
     __slots__ = ("age", "deaths")
 
@@ -64,37 +72,43 @@ class Request:
         self.age = 0.0
 
     @property
-    def is_suspect(self) -> bool:
-        return self._unexplained >= _DEATHS_OF_A_SUSPECT
+    def is_quarantined(self) -> bool:
+        return self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
 
     @property
-    def goes_alone(self) -> bool:
-        """A group of suspects died with it."""
-        return self._unexplained > _DEATHS_OF_A_SUSPECT
+    def must_run_alone(self) -> bool:
+        """It was in flight with a group of quarantined requests when their server died."""
+        return self._unattributed_deaths > _DEATHS_TO_QUARANTINE
 
     @property
-    def _unexplained(self) -> int:
-        return sum(not death.explained for death in self.deaths)
+    def _unattributed_deaths(self) -> int:
+        return sum(not death.attributed for death in self.deaths)
 
-    def was_there(self, death: Death, age: float) -> None:
-        """It had been in flight for ``age`` seconds when a server died."""
+    def record_death(self, death: Death, age: float) -> None:
+        """A server died while this request had been in flight for ``age`` seconds."""
         self.age = self.age if self.deaths else age
         self.deaths.append(death)
 
 
 class Attempt:
-    """One sending of a request. ``lost`` once its server is given up, whatever still arrives."""
+    """One sending of a request.
 
-    __slots__ = ("began", "lost", "request", "scope")
+    Attributes:
+        started_at: when it was sent (``time.monotonic``).
+        lost: its server is given up. An answer that arrives later is thrown away.
+        scope: the timeout that ``abort`` ends.
+    """
+
+    __slots__ = ("lost", "request", "scope", "started_at")
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.lost = False
         self.scope = asyncio.timeout(None)
 
-    def lose(self) -> None:
-        """End it from outside."""
+    def abort(self) -> None:
+        """End the attempt from outside."""
         if not self.lost:
             self.lost = True
             self.scope.reschedule(asyncio.get_running_loop().time())
@@ -106,39 +120,97 @@ class Target:
     Attributes:
         up: requests may be sent.
         limit: how many may be in flight here.
-        alive_at: when the server last gave a sign of life, or was given work after it had none.
-        accepted_at: when the youngest request that it answered was sent.
-        check: see ``HealthProbe``.
+        reserved: the server runs quarantined requests only, once its other requests are answered.
+        cooldown_until: until then other servers are preferred, because a connection failed.
+        alive_at: when the server last showed that it works, or got its first request after an idle time.
+        accepted_at: start of the youngest attempt that it answered.
+        probe: see ``HealthProbe``.
     """
 
-    def __init__(self, check: HealthProbe | None = None) -> None:
+    def __init__(self, probe: HealthProbe | None = None) -> None:
         self.url = URL()
         self.transport: Transport | None = None
         self.up = False
         self.limit = math.inf
         self.in_flight = 0
         self.attempts: set[Attempt] = set()
-        self.cools_until = 0.0
+        self.cooldown_until = 0.0
         self.reserved = False
         self.alive_at = 0.0
         self.accepted_at = 0.0
-        self.check = check
+        self.probe = probe
 
-    def begin(self, request: Request) -> Attempt:
+    def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
-            self.alive()
+            self.mark_alive()
         attempt = Attempt(request)
         self.attempts.add(attempt)
         return attempt
 
-    def alive(self, began: float = 0.0) -> None:
-        """It gave a sign of life: an answer to the request sent at ``began``, or another one."""
+    def mark_alive(self, started_at: float = 0.0) -> None:
+        """The server works: it answered the attempt that started at ``started_at``, or its token count grew."""
         self.alive_at = time.monotonic()
-        self.accepted_at = max(self.accepted_at, began)
+        self.accepted_at = max(self.accepted_at, started_at)
+
+
+class Quarantine:
+    """Requests that may have killed servers: who is next, and how many of them may run together.
+
+    Attributes:
+        in_flight: how many run now.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._waiting: list[tuple[float, int, Request, asyncio.Future[Target]]] = []  # a heap
+        self._arrivals = 0
+        self._group_limit = 1
+        self._peak = 0
+        self._runs_alone = False
+
+    def has_waiting(self) -> bool:
+        while self._waiting and self._waiting[0][3].done():  # cancelled
+            heapq.heappop(self._waiting)
+        return bool(self._waiting)
+
+    def has_room(self) -> bool:
+        """Whether the next request may run beside those in flight."""
+        if not self.has_waiting():
+            return False
+        if (self.in_flight and self._runs_alone) or self._waiting[0][2].must_run_alone:
+            return self.in_flight == 0
+        return self.in_flight < min(self._group_limit, math.isqrt(self._peak))
+
+    def restart(self) -> None:
+        """Begin with a group of one, on another server."""
+        self.in_flight, self._group_limit, self._peak = 0, 1, 0
+
+    def add(self, request: Request, future: asyncio.Future[Target]) -> None:
+        self._arrivals += 1
+        heapq.heappush(self._waiting, (request.age, self._arrivals, request, future))
+
+    def update_peak(self) -> None:
+        self._peak = max(self._peak, self.in_flight + len(self._waiting))
+
+    def start_next(self) -> asyncio.Future[Target]:
+        """The next request is in flight from now on. Only after ``has_room``."""
+        _, _, request, future = heapq.heappop(self._waiting)
+        self.in_flight += 1
+        self._runs_alone = request.must_run_alone
+        return future
+
+    def finish_one(self) -> None:
+        self.in_flight -= 1
+        self._group_limit += 1
+
+    def clear(self) -> list[tuple[Request, asyncio.Future[Target]]]:
+        """Everything that waited."""
+        waiting, self._waiting = self._waiting, []
+        return [(request, future) for _, _, request, future in waiting]
 
 
 class Router:
-    """Hands out targets.
+    """Gives each attempt a target.
 
     Args:
         limit: requests in flight at all targets together.
@@ -149,13 +221,7 @@ class Router:
         self._limit = limit
         self._in_flight = 0
         self._waiting: deque[tuple[Request, asyncio.Future[Target]]] = deque()
-        self._suspects: list[tuple[float, int, Request, asyncio.Future[Target]]] = []
-        self._order = 0
-        # Of the suspects that are being tried: how many, at most how many now, ever together, and one that goes alone.
-        self._tried = 0
-        self._room = 1
-        self._crowd = 0
-        self._alone = False
+        self._quarantine = Quarantine()
         self._failure: str | None = None
         self._on_release: Callable[[], None] | None = None
 
@@ -166,23 +232,23 @@ class Router:
 
     @property
     def closed(self) -> bool:
-        """No further attempt is begun, ever."""
+        """No further attempt will start."""
         return self._on_release is not None
 
     def close(self, on_release: Callable[[], None]) -> None:
-        """Begin no further attempt: who waits, or comes, waits on. ``on_release`` is called when one has ended."""
+        """Start no further attempt: requests wait from now on. Call ``on_release`` after each attempt that ends."""
         self._on_release = on_release
 
     async def acquire(self, request: Request) -> Target:
-        """A target for one attempt, to be given back with ``release``.
+        """A target for one attempt. Pass it to ``release`` afterwards.
 
         Raises:
-            ServerDied: no server will ever be up again.
+            ServerDied: no server will be up again.
         """
         if self._failure is not None:
             raise ServerDied(self._failure)
-        if not self._waiting and not request.is_suspect and (target := self._free()) is not None:
-            return self._take(target)
+        if not self._waiting and not request.is_quarantined and (target := self._free()) is not None:
+            return self._assign(target)
         future: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
         self._enqueue(request, future)
         self.admit()
@@ -196,18 +262,17 @@ class Router:
     def release(self, target: Target) -> None:
         target.in_flight -= 1
         self._in_flight -= 1
-        if target.reserved and self._tried:
-            self._tried -= 1
-            self._room += 1
+        if target.reserved and self._quarantine.in_flight:
+            self._quarantine.finish_one()
         self.admit()
         if self._on_release is not None:
             self._on_release()
 
     def admit(self) -> None:
-        """Give targets to those that wait, as far as there are any."""
+        """Assign targets to requests that wait, while there are free ones."""
         if self.closed:
             return
-        self._admit_suspects()
+        self._admit_quarantined()
         while self._waiting:
             _, future = self._waiting[0]
             target = self._free() if not future.done() else None
@@ -215,45 +280,42 @@ class Router:
                 return
             self._waiting.popleft()
             if target is not None:
-                future.set_result(self._take(target))
+                future.set_result(self._assign(target))
 
-    def died(self, target: Target, cause: str) -> Death:
-        """The server of a target is gone: what it has in flight is lost."""
+    def mark_dead(self, target: Target, cause: str) -> Death:
+        """The server of a target is dead: the attempts that it has in flight are lost."""
         target.up = target.reserved = False
         death = Death(cause, len(target.attempts))
         now = time.monotonic()
         for attempt in target.attempts:
-            attempt.request.was_there(death, now - attempt.began)
-            attempt.lose()
+            attempt.request.record_death(death, now - attempt.started_at)
+            attempt.abort()
         self.admit()
         return death
 
-    def explain(self, request: Request) -> None:
-        """The deaths this request had a part in were its doing: nobody else is suspected because of them."""
+    def attribute_deaths(self, request: Request) -> None:
+        """This request caused all deaths at which it was in flight: they count against no other request."""
         for death in request.deaths:
-            death.explained = True
-        suspects, self._suspects = self._suspects, []
-        for _, _, other, future in suspects:
+            death.attributed = True
+        for other, future in self._quarantine.clear():
             self._enqueue(other, future)
         self.admit()
 
     def fail(self, cause: str) -> None:
-        """No server will be up again: everybody who waits, or comes, is told."""
+        """No server will be up again: ``acquire`` raises ServerDied, for requests that wait and for later ones."""
         self._failure = cause
-        for future in [future for _, future in self._waiting] + [entry[3] for entry in self._suspects]:
+        for _, future in [*self._waiting, *self._quarantine.clear()]:
             if not future.done():
                 future.set_exception(ServerDied(cause))
         self._waiting.clear()
-        self._suspects.clear()
 
     def _enqueue(self, request: Request, future: asyncio.Future[Target]) -> None:
-        if request.is_suspect:
-            self._order += 1
-            heapq.heappush(self._suspects, (request.age, self._order, request, future))
+        if request.is_quarantined:
+            self._quarantine.add(request, future)
         else:
             self._waiting.append((request, future))
 
-    def _take(self, target: Target) -> Target:
+    def _assign(self, target: Target) -> Target:
         target.in_flight += 1
         self._in_flight += 1
         return target
@@ -266,34 +328,23 @@ class Router:
         free = [target for target in free if target.in_flight < target.limit]
         return _least_busy(free)
 
-    def _admit_suspects(self) -> None:
-        while self._suspects and self._suspects[0][3].done():
-            heapq.heappop(self._suspects)
+    def _admit_quarantined(self) -> None:
+        quarantine = self._quarantine
         reserved = next((target for target in self.targets if target.reserved), None)
-        if reserved is None and self._suspects:
+        if reserved is None and quarantine.has_waiting():
             reserved = _least_busy([target for target in self.targets if target.up])
-            self._tried, self._room, self._crowd = 0, 1, 0
+            quarantine.restart()
         if reserved is None:
             return
-        reserved.reserved = bool(self._suspects) or reserved.in_flight > 0
-        self._crowd = max(self._crowd, self._tried + len(self._suspects))
-        # It has run empty when all that it has in flight are suspects.
-        while self._suspects and reserved.in_flight == self._tried < self._group() and self._in_flight < self._limit:
-            _, _, request, future = heapq.heappop(self._suspects)
-            if not future.done():
-                self._tried += 1
-                self._alone = request.goes_alone
-                future.set_result(self._take(reserved))
-
-    def _group(self) -> int:
-        """How many suspects may be tried together now."""
-        if (self._tried and self._alone) or self._suspects[0][2].goes_alone:
-            return 1
-        return min(self._room, math.isqrt(self._crowd))
+        reserved.reserved = quarantine.has_waiting() or reserved.in_flight > 0
+        quarantine.update_peak()
+        # The target has answered its other requests when all that it has in flight are quarantined ones.
+        while quarantine.has_room() and reserved.in_flight == quarantine.in_flight and self._in_flight < self._limit:
+            quarantine.start_next().set_result(self._assign(reserved))
 
 
 def _least_busy(targets: list[Target]) -> Target | None:
     if len(targets) < 2:
         return targets[0] if targets else None
     now = time.monotonic()
-    return min(targets, key=lambda target: (target.cools_until > now, target.in_flight))
+    return min(targets, key=lambda target: (target.cooldown_until > now, target.in_flight))

@@ -1,7 +1,7 @@
-"""One HTTP exchange: a body sent, a 2xx body back, or the error that says what the status means.
+"""One HTTP exchange: sends a body, and returns the body of a 2xx answer or raises the error that the status means.
 
-Plain http:// goes over ``plain.py``, everything else over aiohttp.
-See ``client.py`` for the table. Errors raised here have no cause attached: the frames they come from hold headers.
+Plain http:// goes over ``plain.py``, everything else over aiohttp. See ``client.py`` for the table of errors. Errors
+raised here have no cause attached, because the frames of their causes hold headers, and headers hold the API key.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import aiohttp
 from yarl import URL
 
 from datatrove_ckpt.errors import CkptError, ConfigError, RequestRejected, ServerRefused
-from datatrove_ckpt.inference.client.answers import TryAgain, parse_retry_after
+from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
 from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.redaction import HiddenDict, Key
 
-_CONNECT_TIMEOUT = 30.0
-# uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We drop them first: a request sent
-# into a closing connection is a failed attempt.
+_CONNECT_TIMEOUT = 30.0  # seconds
+# Seconds. uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We close them first: a request
+# sent into a closing connection is a failed attempt.
 _KEEPALIVE = 4.0
-_READ_BUFFER = 1 << 18
+_READ_BUFFER = 1 << 18  # bytes
 _RETRIED = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({401, 403, 404})
 _SHOWN_BODY = 2000  # characters
-# Above this size aiohttp warns about plain bytes and wants a stream that it can send in pieces.
+# Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
 _STREAMED_SIZE = 1 << 20
 _HEADERS = {"Content-Type": "application/json"}
 _WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
 class Transport(Protocol):
-    """Sends bodies to one URL over connections that it keeps."""
+    """Sends bodies to one URL, and keeps its connections open."""
 
     async def post(self, body: bytes) -> Response:
         """Raises OSError, TimeoutError or aiohttp.ClientError."""
@@ -44,12 +44,12 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-def transport_to(url: URL, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
-    """What is cheapest for this URL.
+def make_transport(url: URL, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
+    """The cheapest transport that can serve this URL.
 
     Args:
         timeout: seconds for one exchange.
-        proxied: the environment names a proxy for it.
+        proxied: the environment names a proxy for this URL.
     """
     headers = api_key.headers() if api_key is not None else None
     if _is_plain(url, proxied):
@@ -62,7 +62,7 @@ def _is_plain(url: URL, proxied: bool) -> bool:
 
 
 class AiohttpTransport:
-    """TLS, proxies, credentials in the URL."""
+    """Sends over aiohttp, which knows TLS, proxies, and credentials in the URL."""
 
     def __init__(self, url: URL, headers: HiddenDict | None, timeout: float, proxied: bool) -> None:
         self._url = url
@@ -72,8 +72,8 @@ class AiohttpTransport:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
             read_bufsize=_READ_BUFFER,
-            # A proxy in the environment is never meant for 127.0.0.1. For endpoints it is, but aiohttp then asks
-            # the environment in a thread per request: only where a proxy applies.
+            # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
+            # aiohttp reads the environment in a thread per request. So we ask for that only where a proxy applies.
             trust_env=proxied,
         )
 
@@ -85,7 +85,7 @@ class AiohttpTransport:
             except (aiohttp.ClientError, OSError, TimeoutError):
                 if response.status < 300:
                     raise
-                answer = b""  # the status is known, and it alone decides
+                answer = b""  # the status alone decides, and it is known
             return Response(response.status, answer, response.headers.get("Retry-After", ""))
 
     async def close(self) -> None:
@@ -93,35 +93,35 @@ class AiohttpTransport:
 
 
 async def post(transport: Transport, url: URL, body: bytes, model: str) -> bytes:
-    """The body of a 2xx answer. ``url`` and ``model`` are for the text of errors.
+    """The body of a 2xx answer. ``url`` and ``model`` appear in error messages only.
 
     Raises:
-        RequestRejected, ServerRefused, TryAgain: see the table in ``client.py``.
+        RequestRejected, ServerRefused, RetryableError: see the table in ``client.py``.
     """
     try:
         response = await transport.post(body)
     except TimeoutError as error:
-        kind = "connect" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
-        raise TryAgain(f"no {kind} in time from {shown_url(url)}", unreachable=True) from None
+        kind = "connection" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
+        raise RetryableError(f"no {kind} in time from {redacted_url(url)}", unreachable=True) from None
     except (aiohttp.ClientError, OSError) as error:
-        details = shown_error(error)
-        cause = f"{type(error).__name__} from {shown_url(url)}" + (f": {details}" if details else "")
-        raise TryAgain(cause, unreachable=True) from None
+        details = redacted_error(error)
+        cause = f"{type(error).__name__} from {redacted_url(url)}" + (f": {details}" if details else "")
+        raise RetryableError(cause, unreachable=True) from None
     if 200 <= response.status < 300:
         return response.body
     raise _error(response, url, model)
 
 
-def _error(response: Response, url: URL, model: str) -> TryAgain | CkptError:
+def _error(response: Response, url: URL, model: str) -> RetryableError | CkptError:
     status = response.status
     text = response.body[: 4 * _SHOWN_BODY].decode(errors="replace")[:_SHOWN_BODY]
     if status in _RETRIED or status >= 500:
         wait = parse_retry_after(response.retry_after)
-        return TryAgain(f"HTTP {status} from {shown_url(url)}: {text}", wait, status=status)
+        return RetryableError(f"HTTP {status} from {redacted_url(url)}: {text}", wait, status=status)
     if status in _REFUSED or status < 400:
         return ServerRefused(
-            f"{shown_url(url)} answered HTTP {status} for model {model!r}. "
-            f"{_hint(status)} The server says: {text or '(nothing)'}"
+            f"{redacted_url(url)} answered HTTP {status} for model {model!r}. "
+            f"{_hint(status)} The server's answer: {text or '(empty)'}"
         )
     return RequestRejected(status, text)
 
@@ -131,14 +131,14 @@ def _hint(status: int) -> str:
         return "Check model_name_or_path, endpoint_url (without /v1) and use_chat."
     if status in (401, 403):
         return "Check api_key or api_key_env, and that the key may use this model."
-    return "Redirects are not followed: give the final address in endpoint_url."
+    return "Redirects are not followed. Set endpoint_url to the final address."
 
 
-def under(base: str, path: str) -> URL:
-    """``path`` below the base URL, whose query string (some gateways want one) is kept.
+def join_url(base: str, path: str) -> URL:
+    """``path`` below the base URL. Keeps the base URL's query string, which some gateways need.
 
     Raises:
-        ConfigError: not a URL.
+        ConfigError: ``base`` is not a URL.
     """
     try:
         url = URL(base)
@@ -148,16 +148,16 @@ def under(base: str, path: str) -> URL:
         raise ConfigError(f"endpoint_url: {shown!r} is not a URL ({error}).") from None
 
 
-def shown_url(url: str | URL) -> str:
-    """The URL for people: without credentials and query string, which may hold secrets."""
+def redacted_url(url: str | URL) -> str:
+    """The URL without credentials and query string, which may hold secrets."""
     return str(URL(url).with_user(None).with_query(None).with_fragment(None))
 
 
-def shown_error(error: Exception) -> str:
-    """What went wrong in an exchange, for people; may be empty.
+def redacted_error(error: Exception) -> str:
+    """What went wrong in an exchange; may be empty.
 
-    Many a text of aiohttp's holds the whole URL, and so a query string that may be a secret: only those are shown that
-    are known to hold none.
+    Many messages of aiohttp contain the whole URL, and so a query string that may be a secret. Only messages that are
+    known to contain no URL are passed on.
     """
     if isinstance(error, aiohttp.ClientResponseError):
         return f"{error.status}, {' '.join(error.message.split())}"
@@ -167,6 +167,6 @@ def shown_error(error: Exception) -> str:
 
 
 def needs_proxy(urls: list[str]) -> bool:
-    """Whether the environment (HTTPS_PROXY, NO_PROXY and so on) names a proxy for one of the URLs."""
+    """Whether the environment (HTTPS_PROXY, NO_PROXY and so on) names a proxy for any of the URLs."""
     proxies = getproxies()
     return any(URL(url).scheme in proxies and not proxy_bypass(URL(url).host or "") for url in urls)

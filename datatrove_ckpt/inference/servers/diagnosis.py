@@ -1,7 +1,7 @@
-"""Why a server did not start, in plain words: from its exit code and the last lines of its log.
+"""Finds out why a server did not start, from its exit code and the end of its log.
 
-Engines bury the cause under pages of traceback, and a wrong guess costs a GPU node's start-up time. Each known cause
-has an explanation, what to do, and whether another attempt can end differently.
+Engines bury the cause under pages of traceback, and each wrong guess costs another start-up on a GPU node. Each known
+cause has an explanation, what to do, and whether another attempt can succeed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from datatrove_ckpt.redaction import HIDDEN, names_secret
 
 LOG_TAIL_LINES = 20
-# Bytes of log that are searched for a cause. vLLM prints the cause well before its last traceback.
+# Bytes at the end of the log that are searched for a cause. vLLM prints it well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
 _FLAG = re.compile(r"--([\w-]+)(=|$)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -28,12 +28,12 @@ class Cause:
 
     Attributes:
         text: what happened and what to do.
-        hopeless: another attempt with the same command cannot succeed.
-        port_taken: the port went to somebody else between our choice and the server's bind.
+        permanent: another attempt with the same command cannot succeed.
+        port_taken: another process took the port between our choice and the server's bind.
     """
 
     text: str
-    hopeless: bool = False
+    permanent: bool = False
     port_taken: bool = False
 
 
@@ -44,8 +44,8 @@ _KNOWN: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
             r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) argument"
             r"|arguments are required|ignored explicit argument|invalid \w+ value:",
             Cause(
-                "The server does not know a flag or its value. Check model_kwargs against its --help; a flag of ours "
-                "that an old version lacks is left out with model_kwargs {flag: null}.",
+                "The server does not know a flag or its value. Check model_kwargs against its --help. To leave out a "
+                "flag of ours that an old version lacks, set model_kwargs {flag: null}.",
                 True,
             ),
         ),
@@ -74,14 +74,14 @@ _KNOWN: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
             r"number of required gpus exceeds|world size \(?\d+\)? is larger than the number of available gpus"
             r"|invalid device ordinal|no cuda gpus are available|failed to infer device type"
             r"|exceeds the (?:total )?number of available gpus",
-            Cause("There are too few GPUs. tp * dp * pp must not exceed those this task sees (nvidia-smi).", True),
+            Cause("There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).", True),
         ),
         (
             r"cuda out of memory|outofmemoryerror|no available memory for the cache blocks"
             r"|free memory on device .* is less than desired|not enough memory\. please try to increase --mem-fraction",
             Cause(
                 "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization (model_kwargs), raise "
-                "tp, or end what else runs on the GPU (nvidia-smi)."
+                "tp, or stop other programs on the GPU (nvidia-smi)."
             ),
         ),
     )
@@ -89,23 +89,23 @@ _KNOWN: tuple[tuple[re.Pattern[str], Cause], ...] = tuple(
 
 
 def find_cause(exit_code: int | None, log: str) -> Cause | None:
-    """The known cause that ``log`` and the exit code show, or None."""
+    """The cause, if the log or the exit code shows a known one."""
     if exit_code == _EXIT_NOT_FOUND:
-        return Cause("The command was not found, or is not executable.", hopeless=True)
+        return Cause("The command was not found, or is not executable.", permanent=True)
     if missing := _MODULE.search(log):
         name = missing[1]
         package = f"'datatrove-ckpt[{_EXTRAS[name]}]'" if name in _EXTRAS else name.partition(".")[0]
-        return Cause(f"The Python package {name!r} is missing. Run: pip install {package}", hopeless=True)
+        return Cause(f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True)
     for pattern, cause in _KNOWN:
         if exit_code is not None and pattern.search(log):
             return cause
     if exit_code == _EXIT_KILLED:
-        return Cause("It was killed (SIGKILL): out of main memory? See dmesg, or ask Slurm for more --mem.")
+        return Cause("It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more --mem.")
     return None
 
 
 def read_log(path: Path, start: int) -> str:
-    """The end of what was written to the log since byte ``start``; empty when there is no log."""
+    """The end of what was written to the log since byte ``start``; empty if there is no log."""
     try:
         with path.open("rb") as log:
             size = log.seek(0, 2)
@@ -116,19 +116,19 @@ def read_log(path: Path, start: int) -> str:
 
 
 def report(what: str, argv: tuple[str, ...], log_path: Path, log: str, cause: Cause | None = None) -> str:
-    """One error text: what happened, why, which command, and the last lines of its log."""
+    """An error message: what happened, why, which command, and the last lines of its log."""
     lines = [what]
     if cause is not None:
         lines.append(f"Cause: {cause.text}")
-    lines.append(f"Command: {shown_command(argv)}")
+    lines.append(f"Command: {redacted_command(argv)}")
     tail = log.rstrip().splitlines()[-LOG_TAIL_LINES:]
     lines.append(f"End of its log ({log_path}):" if tail else f"Its log is empty ({log_path}).")
     lines += [f"  {line}" for line in tail]
     return "\n".join(lines)
 
 
-def shown_command(argv: tuple[str, ...]) -> str:
-    """The command line for people, values of flags that are named like secrets left out."""
+def redacted_command(argv: tuple[str, ...]) -> str:
+    """The command line, without the values of flags that are named like secrets."""
     shown: list[str] = []
     hide_next = False
     for part in argv:

@@ -1,7 +1,7 @@
 """``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug pipelines without a model.
 
-Answers as datatrove's own dummy server does, text and token counts included, on /v1/chat/completions, and likewise on
-/v1/completions. Checks the key in DATATROVE_CKPT_API_KEY when that is set. Listens on 127.0.0.1.
+It gives the same answers as datatrove's own dummy server, text and token counts included, on /v1/chat/completions and
+on /v1/completions. It checks the key in DATATROVE_CKPT_API_KEY if that is set, and listens on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hmac
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import orjson
 from aiohttp import web
@@ -21,7 +20,7 @@ from datatrove_ckpt.inference.servers.engines import API_KEY_VARIABLE, HOST
 
 TEXT = "This is dummy text content for debugging purposes. Page contains sample text to simulate OCR output."
 _COMPLETION_TOKENS = 100
-_MAX_BODY = 1 << 30  # bytes; the default of one MiB refuses a request with images
+_MAX_BODY = 1 << 30  # bytes; the default, one MiB, refuses requests with images
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -66,8 +65,8 @@ async def _models(_: web.Request) -> web.Response:
     return _json({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
 
 
-def _completion(payload: Any, size: int, *, chat: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+def _completion(payload: object, size: int, *, chat: bool) -> dict[str, object]:
+    content: dict[str, object] = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
     prompt_tokens = size // 4
     return {
         "id": "dummy",
@@ -82,12 +81,12 @@ def _completion(payload: Any, size: int, *, chat: bool) -> dict[str, Any]:
     }
 
 
-def _json(value: Any, status: int = 200) -> web.Response:
+def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal comes; the exit code."""
+    """Serve until a signal arrives; the exit code."""
     parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.dummy")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time each answer takes")

@@ -1,4 +1,4 @@
-"""Servers that run already: nothing to launch, nothing to end; only whether they answer, before any request is sent."""
+"""Servers that run already: nothing to launch or stop, only a check that they answer before the first request."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from yarl import URL
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client.transport import needs_proxy, shown_error, shown_url, under
+from datatrove_ckpt.inference.client.transport import join_url, needs_proxy, redacted_error, redacted_url
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.redaction import Key
 
-# Nobody starts these servers for us, so a long wait helps nobody: seconds, at most.
-_WINDOW = 30.0
-_PROBE_TIMEOUT = 10.0
-_FIRST_DELAY = 0.25
-_MAX_DELAY = 5.0
+# Seconds. A longer wait would not help, because nothing starts these servers for us.
+_MAX_WINDOW = 30.0
+_PROBE_TIMEOUT = 10.0  # seconds
+_FIRST_DELAY = 0.25  # seconds
+_MAX_DELAY = 5.0  # seconds
 
 
 class ExternalServers(Server):
-    """The endpoints of ``config.endpoint_urls``, all asked with the same key.
+    """The endpoints of ``config.endpoint_urls``, which all take the same key.
 
     Args:
         config: ``endpoint_url``, the key, and the ready window, of which at most 30 s count.
@@ -41,15 +41,16 @@ class ExternalServers(Server):
     async def start(self) -> None:
         """Wait until one of the URLs answers GET /v1/models.
 
-        Any answer but 401, 403 and 5xx will do: some gateways have no /v1/models (404), and the first request tells.
+        Every status except 401, 403 and 5xx counts as an answer: some gateways have no /v1/models (404), and the first
+        request will show whether they work.
 
         Raises:
-            ConfigError: one of them is no URL.
-            ServerRefused: 401 or 403.
-            ServerStartFailed: none answered within the ready window or 30 s.
+            ConfigError: an endpoint_url is not a URL.
+            ServerRefused: a server answered 401 or 403.
+            ServerStartFailed: no server answered within the ready window, or within 30 s if that is shorter.
         """
-        targets = [under(url, "v1/models") for url in self.urls]
-        window = min(_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
+        targets = [join_url(url, "v1/models") for url in self.urls]
+        window = min(_MAX_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
         deadline = time.monotonic() + window
         failures = 0
         headers = self.api_key.headers() if self.api_key else None
@@ -67,27 +68,31 @@ class ExternalServers(Server):
                 await asyncio.sleep(delay)
 
     def _warn_of_silent(self, causes: list[str | None]) -> None:
-        silent = [f"{shown_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True) if cause]
+        silent = [f"{redacted_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True) if cause]
         if silent:
             logger.warning(f"{len(silent)} of {len(self.urls)} endpoints do not answer: {'; '.join(silent)}")
 
     def _none_answered(self, causes: list[str | None], window: float) -> str:
-        each = "\n".join(f"  {shown_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True))
+        each = "\n".join(f"  {redacted_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True))
         return (
             f"No endpoint answered within {window:g} s:\n{each}\n"
-            "Check that the server runs, that this machine reaches it, and endpoint_url (without /v1)."
+            "Check that the server runs, that this machine can reach it, and endpoint_url (without /v1)."
         )
 
     async def watch(self) -> NoReturn:
-        """Never ends: there is no process to watch. What goes wrong shows in the requests."""
+        """Never ends: there is no process to watch. A failure of the server shows in its answers."""
         await wait_until_cancelled()
 
     async def stop(self) -> None:
-        """Nothing to end: the servers are somebody else's."""
+        """Does nothing: we did not start these servers."""
 
 
 def _with_environment(url: str) -> str:
-    """Raises ConfigError where a variable is not set."""
+    """The URL with each ``${NAME}`` replaced by that environment variable.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
 
     def value(name: re.Match[str]) -> str:
         if name[1] not in os.environ:
@@ -101,16 +106,18 @@ def _with_environment(url: str) -> str:
 
 
 async def _probe(session: aiohttp.ClientSession, target: URL) -> str | None:
-    """None when the URL answers, else what went wrong.
+    """None if the URL answers, else what went wrong.
 
     Raises:
-        ServerRefused: 401 or 403.
+        ServerRefused: it answered 401 or 403.
     """
     try:
         async with session.get(target, allow_redirects=False) as response:
             if response.status in (401, 403):
                 hint = "Check api_key or api_key_env."
-                raise ServerRefused(f"{shown_url(target)} refuses this run's API key (HTTP {response.status}). {hint}")
+                raise ServerRefused(
+                    f"{redacted_url(target)} refuses this run's API key (HTTP {response.status}). {hint}"
+                )
             return f"HTTP {response.status}" if response.status >= 500 else None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        return shown_error(error) or type(error).__name__
+        return redacted_error(error) or type(error).__name__

@@ -1,14 +1,14 @@
-"""From a config to the command line of a server: pure functions, and one impure door, ``engine_command``.
+"""From a config to the command line of a server. All functions are pure, except ``engine_command``.
 
-Engines differ in argv and environment only; ``server.py`` runs them all alike. Flags are those that the real parsers
+Engines differ in argv and environment only; ``server.py`` runs them all alike. The flags are ones that the real parsers
 of vLLM 0.33 and SGLang 0.5.23 accept. Three rules hold for every engine:
 
 - it listens on 127.0.0.1, on a port that we choose;
-- its API key travels in the environment, never in argv, which every user of the machine can read;
-- ``model_kwargs`` come last and win over flags of ours, except for the address and the key, which they may not name.
+- its API key is passed in the environment, never in argv, which every user of the machine can read;
+- ``model_kwargs`` come last and override our flags, except for the address and the key, which they may not name.
 
-SGLang has no variable for its key, and prints its arguments into its log: see ``sglang_launch.py`` for how it is handed
-over. Only with several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
+SGLang has no environment variable for its key, and prints its arguments into its log: ``sglang_launch.py`` passes the
+key instead. With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from datatrove_ckpt.inference.servers.installed import (
     require_script,
     resolve_model_path,
 )
-from datatrove_ckpt.inference.servers.nodes import ALONE, Nodes
+from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
 from datatrove_ckpt.redaction import HiddenDict, Key
 
 HOST = "127.0.0.1"
 API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
-# More slots than this make a laptop's llama.cpp slower, not faster, and each one costs a whole context of memory.
+# More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_LLAMACPP_SLOTS = 8
 _RESERVED = ("host", "port", "api-key")
+
+# ``model_kwargs``. ``Any``, because its values are what users wrote in Python or YAML.
+Kwargs = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,12 @@ class EngineCommand:
     takes_key: bool = True
 
 
-def engine_command(config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = ALONE) -> EngineCommand:
-    """The command for ``config.server_type``, after a check that what it needs is installed and there.
+def engine_command(config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
+    """The command for ``config.server_type``. Checks first that the engine and its files are there.
 
     Raises:
         ConfigError: the model file or server script does not exist, or ``model_kwargs`` names host, port or API key.
-        ServerStartFailed: the engine is not installed; says what to install.
+        ServerStartFailed: the engine is not installed; the message says what to install.
     """
     if config.server_python is not None:
         require_interpreter(config.server_python)
@@ -84,24 +87,20 @@ def engine_command(config: InferenceConfig, port: int, api_key: Key, nodes: Node
 
 
 def vllm_command(
-    config: InferenceConfig, port: int, api_key: Key, vllm_executable: str | None, nodes: Nodes = ALONE
+    config: InferenceConfig, port: int, api_key: Key, vllm_executable: str | None, nodes: Nodes = SINGLE_NODE
 ) -> EngineCommand:
-    """vLLM's OpenAI server. Without an executable its module is run, which is the same server, but for one node only.
+    """vLLM's OpenAI server.
 
-    ``--served-model-name`` makes answers and requests name the model as the config does.
+    ``--served-model-name`` makes requests and answers name the model as the config does.
     """
-    name = "vllm.entrypoints.openai.api_server"
-    start = (vllm_executable, "serve") if vllm_executable else (_python(config), "-m", name, "--model")
-    if nodes.count > 1 and not vllm_executable:  # only the command line's own code knows --headless
-        start = (_python(config), "-m", "vllm.entrypoints.cli.main", "serve")
-    flags: dict[str, Any] = {
+    flags: dict[str, object] = {
         "host": HOST,
         "port": port,
         "max-model-len": config.model_max_context,
         "served-model-name": config.model_name_or_path,
         "disable-uvicorn-access-log": True,
-        # Its default is to abort what runs when a SIGTERM comes, which some clients then see as a 200 with half a
-        # text, and others as silence. vLLM has the flag since 0.18; the extra asks for that.
+        # By default vLLM aborts its requests at a SIGTERM: some clients then get a 200 with half a text, others get no
+        # answer. vLLM has this flag since 0.18, which the extra requires.
         "shutdown-timeout": max(1, int(config.server_drain_sec)),
         "trust-remote-code": config.trust_remote_code or None,
         "tensor-parallel-size": _if_parallel(config.tp),
@@ -109,24 +108,34 @@ def vllm_command(
         "pipeline-parallel-size": _if_parallel(config.pp),
         "nnodes": _if_parallel(nodes.count),
         "node-rank": nodes.rank if nodes.count > 1 else None,
-        "master-addr": nodes.first_host if nodes.count > 1 else None,
+        "master-addr": nodes.head_host if nodes.count > 1 else None,
         "master-port": config.master_port if nodes.count > 1 else None,
         "headless": True if nodes.rank > 0 else None,
     }
     env = HiddenDict(
-        # transformers imports TensorFlow when it finds it: tens of seconds per start, for nothing.
+        # Without these two, transformers imports TensorFlow if it finds it: tens of seconds per start, for nothing.
         USE_TF="0",
         TRANSFORMERS_NO_TF="1",
-        VLLM_NO_USAGE_STATS="1",  # private by default: vLLM otherwise reports model and hardware to its makers
+        VLLM_NO_USAGE_STATS="1",  # private by default: otherwise vLLM reports model and hardware to its developers
         VLLM_API_KEY=api_key.reveal(),
     )
+    start = _vllm_start(config, vllm_executable, nodes)
     return EngineCommand((*start, config.model_name_or_path, *_arguments(flags, config)), env)
 
 
-def sglang_command(config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = ALONE) -> EngineCommand:
+def _vllm_start(config: InferenceConfig, vllm_executable: str | None, nodes: Nodes) -> tuple[str, ...]:
+    """Everything before the model's name. Without an executable, vLLM is started as a module."""
+    if vllm_executable:
+        return vllm_executable, "serve"
+    if nodes.count > 1:  # the module of the server alone does not know --headless
+        return _python(config), "-m", "vllm.entrypoints.cli.main", "serve"
+    return _python(config), "-m", "vllm.entrypoints.openai.api_server", "--model"
+
+
+def sglang_command(config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
     """SGLang's server, started by ``sglang_launch.py``."""
     start = (_python(config), sglang_launch.__file__, "--model-path", config.model_name_or_path)
-    flags: dict[str, Any] = {
+    flags: dict[str, object] = {
         "host": HOST,
         "port": port,
         "context-length": config.model_max_context,
@@ -139,7 +148,7 @@ def sglang_command(config: InferenceConfig, port: int, api_key: Key, nodes: Node
         "pp-size": _if_parallel(config.pp),
         "nnodes": _if_parallel(nodes.count),
         "node-rank": nodes.rank if nodes.count > 1 else None,
-        "dist-init-addr": f"{nodes.first_host}:{config.master_port}" if nodes.count > 1 else None,
+        "dist-init-addr": f"{nodes.head_host}:{config.master_port}" if nodes.count > 1 else None,
     }
     given = _dashed_kwargs(config)
     takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
@@ -151,7 +160,7 @@ def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_pat
     """The embedded llama.cpp: ``datatrove_ckpt.inference.servers.llamacpp``, which binds to 127.0.0.1 only.
 
     Args:
-        cores: what this process may use; replicas divide them. With more threads than cores all of them are slower.
+        cores: how many this process may use. Replicas divide them, because more threads than cores slow all of them.
     """
     start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
     flags = {
@@ -172,10 +181,10 @@ def dummy_command(config: InferenceConfig, port: int, api_key: Key) -> EngineCom
 
 
 def custom_command(config: InferenceConfig, port: int, api_key: Key) -> EngineCommand:
-    """A script of the user's, started as datatrove starts it: ``python SCRIPT --port N`` and the other model_kwargs.
+    """The user's own script, started as datatrove starts it: ``python SCRIPT --port N`` and the other model_kwargs.
 
-    Names of flags stay as they are, underscores too: the script's parser is not ours. The key is in the environment
-    variable DATATROVE_CKPT_API_KEY and sent as a bearer token; a script may check it or not.
+    Names of flags keep their underscores, because the user wrote the script's parser. The key is in the environment
+    variable DATATROVE_CKPT_API_KEY, and is sent as a bearer token. The script need not check it.
     """
     kwargs = dict(_kwargs(config))
     script = str(kwargs.pop("server_script"))
@@ -195,36 +204,36 @@ def _if_parallel(size: int) -> int | None:
     return size if size > 1 else None
 
 
-def _kwargs(config: InferenceConfig) -> Mapping[str, Any]:
+def _kwargs(config: InferenceConfig) -> Kwargs:
     """``model_kwargs``, checked.
 
     Raises:
-        ConfigError: a key that names the address or the API key.
+        ConfigError: one of them sets the address or the API key.
     """
     kwargs = config.model_kwargs or {}
     for name in kwargs:
         if _dashed(name) in _RESERVED:
             raise ConfigError(
-                f"model_kwargs: {name!r} is not yours to set: servers listen on {HOST}, on a free port, with a fresh "
-                f'key. For a server of your own, start it yourself and use server_type "endpoint".'
+                f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free port, with a fresh key. "
+                'To use another address, start the server yourself and set server_type "endpoint".'
             )
     return kwargs
 
 
-def _dashed_kwargs(config: InferenceConfig) -> dict[str, Any]:
+def _dashed_kwargs(config: InferenceConfig) -> Kwargs:
     return {_dashed(name): value for name, value in _kwargs(config).items()}
 
 
-def _arguments(flags: Mapping[str, Any], config: InferenceConfig) -> tuple[str, ...]:
-    """Our flags, less those the user gives, then the user's."""
+def _arguments(flags: Mapping[str, object], config: InferenceConfig) -> tuple[str, ...]:
+    """Our flags, except those that the user sets, and then the user's."""
     given = _dashed_kwargs(config)
     ours = [part for name, value in flags.items() if name not in given for part in _flag(name, value)]
-    theirs = [part for name, value in given.items() for part in _flag(name, value, joined=True)]
-    return (*ours, *theirs)
+    users = [part for name, value in given.items() for part in _flag(name, value, joined=True)]
+    return (*ours, *users)
 
 
-def _flag(name: str, value: Any, *, joined: bool = False) -> tuple[str, ...]:
-    """One flag as argv, in datatrove's mapping; ``joined`` gives ``--name=value``, which a value like "-1" needs."""
+def _flag(name: str, value: object, *, joined: bool = False) -> tuple[str, ...]:
+    """One flag as argv, in datatrove's mapping. ``joined`` gives ``--name=value``, which a value like "-1" needs."""
     if value is None:
         return ()
     if value is True:

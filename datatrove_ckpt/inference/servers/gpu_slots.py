@@ -1,19 +1,19 @@
-"""What a server may use of its node: its GPUs, and a cache folder of its own.
+"""Leases a server its share of the node: GPUs, and its own cache folder.
 
 **GPUs.** With ``replicas`` the GPUs that this process sees are divided, tp * dp * pp for each server. Slurm and Ray
-give each task GPUs of its own, but LocalPipelineExecutor starts several ranks that all see all of them. There, each
-server claims its GPUs by a file lock (flock) per GPU. Why a lock: neither the environment nor the rank says which
-ranks run at this moment (with 8 ranks and 2 workers, ranks 3 and 5 may), while a lock is free again exactly when its
-holder is gone, killed or not. The server's processes inherit it, so GPUs count as taken until the last of them has
-freed its memory. A process without visible GPUs (a CPU machine) claims and divides none.
+give each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all of them. There, each server
+leases its GPUs by a file lock (flock) per GPU. Why a lock: neither the environment nor the rank says which ranks run
+at this moment (with 8 ranks and 2 workers, ranks 3 and 5 may), while a lock becomes free exactly when its holder has
+ended, killed or not. The server's processes inherit the lock, so GPUs count as taken until the last of these processes
+has freed its memory. A process without visible GPUs (a CPU machine) leases and divides none.
 
-**Cores.** The ``replicas`` of llama.cpp have as many threads together as this process may use cores, and at least one
-each. Nothing is pinned.
+**Cores.** The ``replicas`` of llama.cpp together have as many threads as this process may use cores, and at least one
+each. Threads are not pinned.
 
-**vLLM's cache.** vLLM keeps what torch.compile made in ~/.cache/vllm, and servers that start together write the same
-files there. datatrove lets the first one compile and the others wait. Here every server that runs at this moment on
-this node has a cache folder of its own (the first one that is free, locked likewise), which the next run finds again:
-nobody waits, and no two servers ever write to one folder. It costs disk, and one compilation per folder.
+**vLLM's cache.** vLLM keeps the results of torch.compile in ~/.cache/vllm, and servers that start together write the
+same files there. datatrove lets the first server compile while the others wait. Here every server that runs on this
+node has its own cache folder (the first free one, locked in the same way), and the next run finds it again. So no
+server waits, and no two servers write to one folder. It costs disk space, and one compilation per folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
@@ -40,9 +39,9 @@ from datatrove_ckpt.redaction import HiddenDict
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 _DEV = Path("/dev")
-# Seconds to wait for GPUs that others hold: the server of a rank that was killed takes up to ten to be gone.
-_CLAIM_TIMEOUT = 30.0
-_CLAIM_POLL = 0.2
+# Seconds to wait for GPUs that others hold: the server of a rank that was killed takes up to ten to end.
+_LEASE_TIMEOUT = 30.0
+_LEASE_POLL = 0.2  # seconds
 _MAX_CACHES = 256
 
 
@@ -52,15 +51,15 @@ class GpuLease:
 
     Attributes:
         env: additions to the server's environment.
-        locks: file descriptors that hold it; the server inherits them.
-        gpus: the GPUs in it, as CUDA_VISIBLE_DEVICES names them; empty when they were not divided.
+        locks: file descriptors of the locks that hold the lease; the server inherits them.
+        gpus: its GPUs, as CUDA_VISIBLE_DEVICES names them; empty if the GPUs were not divided.
     """
 
     env: HiddenDict = field(default_factory=HiddenDict)
     locks: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
 
-    def add(self, lock: int) -> None:
+    def add_lock(self, lock: int) -> None:
         self.locks = (*self.locks, lock)
 
     def close(self) -> None:
@@ -70,26 +69,26 @@ class GpuLease:
 
 
 @asynccontextmanager
-async def slots(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
-    """One slot per replica.
+async def lease_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
+    """One lease per replica.
 
     Raises:
         ConfigError: there are GPUs, but too few.
     """
-    taken = [GpuLease() for _ in range(config.replicas)]
+    leases = [GpuLease() for _ in range(config.replicas)]
     try:
-        await _share_gpus(config, taken)
+        await _share_gpus(config, leases)
         if config.server_type == "vllm":
-            for slot in taken:
-                await asyncio.to_thread(_take_cache, slot)
-        yield taken
+            for lease in leases:
+                await asyncio.to_thread(_add_cache_folder, lease)
+        yield leases
     finally:
-        for slot in taken:
-            slot.close()
+        for lease in leases:
+            lease.close()
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty where there are none."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
     listed = os.environ.get(_VISIBLE)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
@@ -97,7 +96,7 @@ def visible_gpus() -> list[str]:
 
 
 def usable_cores() -> int:
-    """The processor cores that this process may use."""
+    """How many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))  # a Slurm task is bound to its share of the node
     return os.cpu_count() or 1
@@ -108,16 +107,16 @@ def gpus_per_server(config: InferenceConfig) -> int:
     given = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
 
     def size(default: int, *names: str) -> int:
-        values: list[Any] = [given[name] for name in names if name in given]
+        values = [given[name] for name in names if name in given]
         return int(values[0]) if values else default
 
-    within = bool(given.get("enable-dp-attention"))  # SGLang's: data parallel inside the tensor parallel group
+    within = bool(given.get("enable-dp-attention"))  # SGLang: data parallel inside the tensor parallel group
     tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
     pp = size(config.pp, "pipeline-parallel-size", "pp-size")
     return tp * pp * (1 if within else size(config.dp, "data-parallel-size", "dp-size", "dp"))
 
 
-async def _share_gpus(config: InferenceConfig, taken: list[GpuLease]) -> None:
+async def _share_gpus(config: InferenceConfig, leases: list[GpuLease]) -> None:
     visible = visible_gpus()
     ranks_share_them = config.server_type in ("vllm", "sglang") and _executor() == "LOCAL"
     if not visible or not (config.replicas > 1 or ranks_share_them):
@@ -131,70 +130,70 @@ async def _share_gpus(config: InferenceConfig, taken: list[GpuLease]) -> None:
         )
     chosen = [(name, -1) for name in visible]
     if ranks_share_them:
-        chosen = await _claim(visible, needed)
-    for index, slot in enumerate(taken):
-        mine = chosen[index * each : (index + 1) * each]
-        slot.gpus = tuple(name for name, _ in mine)
-        slot.env[_VISIBLE] = ",".join(slot.gpus)
-        for _, lock in mine:
+        chosen = await _lock_gpus(visible, needed)
+    for index, lease in enumerate(leases):
+        share = chosen[index * each : (index + 1) * each]
+        lease.gpus = tuple(name for name, _ in share)
+        lease.env[_VISIBLE] = ",".join(lease.gpus)
+        for _, lock in share:
             if lock >= 0:
-                slot.add(lock)
+                lease.add_lock(lock)
 
 
 def _executor() -> str:
     return os.environ.get("DATATROVE_EXECUTOR", "LOCAL")
 
 
-async def _claim(visible: list[str], needed: int) -> list[tuple[str, int]]:
-    """GPUs with the locks that hold them.
+async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
+    """GPUs, each with the lock that holds it.
 
     Raises:
-        ConfigError: others hold too many of them.
+        ConfigError: other ranks hold too many of them.
     """
     folder = _lock_folder()
-    deadline = time.monotonic() + _CLAIM_TIMEOUT
+    deadline = time.monotonic() + _LEASE_TIMEOUT
     while True:
-        claimed = _try_claim(folder, visible, needed)
-        if claimed is not None:
-            return claimed
+        locked = _try_lock_gpus(folder, visible, needed)
+        if locked is not None:
+            return locked
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"workers: this rank needs {needed} of the GPUs {','.join(visible)}, and other ranks on this node "
                 f"hold too many of them (locks in {folder}). Run fewer workers at once."
             )
-        await asyncio.sleep(_CLAIM_POLL)
+        await asyncio.sleep(_LEASE_POLL)
 
 
-def _try_claim(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    """All or nothing: who kept a part while waiting for the rest could wait for ever.
+def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
+    """All or nothing: two ranks that each keep a part while they wait for the rest could wait forever.
 
-    One rank at a time: two that claim at once would take every other GPU each, and leave a third rank none where two
-    would have been left. GPUs that stand side by side are often the ones that are linked.
+    One rank at a time: two that lock at once could get every other GPU each, and GPUs that stand side by side are often
+    the ones that are linked. Or both could find too few, where one of them alone would have found enough.
     """
     gate = _try_lock(folder / "claim.lock")
     if gate is None:
         return None
     try:
-        return _try_claim_alone(folder, visible, needed)
+        return _lock_first_free(folder, visible, needed)
     finally:
         os.close(gate)
 
 
-def _try_claim_alone(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    claimed: list[tuple[str, int]] = []
+def _lock_first_free(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
+    locked: list[tuple[str, int]] = []
     for name in visible:
         lock = _try_lock(folder / f"gpu_{re.sub(r'[^0-9A-Za-z-]', '_', name)}.lock")
         if lock is not None:
-            claimed.append((name, lock))
-        if len(claimed) == needed:
-            return claimed
-    for _, lock in claimed:
+            locked.append((name, lock))
+        if len(locked) == needed:
+            return locked
+    for _, lock in locked:
         os.close(lock)
     return None
 
 
 def _lock_folder() -> Path:
-    """Of this user and, in a Slurm job, this job: another job's GPU 0 may be another GPU."""
+    """One folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
     job = os.environ.get("SLURM_JOB_ID")
     folder = Path(tempfile.gettempdir()) / (f"datatrove-ckpt-{os.getuid()}" + (f"-{job}" if job else ""))
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -204,6 +203,7 @@ def _lock_folder() -> Path:
 
 
 def _try_lock(path: Path) -> int | None:
+    """The descriptor of the locked file; None if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,18 +216,20 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _take_cache(slot: GpuLease) -> None:
-    """A vLLM cache folder that no other living server uses."""
+def _add_cache_folder(lease: GpuLease) -> None:
+    """Lock a vLLM cache folder that no other running server uses."""
     try:
         for folder in _cache_folders():
             folder.mkdir(parents=True, exist_ok=True)
             lock = _try_lock(folder / "lock")
             if lock is not None:
-                slot.add(lock)
-                slot.env["VLLM_CACHE_ROOT"] = str(folder)
+                lease.add_lock(lock)
+                lease.env["VLLM_CACHE_ROOT"] = str(folder)
                 return
-    except OSError as error:  # a home that cannot be written, or a file system without locks
-        logger.warning(f"vLLM uses its common cache folder: {error}. Servers that start together may disturb another.")
+    except OSError as error:  # a home folder without write permission, or a file system without locks
+        logger.warning(
+            f"vLLM uses its common cache folder: {error}. Servers that start together may write to the same files."
+        )
 
 
 def _cache_folders() -> Iterator[Path]:

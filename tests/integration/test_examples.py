@@ -21,7 +21,7 @@ from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.overrides import OVERRIDES_HELP
+from datatrove_ckpt.cli.parsers import OVERRIDES_HELP
 from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_example
 
 Capture = pytest.CaptureFixture[str]

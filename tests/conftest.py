@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 import tempfile
+import types
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -13,7 +15,10 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, identity
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.generation import run_identity
+from datatrove_ckpt.output import chunk_output
 from datatrove_ckpt.testing import FakeServer
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and that is inherited by all processes of the tests.
@@ -44,6 +49,29 @@ def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """A run begins with a full collection (see ``collector.py``): longer than most of the thousands of lives here."""
     if "real_collector" not in request.fixturenames:
         monkeypatch.setattr("datatrove_ckpt.runner.gc_tuned", nullcontext)
+
+
+@pytest.fixture
+def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of hundreds of lives with one rollout: to describe its code for run.json is a third of such a life."""
+
+    describe = run_identity.describe
+    monkeypatch.setattr(run_identity, "describe", functools.cache(lambda name, thing: list(describe(name, thing))))
+
+
+@pytest.fixture
+def names_follow_lives(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a life calls itself follows from how many lives left traces in ``job`` before it, and not from chance.
+
+    Crashes then leave folders that are equal, which are tried once: a tenth of those that chance tells apart.
+    """
+
+    def token_hex(size: int) -> str:
+        owners = [read_run(path)["owner"]["fence"] for path in (ram / "job").glob("checkpoints/**/run.json")]
+        return f"{sum(owners) + 1:0{2 * size}x}"
+
+    for module in (identity, chunk_output):
+        monkeypatch.setattr(module, "secrets", types.SimpleNamespace(token_hex=token_hex))
 
 
 @pytest.fixture

@@ -37,21 +37,22 @@ class CrashReport:
         points: the effects at which the first attempt crashed.
         attempts: number of attempts of the job.
         survivors: number of folders that the crashes may leave behind.
-        states: hashes of the folders that differ. A folder that was seen before has the same future, and is not tried
-            again.
+        states: hashes of the folders that differ, each with the number of further crashes that were tried from there. A
+            folder that was seen before has the same future, and is tried again only for more crashes than then.
     """
 
     points: list[str] = field(default_factory=list)
     attempts: int = 0
     survivors: int = 0
-    states: set[str] = field(default_factory=set)
+    states: dict[str, int] = field(default_factory=dict)
 
-    def is_new(self, folder: Path) -> bool:
+    def is_new(self, folder: Path, further: int) -> bool:
+        """Whether the folder must be tried with ``further`` more crashes."""
         state = _state(folder)
         self.survivors += 1
-        if state in self.states:
+        if self.states.get(state, -1) >= further:
             return False
-        self.states.add(state)
+        self.states[state] = further
         return True
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ def assert_same_output_after_crash(
                 return
             report.points += [] if crashes else [disk.crashed_at]
             for survivor in disk.survivors():
-                if report.is_new(folder):
+                if report.is_new(folder, depth - 1):
                     after_crash(folder)
                     resume([*crashes, f"{disk.crashed_at} ({survivor})"], depth - 1)
             number += 1

@@ -581,8 +581,11 @@ def groups_of(number: int) -> Iterator[None]:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(40, 15), pytest.param(150, 30, marks=pytest.mark.full)], ids=["few", "many"]
+    ("examples", "steps"),
+    [(12, 15), pytest.param(40, 15, marks=pytest.mark.slow), pytest.param(150, 30, marks=pytest.mark.full)],
+    ids=["few", "more", "many"],
 )
 def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path, examples: int, steps: int) -> None:
     with FakeServer(status=refuse, delay=slowness) as server:

@@ -202,12 +202,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 @pytest.mark.parametrize(
     ("kind", "number", "tasks"),
     [
-        ("plain", signal.SIGKILL, 1),
+        pytest.param("plain", signal.SIGKILL, 1, marks=pytest.mark.slow),
         ("plain", signal.SIGKILL, 2),
-        ("gzip", signal.SIGKILL, 1),
+        pytest.param("gzip", signal.SIGKILL, 1, marks=pytest.mark.slow),
         ("parquet", signal.SIGKILL, 1),
         ("plain", signal.SIGTERM, 1),
-        ("plain", signal.SIGINT, 1),
+        pytest.param("plain", signal.SIGINT, 1, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )

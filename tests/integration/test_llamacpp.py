@@ -39,7 +39,9 @@ PROMPT = {"model": GGUF, "messages": [{"role": "user", "content": "Name a colour
 
 
 def config(**settings: object) -> InferenceConfig:
-    return InferenceConfig("llamacpp", GGUF, model_max_context=512, server_start_max_retries=0, **settings)  # type: ignore[arg-type]
+    # One thread: several wait for each other by turning, which takes very long where they don't have a core each.
+    settings = {"model_kwargs": {"threads": 1}, "model_max_context": 512, "server_start_max_retries": 0, **settings}
+    return InferenceConfig("llamacpp", GGUF, **settings)  # type: ignore[arg-type]
 
 
 def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ async def _check_models_and_key(url: str, key: str) -> None:
 
 def test_a_field_of_llama_cpp_can_be_set_and_a_wrong_one_is_named() -> None:
     async def play(**kwargs: object) -> None:
-        async with make_server(config(model_kwargs=kwargs), 0):
+        async with make_server(config(model_kwargs={"threads": 1, **kwargs}), 0):
             pass
 
     asyncio.run(play(n_batch=64, parallel=1, cont_batching=False))
@@ -125,7 +127,11 @@ def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
     assert "HTTP 400" in letters.dead_letters()["too-long-0"]
 
 
-@pytest.mark.parametrize("fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [kill_server, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (stop_server, terminate_server))],
+    ids=lambda fault: fault.__name__,
+)
 def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Path) -> None:
     check_fault(job(tmp_path), fault.__name__, fault, after=9)
 

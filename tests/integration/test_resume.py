@@ -277,6 +277,7 @@ def test_an_input_that_changed_is_refused_or_continued(folder: Path, server: Fak
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
 def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder: Path, server: FakeServer) -> None:
     def attempt(folder: Path) -> None:
         runner(folder, server, records_per_chunk=8).run(read(folder))

@@ -618,7 +618,7 @@ TELLTALE = "import os, sys; print(os.environ['DATATROVE_CKPT_API_KEY'][::-1]); s
 
 
 @linux_only
-@pytest.mark.parametrize("case", ["answer", "raise", "break"])
+@pytest.mark.parametrize("case", ["answer", pytest.param("raise", marks=pytest.mark.slow), "break"])
 def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case: str) -> None:
     code = WholeJob(case, DUMMY).run()
     output = Path("stdout").read_text()
@@ -641,7 +641,12 @@ def test_the_key_is_in_no_traceback_of_a_server_that_does_not_start() -> None:
 @linux_only
 @pytest.mark.parametrize(
     ("given", "case"),
-    [*(("api_key", case) for case in ("answer", "raise", "refused", "break")), ("api_key_env", "break")],
+    [
+        *(pytest.param("api_key", case, marks=pytest.mark.slow) for case in ("answer", "raise")),
+        ("api_key", "refused"),
+        ("api_key", "break"),
+        ("api_key_env", "break"),
+    ],
 )
 def test_the_key_of_an_endpoint_is_in_no_file(given: str, case: str) -> None:
     with FakeServer(status=lambda payload, times: 401 if case == "refused" else None) as endpoint:

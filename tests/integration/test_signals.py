@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,25 +171,27 @@ def until_asked(server: FakeServer, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
-    """The output of jobs that nothing interrupted, by their number of tasks."""
-    found = {}
-    for tasks in (1, 2):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, bytes]]:
+    """The output of a job that nothing interrupts, by its number of tasks."""
+
+    @functools.cache
+    def output(tasks: int) -> dict[str, bytes]:
         folder = tmp_path_factory.mktemp("undisturbed") / "job"
         with FakeServer(answer) as server:
             process = Job(folder, server, tasks).start()
             assert process.end() == 0, process.log
-        found[tasks] = outputs(folder / "output")
-    return found
+        return outputs(folder / "output")
+
+    return output
 
 
 @pytest.mark.parametrize(
     ("number", "tasks", "workers", "group"),
     [
         (signal.SIGINT, 1, 1, True),
-        (signal.SIGINT, 2, 2, True),
-        (signal.SIGTERM, 1, 1, True),
-        (signal.SIGTERM, 2, 2, True),
+        pytest.param(signal.SIGINT, 2, 2, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 1, 1, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, 2, True, marks=pytest.mark.slow),
         (signal.SIGTERM, 2, 3, True),  # one has nothing to do
         (signal.SIGTERM, 2, 2, False),
         (signal.SIGHUP, 2, 2, True),
@@ -196,7 +200,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str,
 )
 def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_asking_twice(
     tmp_path: Path,
-    undisturbed: dict[int, dict[str, bytes]],
+    undisturbed: Callable[[int], dict[str, bytes]],
     number: signal.Signals,
     tasks: int,
     workers: int,
@@ -215,7 +219,7 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
         assert again.end() == 0, again.log
         assert job.completed == tasks
         assert set(server.asked.values()) == {1}
-    assert outputs(tmp_path / "job" / "output") == undisturbed[tasks]
+    assert outputs(tmp_path / "job" / "output") == undisturbed(tasks)
 
 
 def ignores(pid: int, number: int) -> bool:
@@ -226,8 +230,16 @@ def ignores(pid: int, number: int) -> bool:
     return bool(int(status.partition("SigIgn:")[2].split()[0], 16) >> number - 1 & 1)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("number", "start_method"),
+    [
+        (signal.SIGINT, "spawn"),
+        (signal.SIGHUP, "fork"),
+        pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "spawn", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
 def test_however_workers_are_started_an_idle_one_keeps_nobody(
     tmp_path: Path, number: signal.Signals, start_method: str
 ) -> None:

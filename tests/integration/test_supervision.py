@@ -642,8 +642,7 @@ def test_connect_gives_a_client_and_a_watch_for_every_kind_of_server() -> None:
 
 # A vLLM in two parts that find each other on the master port. The first part hangs when the other one is lost.
 TWO_PART_VLLM = f"""#!{sys.executable}
-import asyncio, os, socket, sys, time
-from aiohttp import web
+import asyncio, json, os, socket, sys, time
 value = lambda name: sys.argv[sys.argv.index(name) + 1]
 master = (value("--master-addr"), int(value("--master-port")))
 with open("parts", "a") as parts:
@@ -659,8 +658,8 @@ if "--headless" in sys.argv:
     time.sleep(600)
 with socket.create_server(master) as listener:
     line = listener.accept()[0]
-async def complete(request):
-    question = (await request.json())["messages"][0]["content"]
+async def complete(payload):
+    question = payload["messages"][0]["content"]
     while question.startswith("wait") and not os.path.exists("gate"):
         await asyncio.sleep(0.01)
     line.setblocking(False)
@@ -668,15 +667,21 @@ async def complete(request):
         line.recv(1)
         await asyncio.sleep(600)
     except BlockingIOError:
-        message = {{"content": question}}
-        return web.json_response({{"choices": [{{"message": message, "finish_reason": "stop"}}]}})
-async def well(request):
-    return web.json_response({{}})
-app = web.Application()
-app.router.add_post("/v1/chat/completions", complete)
-for path in ("/health", "/v1/models"):
-    app.router.add_get(path, well)
-web.run_app(app, host="127.0.0.1", port=int(value("--port")), print=None, access_log=None, shutdown_timeout=0)
+        return {{"choices": [{{"message": {{"content": question}}, "finish_reason": "stop"}}]}}
+async def serve(reader, writer):
+    try:
+        while True:
+            head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
+            size = int(head.partition("content-length:")[2].split()[0]) if "content-length" in head else 0
+            body = await reader.readexactly(size)
+            data = json.dumps(await complete(json.loads(body)) if head.startswith("post") else {{}}).encode()
+            writer.write(b"HTTP/1.1 200 X\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(data) + data)
+            await writer.drain()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+async def main():
+    await (await asyncio.start_server(serve, "127.0.0.1", int(value("--port")))).serve_forever()
+asyncio.run(main())
 """
 
 NODE = """

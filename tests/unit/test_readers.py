@@ -180,7 +180,9 @@ def plain(documents: Any) -> list[dict[str, Any]]:
         {"recursive": False},
         {"glob_pattern": "*[ac0-2].*"},
         {"default_metadata": {"lang": "de", "default": True}, "text_key": "lang", "id_key": "text"},
-        {"adapter": lambda self, data, path, at: {"text": path, "id": f"{at}", "metadata": data}},
+        pytest.param(
+            {"adapter": lambda self, data, path, at: {"text": path, "id": f"{at}", "metadata": data}}, id="adapter"
+        ),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import signal
 import tempfile
@@ -21,9 +22,46 @@ from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.output import chunk_output
 from datatrove_ckpt.testing import FakeServer
 
-# A shell starts what it puts into the background deaf to Ctrl-C, and that is inherited by all processes of the tests.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def _nothing(number: int, frame: Any) -> None:
+    """Ignores a signal as SIG_IGN does, but a program that is started from here does not inherit it."""
+
+
+def _hear_all_signals() -> list[int]:
+    """Undoes what whoever started pytest did to signals; gives those that were ignored.
+
+    nohup ignores SIGHUP, and a shell SIGINT and SIGQUIT of what it puts into the background; some supervisors block
+    signals. All processes of the tests would inherit that.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    of_python = {signal.SIGPIPE, signal.SIGXFSZ}
+    ignored = [number for number in signal.valid_signals() - of_python if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return ignored
+
+
+_IGNORED = _hear_all_signals()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """What nohup keeps from pytest, it keeps from the workers of pytest-xdist, too."""
+    node.workerinput["nohup"] = signal.SIGHUP in _IGNORED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes run the tests: one more than cores, as many tests wait; none but this for chosen tests."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return 0
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config, "workerinput", {"nohup": signal.SIGHUP in _IGNORED})["nohup"]:
+        signal.signal(signal.SIGHUP, _nothing)
+
 
 _COUNTING = ("tests/crash/", "tests/integration/test_kills.py")
 

@@ -43,6 +43,9 @@ async def ask_twice(document: Document, generate: Any) -> Any:
     return answer
 
 
+pytestmark = pytest.mark.usefixtures("code_described_once")
+
+
 @pytest.fixture(autouse=True)
 def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
@@ -114,7 +117,7 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
     [
         pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
         pytest.param(lose_the_node, True, 3, id="node lost, torn puts"),
-        pytest.param(keep_the_node, True, 3, id="node kept, torn puts"),
+        pytest.param(keep_the_node, True, 3, id="node kept, torn puts", marks=pytest.mark.slow),
         pytest.param(lose_the_node, True, 6, id="node lost, longer", marks=pytest.mark.full),
     ],
 )
@@ -150,7 +153,7 @@ def prove_restoring(folder: Path, server: FakeServer, after_crash: Any) -> Crash
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("after_crash", [lose_the_node, keep_the_node])
+@pytest.mark.parametrize("after_crash", [pytest.param(lose_the_node, marks=pytest.mark.slow), keep_the_node])
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
     folder: Path, after_crash: Any
 ) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(job: Path, command: list[str]) -> N
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as running:
         while not list(job.glob(f"{PROBE}*/journal-*")):  # it measures syncs now, which takes a while
             assert running.poll() is None
+            time.sleep(0.005)
         running.send_signal(signal.SIGINT)
         said = running.communicate(timeout=60)[1]
     assert (running.returncode, said.splitlines()[-1]) == (130, "interrupted")

@@ -60,7 +60,7 @@ def until_asked(server: FakeServer, number: int) -> None:
     deadline = time.monotonic() + 30
     while sum(server.asked.values()) < number:
         assert time.monotonic() < deadline
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 def assert_whole(folder: Path) -> None:

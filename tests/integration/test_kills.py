@@ -206,7 +206,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
         ("plain", signal.SIGKILL, 2),
         pytest.param("gzip", signal.SIGKILL, 1, marks=pytest.mark.slow),
         ("parquet", signal.SIGKILL, 1),
-        ("plain", signal.SIGTERM, 1),
+        pytest.param("plain", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("plain", signal.SIGINT, 1, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(getattr(value, "name", value)),

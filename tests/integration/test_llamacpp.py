@@ -136,5 +136,6 @@ def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Pat
     check_fault(job(tmp_path), fault.__name__, fault, after=9)
 
 
+@pytest.mark.slow
 def test_a_killed_runner_resumes(tmp_path: Path) -> None:
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=9)

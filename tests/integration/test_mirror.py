@@ -139,8 +139,11 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
             job.run(server)
 
 
-def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(tmp_path: Path) -> None:
-    killed = Killed(tmp_path, str(tmp_path / "remote"), delay=0.02, kills=4)
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(
+    tmp_path: Path, kills: int
+) -> None:
+    killed = Killed(tmp_path, str(tmp_path / "remote"), delay=0.02, kills=kills)
     with FakeServer(delay=killed.delay) as server:
         runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(killed.documents))
         killed.run_to_the_end(server, random.Random(0))

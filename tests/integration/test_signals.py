@@ -155,7 +155,7 @@ class Job:
             log = self.folder / "logs" / "logs" / f"task_{task:05d}.log"
             while DRAINS not in log.read_text():
                 assert time.monotonic() < deadline
-                time.sleep(0.001)
+                time.sleep(0.01)
 
     def worker(self, task: int) -> int:
         return int((self.folder / "pids" / str(task)).read_text())
@@ -167,7 +167,7 @@ class Job:
 
 def until_asked(server: FakeServer, number: int) -> None:
     while len(server.payloads) < number:
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +185,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
     return output
 
 
+@pytest.mark.xdist_group("undisturbed")  # which takes as long as a test
 @pytest.mark.parametrize(
     ("number", "tasks", "workers", "group"),
     [
@@ -194,7 +195,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
         pytest.param(signal.SIGTERM, 2, 2, True, marks=pytest.mark.slow),
         (signal.SIGTERM, 2, 3, True),  # one has nothing to do
         (signal.SIGTERM, 2, 2, False),
-        (signal.SIGHUP, 2, 2, True),
+        pytest.param(signal.SIGHUP, 2, 2, True, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )

@@ -549,8 +549,15 @@ def crashes(repair: Callable[[], Any], folder: Path, disk_type: type[CrashingDis
                 yield f"{disk.crashed_at} ({survivor})"
 
 
-@pytest.mark.parametrize("run_first", [False, True], ids=["repaired again", "run first"])
-@pytest.mark.parametrize("disk_type", [CrashingDisk, PowerLossDisk])
+@pytest.mark.parametrize(
+    ("disk_type", "run_first"),
+    [
+        pytest.param(CrashingDisk, False, id="killed, repaired again"),
+        pytest.param(PowerLossDisk, True, id="power loss, run first"),
+        pytest.param(CrashingDisk, True, id="killed, run first", marks=pytest.mark.slow),
+        pytest.param(PowerLossDisk, False, id="power loss, repaired again", marks=pytest.mark.slow),
+    ],
+)
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
     damaged: Path, server: FakeServer, said: Said, disk_type: type[CrashingDisk], run_first: bool
 ) -> None:

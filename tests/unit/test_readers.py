@@ -411,7 +411,7 @@ def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None
     assert through_json(ours.state_dict()) == state_of(documents[-1])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
     tmp_path: Path, world_size: int
 ) -> None:

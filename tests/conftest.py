@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from loguru import logger
 
@@ -42,6 +43,8 @@ def _hear_all_signals() -> list[int]:
 
 
 _IGNORED = _hear_all_signals()
+hypothesis.settings.register_profile("on a busy machine", deadline=None)
+hypothesis.settings.load_profile("on a busy machine")
 
 
 @pytest.hookimpl(optionalhook=True)

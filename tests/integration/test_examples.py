@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -27,12 +28,16 @@ from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, t
 Capture = pytest.CaptureFixture[str]
 
 
+def write_documents(folder: Path) -> None:
+    (folder / "documents").mkdir()
+    lines = (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
+    (folder / "documents/a.jsonl").write_text("\n".join(lines[:3]))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder; it has documents."""
-    (tmp_path / "documents").mkdir()
-    lines = (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
-    (tmp_path / "documents/a.jsonl").write_text("\n".join(lines[:3]))
+    write_documents(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     DataFolder.clear_instance_cache()  # it knows folders by relative names
@@ -44,10 +49,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 # python --------------------------------------------------------------------------------------------------------------
 
 
+def on_one_core() -> None:
+    """For a child. llama.cpp's threads spin while they wait for each other: with fewer free cores than threads, a
+    run takes many times as long."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
+
+
 @pytest.mark.parametrize("block", [one for one in blocks("python") if one != torch_example()], ids=str)
-def test_python_runs_as_a_script(folder: Path, block: Block) -> None:
+def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
+    folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
-    ended = subprocess.run([sys.executable, "example.py"], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        preexec_fn=on_one_core,
+    )
     assert ended.returncode == 0, ended.stderr
     if "SmolLM2" in block.text:  # README's
         written = (folder / "summaries/00000_chunk_00000.jsonl").read_text().splitlines()
@@ -88,6 +109,7 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
     """Against the quick start, with fewer documents and shorter answers."""
     shutil.copytree(ROOT / "configs", "configs")
     small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
+    small.append("--pipeline.1.config.model_kwargs.threads=1")  # see on_one_core
     assert main(["run", "configs/quickstart.yaml", *small]) == 0, capsys.readouterr().err
     done: set[str] = set()
     for block in blocks("bash"):
@@ -152,13 +174,26 @@ executor:
 """
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was completed once, and a copy of it: run.json holds the output's full path."""
+    kept = tmp_path_factory.mktemp("kept")
+    (kept / "job").mkdir()
+    with contextlib.chdir(kept / "job"):
+        write_documents(Path())
+        Path("job.yaml").write_text(JOB)
+        assert main(["run", "job.yaml"]) == 0
+        Path("empty").mkdir()
+    shutil.copytree(kept / "job", kept / "copy")
+    return kept
+
+
 @pytest.fixture
-def finished(folder: Path, capsys: Capture) -> Path:
-    """A run that is complete: job.yaml, logs, out, checkpoints."""
-    Path("job.yaml").write_text(JOB)
-    assert main(["run", "job.yaml"]) == 0, capsys.readouterr().err
-    Path("empty").mkdir()
-    return folder
+def finished(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the current folder, a run that is complete: job.yaml, logs, out, checkpoints."""
+    shutil.rmtree(kept / "job")
+    shutil.copytree(kept / "copy", kept / "job")
+    monkeypatch.chdir(kept / "job")
 
 
 def _interrupted() -> None:
@@ -212,9 +247,10 @@ def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
     assert documented == list(SCENARIOS)
 
 
+@pytest.mark.usefixtures("finished")
 @pytest.mark.parametrize(("case", "scenario"), SCENARIOS.items(), ids=[" ".join(case) for case in SCENARIOS])
 def test_commands_end_with_the_exit_codes_of_the_docs(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, case: tuple[str, str], scenario: Scenario
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, case: tuple[str, str], scenario: Scenario
 ) -> None:
     prepare, line = scenario
     if prepare is _interrupted:

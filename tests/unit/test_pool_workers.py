@@ -31,6 +31,9 @@ OUR_WORK = partial(pool_workers.worker, {signal.SIGUSR1, signal.SIGINT})
 TERMINATED = 128 + signal.SIGTERM
 
 
+pytestmark = pytest.mark.xdist_group("pool_workers")  # one fork server
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imported_once() -> Iterator[None]:
     """A fork server that has imported all of this, so that a worker starts in a moment."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
@@ -94,10 +93,16 @@ def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of hundreds of lives with one rollout: to describe its code for run.json is a third of such a life."""
+    """For tests of hundreds of attempts with one rollout: describing its code takes a third of their time."""
+    known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
-    describe = run_identity.describe
-    monkeypatch.setattr(run_identity, "describe", functools.cache(lambda name, thing: list(describe(name, thing))))
+    def code_identity(rollout_fn: Any, shared_context: Any) -> Any:
+        key = id(rollout_fn), id(shared_context)
+        if key not in known:  # which keeps both alive, so that no other object gets their ids
+            known[key] = rollout_fn, shared_context, run_identity.code_identity(rollout_fn, shared_context)
+        return known[key][2]
+
+    monkeypatch.setattr("datatrove_ckpt.runner.code_identity", code_identity)
 
 
 @pytest.fixture

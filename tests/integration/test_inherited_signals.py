@@ -26,7 +26,7 @@ os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
 IN_THIS_PROCESS = [
     f"tests/integration/test_preemption.py::{name}"
     for name in (
-        "test_what_is_in_flight_finishes_nothing_is_begun_and_the_handler_that_was_there_gets_the_signal",
+        "test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_the_signal",
         "test_ctrl_c_is_a_keyboard_interrupt",
         "test_signals_the_user_names_and_no_others",
     )

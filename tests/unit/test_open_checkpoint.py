@@ -11,6 +11,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.chunks import ChunkKey, ChunkSlot, ChunkTracker, CompleteChunk, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -100,7 +101,9 @@ def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
 
 
 def manager(folder: Path, **changes: Any) -> CheckpointManager:
-    return CheckpointManager(folder, 0, 2, {"records_per_chunk": 2}, changes.pop("write_chunk", write_chunk), **changes)
+    return CheckpointManager(
+        folder, 0, 2, RunIdentity({"records_per_chunk": 2}), changes.pop("write_chunk", write_chunk), **changes
+    )
 
 
 def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] = lambda: None) -> None:

@@ -456,7 +456,8 @@ def test_endpoints_that_are_not_there_are_named() -> None:
 def test_an_endpoint_that_talks_nonsense_is_named_without_its_query(
     answer: bytes, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "_FIRST_DELAY", 60.0)  # longer than the window: asked once
+    for delay in ("_FIRST_DELAY", "_MAX_DELAY"):
+        monkeypatch.setattr(endpoint, delay, 60.0)  # longer than the window: one request
 
     async def play() -> None:
         async def nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

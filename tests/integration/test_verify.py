@@ -383,7 +383,8 @@ def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeSe
 
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 2":
-            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
+            commits = tmp_path / "checkpoints/00000/commits.jsonl"
+            while not commits.exists() or not commits.stat().st_size:
                 await asyncio.sleep(0.001)
             for command in ("status", "verify", "repair"):
                 seen[command] = await asyncio.to_thread(said, command, tmp_path)

@@ -205,7 +205,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
         pytest.param("plain", signal.SIGKILL, 1, marks=pytest.mark.slow),
         ("plain", signal.SIGKILL, 2),
         pytest.param("gzip", signal.SIGKILL, 1, marks=pytest.mark.slow),
-        ("parquet", signal.SIGKILL, 1),
+        pytest.param("parquet", signal.SIGKILL, 1, marks=pytest.mark.slow),
         pytest.param("plain", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("plain", signal.SIGINT, 1, marks=pytest.mark.slow),
     ],

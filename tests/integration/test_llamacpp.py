@@ -99,7 +99,7 @@ def test_a_missing_gguf_is_one_clear_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def job(folder: Path, too_long: int = 0) -> Job:
+def job(folder: Path, documents: int = 24, too_long: int = 0) -> Job:
     settings = {
         "server_type": "llamacpp",
         "model_name_or_path": GGUF,
@@ -109,7 +109,7 @@ def job(folder: Path, too_long: int = 0) -> Job:
         "model_kwargs": {"threads": 1},
         "server_stop_timeout_sec": 2.0,
     }
-    return Job(folder, settings, documents=24, too_long=too_long, tokens=8, concurrency=8, standing_clock=True)
+    return Job(folder, settings, documents=documents, too_long=too_long, tokens=8, concurrency=8, standing_clock=True)
 
 
 def kill_server(process: JobProcess) -> None:
@@ -121,7 +121,7 @@ def stop_server(process: JobProcess) -> None:
 
 
 def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
-    letters = job(tmp_path, too_long=1)
+    letters = job(tmp_path, documents=4, too_long=1)
     letters.run()
     letters.check("plain run", restarts=0)
     assert "HTTP 400" in letters.dead_letters()["too-long-0"]

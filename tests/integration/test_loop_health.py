@@ -140,7 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-BY_DEFAULT = ("saturated", "publishing zstd, reading gzip", "documents of 200 kB")
+BY_DEFAULT = ("publishing zstd, reading gzip", "documents of 200 kB")
 
 
 def keeps_the_loop_free(run: Callable[[], Result]) -> None:

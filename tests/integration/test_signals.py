@@ -178,7 +178,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
     def output(tasks: int) -> dict[str, bytes]:
         folder = tmp_path_factory.mktemp("undisturbed") / "job"
         with FakeServer(answer) as server:
-            process = Job(folder, server, tasks).start()
+            process = Job(folder, server, tasks, workers=1).start()
             assert process.end() == 0, process.log
         return outputs(folder / "output")
 
@@ -234,8 +234,8 @@ def ignores(pid: int, number: int) -> bool:
 @pytest.mark.parametrize(
     ("number", "start_method"),
     [
-        (signal.SIGINT, "spawn"),
         (signal.SIGHUP, "fork"),
+        pytest.param(signal.SIGINT, "spawn", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, "spawn", marks=pytest.mark.slow),
     ],
@@ -304,7 +304,7 @@ close_at_once, base.close_task_logger = base.close_task_logger, close_slowly
 """
 
 
-@pytest.mark.parametrize("slow", ["nothing", "the parent", "the end of the task"])
+@pytest.mark.parametrize("slow", ["nothing", pytest.param("the parent", marks=pytest.mark.slow), "the end of the task"])
 def test_a_worker_that_is_signalled_alone_ends_the_command_instead_of_leaving_it_waiting(
     tmp_path: Path, slow: str
 ) -> None:

@@ -760,6 +760,7 @@ class TwoNodes:
         return Path(f"node-{rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_worker_node_ends_when_the_head_node_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with TwoNodes(["fail"], monkeypatch) as task:
         assert task.codes() == [1, 0]

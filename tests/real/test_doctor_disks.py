@@ -107,5 +107,5 @@ def test_folders_of_an_earlier_run_by_another_user_are_a_problem() -> None:
         rank.chmod(0o700)
         with somebody_else():
             (found,) = checks._check_ranks("checkpoints", folder)
-        assert found.message.startswith(f"{rank}: of an earlier run")
+        assert found.message.startswith(f"{rank}: from an earlier run")
         assert checks._check_ranks("checkpoints", folder) == []

@@ -10,6 +10,9 @@ from urllib.parse import parse_qsl
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import EnvironmentSecret
 
+Secret = EnvironmentSecret
+"""The name in 0.1, by which steps that 0.1 pickled (tasks in a queue) find the class."""
+
 ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"]
 
 

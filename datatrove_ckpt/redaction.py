@@ -19,13 +19,25 @@ from datatrove_ckpt.errors import ConfigError
 HIDDEN = "***"
 
 _SECRET_NAME = re.compile(r"(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_SECRET_WORD = re.compile("key|secret|passw|credential|token$", re.IGNORECASE)
 # Storage options that hold a secret although their names do not end like one.
 _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
 
 
 def names_secret(name: str) -> bool:
-    """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not "max_tokens"."""
+    """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not "max_tokens".
+
+    Exact, because what it says is acted on: such a storage option is refused, such a constant of a rollout is hashed.
+    """
     return _SECRET_NAME.search(name.replace("-", "_")) is not None
+
+
+def may_name_secret(name: str) -> bool:
+    """Whether a value with this name is not to be shown: as ``names_secret``, and every name that holds such a word.
+
+    For messages only, where hiding too much ("--keyboard") costs less than showing a secret ("--hftoken").
+    """
+    return names_secret(name) or _SECRET_WORD.search(name) is not None
 
 
 class Key:

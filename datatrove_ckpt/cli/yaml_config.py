@@ -32,7 +32,7 @@ import jsonargparse
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.redaction import HIDDEN, check_options, names_secret
+from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret
 
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig",
@@ -175,7 +175,7 @@ def _checked(hint: Any, kinds: list[Any], value: Any, label: str, key: str) -> A
     with contextlib.suppress(jsonargparse.ArgumentError):
         if value is not None or type(None) in kinds:  # jsonargparse takes null for an int
             return parser.parse_object({"value": value}).value
-    shown = HIDDEN if names_secret(key) else show(value)
+    shown = HIDDEN if may_name_secret(key) else show(value)
     raise ConfigError(f"{label}: {key}: {shown} is not {_words(kinds)}{_did_you_mean(value, _choices(kinds)) or '.'}")
 
 

@@ -37,11 +37,10 @@ from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointMismatch, OutputFailed
-from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of
-from datatrove_ckpt.remote_errors import io_errors
+from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 _BLOCK = 1 << 20
 
@@ -147,12 +146,13 @@ def _remove(folder: Any, name: str) -> None:
         files.disk.remove(Path(folder.resolve_paths(name)))
         return
     try:
-        folder.rm_file(name)
+        with file_system_call():
+            folder.rm_file(name)
     except FileNotFoundError:
         return
-    except io_errors() as error:
+    except OSError as error:
         where = folder.resolve_paths(name)
-        raise OutputFailed(f"{where} could not be removed: {error_text(error)}. Repair again.") from error
+        raise OutputFailed(f"{where} could not be removed: {failure_text(error)}. Repair again.") from error
 
 
 def _correct_last_chunk(rank: RankFolder) -> None:

@@ -16,11 +16,10 @@ import xxhash
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import retry_folder
 from datatrove_ckpt.errors import CheckpointCorrupt
-from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.output.chunk_output import STAGING
-from datatrove_ckpt.remote_errors import io_errors
+from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 _BLOCK = 1 << 20
 _NUMBERS = {"rank": r"\d{5,}", "chunk_index": r"(?:retry\d+_)?\d{5,}"}
@@ -48,11 +47,12 @@ def _list(report: Report, folder_is_given: bool) -> dict[str, int] | None:
     """The size of every file in the output folder by path; None if the folder cannot be listed."""
     folder = report.folder
     try:
-        folder.invalidate_cache()
-        listed = folder.find("", detail=True)
-        there = bool(listed) or folder.exists("")
-    except io_errors() as error:
-        report.add_problem("output", f"{report.output} cannot be listed: {error_text(error)}")
+        with file_system_call():
+            folder.invalidate_cache()
+            listed = folder.find("", detail=True)
+            there = bool(listed) or folder.exists("")
+    except OSError as error:
+        report.add_problem("output", f"{report.output} cannot be listed: {failure_text(error)}")
         return None
     if not there and not folder_is_given and report.number_of_files:
         report.add_problem(
@@ -112,11 +112,12 @@ def _wrong(folder: Any, file: OutputFile, size: int | None, full: bool) -> tuple
     if not full:
         return None
     try:
-        actual = _content_hash(folder, file.path)
+        with file_system_call():
+            actual = _content_hash(folder, file.path)
     except FileNotFoundError:
         return "missing", "is missing"
-    except io_errors() as error:
-        return "output", f"cannot be read: {error_text(error)}"
+    except OSError as error:
+        return "output", f"cannot be read: {failure_text(error)}"
     if actual != file.xxh128:
         return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
     return None

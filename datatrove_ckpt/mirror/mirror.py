@@ -31,10 +31,9 @@ from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, StorageFailed
-from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.uploads import Uploads
-from datatrove_ckpt.remote_errors import io_errors
+from datatrove_ckpt.remote_errors import failure_text
 
 # How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0
@@ -122,15 +121,15 @@ class RemoteMirror:
             self._upload()
         except _Interrupted:
             pass
-        except io_errors(ConfigError, StorageFailed) as error:
+        except (OSError, EOFError, ConfigError, StorageFailed) as error:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
             if not self._given_up:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."
                 logger.warning(
-                    f"Could not mirror the checkpoint to {self._url}: {error_text(error)}. What is newer than the last "
-                    f"version is saved on this node only{after}"
+                    f"Could not mirror the checkpoint to {self._url}: {failure_text(error)}. What is newer than the "
+                    f"last version is saved on this node only{after}"
                 )
             return int(backoff_seconds(self._failures, 1, _MAX_BACKOFF_INTERVALS))
         if self._failures:

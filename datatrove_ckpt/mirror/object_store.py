@@ -17,7 +17,7 @@ from fsspec.utils import get_protocol
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import holds_credentials
-from datatrove_ckpt.remote_errors import s3_code
+from datatrove_ckpt.remote_errors import file_system_call, s3_code
 
 
 class Effects:
@@ -47,24 +47,28 @@ class ObjectStore:
         self.url = url.rstrip("/")
         # Missing parents of a local folder are made; a bucket is not.
         options = {"auto_mkdir": True} if get_protocol(url) in ("file", "local") else {}
-        self._fs, root = url_to_fs(self.url, **options)
+        with file_system_call():
+            self._fs, root = url_to_fs(self.url, **options)
         self._root = root.rstrip("/")
 
     def put(self, name: str, data: bytes) -> None:
-        effects.put(self._fs, self._path(name), data)
+        with file_system_call():
+            effects.put(self._fs, self._path(name), data)
 
     def copy(self, name: str, to: str) -> None:
-        effects.copy(self._fs, self._path(name), self._path(to))
+        with file_system_call():
+            effects.copy(self._fs, self._path(name), self._path(to))
 
     def remove(self, name: str) -> None:
         """Removes an object. A missing one is no error."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), file_system_call():
             effects.delete(self._fs, self._path(name))
 
     def read(self, name: str) -> bytes | None:
         """The object's content, or None if there is no such object."""
         try:
-            return bytes(self._fs.cat_file(self._path(name)))
+            with file_system_call():
+                return bytes(self._fs.cat_file(self._path(name)))
         except FileNotFoundError:
             return None
 
@@ -75,9 +79,10 @@ class ObjectStore:
             ConfigError: the bucket does not exist. s3fs reports that as a missing file, too.
         """
         path = self._path(folder)
-        self._fs.invalidate_cache(path)
         try:
-            return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in self._fs.ls(path, detail=False))
+            with file_system_call():
+                self._fs.invalidate_cache(path)
+                found = self._fs.ls(path, detail=False)
         except FileNotFoundError as error:
             if s3_code(error) == "NoSuchBucket":
                 raise ConfigError(
@@ -85,6 +90,7 @@ class ObjectStore:
                     "setting (on S3 also AWS_ENDPOINT_URL), and run the same command again."
                 ) from error
             return []
+        return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

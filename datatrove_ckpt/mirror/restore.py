@@ -39,7 +39,6 @@ from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK, RUN, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
     Manifest,
@@ -51,7 +50,7 @@ from datatrove_ckpt.mirror.manifests import (
     decode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.remote_errors import io_errors
+from datatrove_ckpt.remote_errors import failure_text
 
 
 def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
@@ -67,7 +66,7 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
     if retries:
         try:
             names = ObjectStore(url).names()
-        except io_errors() as error:
+        except OSError as error:
             raise _unreadable(url, error) from error
         for name in names:
             if retry_number(name) is not None:
@@ -93,10 +92,10 @@ def restore(url: str, folder: Path) -> None:
     try:
         versions = mirrored.all_versions()
         manifests_lost = owner is None and not versions and bool(mirrored.list_objects())
-    except io_errors() as error:
+    except OSError as error:
         if owner is None:
             raise _unreadable(url, error) from error
-        logger.warning(f"Could not read the mirror {url} ({error_text(error)}). Continuing with {folder} as it is.")
+        logger.warning(f"Could not read the mirror {url} ({failure_text(error)}). Continuing with {folder} as it is.")
         return
     if manifests_lost:
         raise _no_complete_version(url, "There is no version at all, but there are objects.")
@@ -107,13 +106,13 @@ def restore(url: str, folder: Path) -> None:
         return
     try:
         _restore_newest(mirrored, versions, folder, owner)
-    except io_errors() as error:
+    except OSError as error:
         raise _unreadable(url, error) from error
 
 
 def _unreadable(url: str, error: Exception) -> StorageFailed:
     return StorageFailed(
-        f"Could not read the mirror {url}: {error_text(error)}. Correct that (network, credentials) and run the same "
+        f"Could not read the mirror {url}: {failure_text(error)}. Correct that (network, credentials) and run the same "
         "command again. To start without what the mirror holds, remove the setting checkpoints_remote_dir."
     )
 

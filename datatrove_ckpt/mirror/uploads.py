@@ -8,9 +8,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import ConfigError, Fenced
-from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.mirror.manifests import Manifest, Ownership, Part, RunJson, Version, Versions, encode_answers
-from datatrove_ckpt.remote_errors import io_errors
+from datatrove_ckpt.remote_errors import failure_text
 
 KEPT_VERSIONS = 3
 # When a file has this many parts, its small last ones are uploaded again as one: a restore should not take a thousand
@@ -137,10 +136,10 @@ class Uploads:
             # than the next owner, even if this process pauses for long between here and the removals.
             self._list_as_owner()
             self._collect_garbage([version for version in versions if version < new], ownerships)
-        except io_errors() as error:
+        except OSError as error:
             logger.warning(
-                f"Could not remove old versions at {self._versions.url}: {error_text(error)}. They use storage and do "
-                "no harm. The next upload tries again."
+                f"Could not remove old versions at {self._versions.url}: {failure_text(error)}. They use storage and "
+                "do no harm. The next upload tries again."
             )
         return True
 

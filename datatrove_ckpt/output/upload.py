@@ -34,8 +34,14 @@ from loguru import logger
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.checkpoint.publishing import Stopping
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.remote_errors import http_status, io_errors, is_permanent, lacks_credentials, s3_code
+from datatrove_ckpt.remote_errors import (
+    failure_text,
+    file_system_call,
+    http_status,
+    is_permanent,
+    lacks_credentials,
+    s3_code,
+)
 
 RETRY_SECONDS = 300.0
 """How long a file is retried after its first failure. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks
@@ -127,7 +133,7 @@ class RemoteFolder:
             if not is_permanent(error.__cause__):
                 raise
             logger.warning(
-                f"{self._url}: uploads that were interrupted stay open ({error_text(error.__cause__ or error)}). "
+                f"{self._url}: uploads that were interrupted stay open ({failure_text(error.__cause__ or error)}). "
                 "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
             )
 
@@ -141,14 +147,14 @@ class RemoteFolder:
         while True:
             try:
                 return self._run_until_stopped(call)
-            except io_errors() as error:
+            except OSError as error:
                 now = time.monotonic()
                 deadline = deadline or now + RETRY_SECONDS
                 if is_permanent(error) or now >= deadline:
-                    raise OutputFailed(f"{what}: {error_text(error)}. {_advice(error)}") from error
+                    raise OutputFailed(f"{what}: {failure_text(error)}. {_advice(error)}") from error
                 failures += 1
                 delay = backoff_seconds(failures, _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS, jitter=0.5)
-                logger.warning(f"{what}: {error_text(error)}. Trying again, for {deadline - now:.0f} s at most.")
+                logger.warning(f"{what}: {failure_text(error)}. Trying again, for {deadline - now:.0f} s at most.")
             wait([self._stopped], timeout=min(delay, deadline - now))
 
     def _run_until_stopped(self, call: Callable[[], T]) -> T:
@@ -161,7 +167,9 @@ class RemoteFolder:
 
         def run() -> None:
             try:
-                result.set_result(call())
+                with file_system_call():
+                    found = call()
+                result.set_result(found)
             except BaseException as error:
                 result.set_exception(error)
 

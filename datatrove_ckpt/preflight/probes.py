@@ -19,8 +19,8 @@ from typing import Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import CkptError, StorageFailed
-from datatrove_ckpt.formatting import duration, error_text
-from datatrove_ckpt.remote_errors import io_errors
+from datatrove_ckpt.formatting import duration
+from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 PROBE = ".datatrove-ckpt-probe-"
 
@@ -225,9 +225,10 @@ def _remove_made(folder: Any, made: list[str]) -> None:
 @contextmanager
 def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
     try:
-        yield
-    except io_errors() as error:
-        raise kind(f"{what}: {error_text(error)}.") from error
+        with file_system_call():
+            yield
+    except OSError as error:
+        raise kind(f"{what}: {failure_text(error)}.") from error
 
 
 def measure_upload(folder: Any, size: int, seconds: float, at_most: int = 10) -> UploadCost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, holds_credentials, names_secret
+from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, holds_credentials, may_name_secret, names_secret
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,13 @@ def test_no_repr_shows_a_secret() -> None:
 )
 def test_a_user_or_password_in_a_url_is_found(url: str, held: bool) -> None:
     assert holds_credentials(url) is held
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hftoken", "authToken", "accesskey", "s3-SecretKey", "adminpassword", "passwd", "hf-credentials", "api_keys",
+     "password_text", "secret_name"],
+)  # fmt: skip
+def test_messages_hide_every_name_that_holds_such_a_word(name: str) -> None:
+    assert may_name_secret(name)
+    assert not may_name_secret("max-num-batched-tokens")

@@ -1,10 +1,6 @@
-"""The errors of remote file systems, and nothing else, are retried."""
+"""What a file system's library raises is an ``OSError`` for the rest of the package; a bug of ours is not."""
 
 from __future__ import annotations
-
-import ftplib
-import importlib
-from contextlib import suppress
 
 import aiohttp
 import botocore.exceptions
@@ -12,7 +8,36 @@ import botocore.parsers
 import huggingface_hub.errors
 import pytest
 
-from datatrove_ckpt.remote_errors import _FAMILIES, http_status, io_errors, is_permanent
+from datatrove_ckpt.remote_errors import FileSystemFailed, failure_text, file_system_call, http_status, is_permanent
+
+LIBRARIES = [
+    aiohttp.ClientConnectionError("reset"),
+    botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"),
+    botocore.exceptions.ClientError({}, "PutObject"),
+    botocore.parsers.ResponseParserError("<html>"),
+    type("OssError", (Exception,), {})("a library that nobody thought of"),
+    EOFError("cut off"),
+    NotImplementedError("no such operation"),
+    ValueError("no account name"),
+    KeyError("ETag"),
+]
+
+
+def called(error: BaseException) -> BaseException:
+    """The error as it leaves a call into a file system."""
+    try:
+        with file_system_call():
+            raise error
+    except BaseException as left:
+        return left
+
+
+@pytest.mark.parametrize("error", LIBRARIES, ids=lambda error: type(error).__name__)
+def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error: Exception) -> None:
+    left = called(error)
+    assert isinstance(left, FileSystemFailed)
+    assert left.__cause__ is error
+    assert failure_text(left).startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize(
@@ -21,44 +46,13 @@ from datatrove_ckpt.remote_errors import _FAMILIES, http_status, io_errors, is_p
         OSError("reset"),
         TimeoutError(),
         FileNotFoundError("no bucket"),
-        EOFError(),
-        NotImplementedError("no such operation"),
-        aiohttp.ClientConnectionError(),
-        botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"),
-        botocore.exceptions.ClientError({}, "PutObject"),
-        botocore.parsers.ResponseParserError("<html>"),
-        ftplib.error_temp("421 too many connections"),
         huggingface_hub.errors.LocalEntryNotFoundError("offline"),
+        KeyboardInterrupt(),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_a_file_system_raises_is_an_io_error(error: Exception) -> None:
-    assert isinstance(error, io_errors())
-
-
-@pytest.mark.parametrize(
-    "error", [TypeError(), ValueError(), KeyError(), AttributeError(), RuntimeError(), KeyboardInterrupt()]
-)
-def test_a_bug_of_ours_is_none(error: BaseException) -> None:
-    assert not isinstance(error, io_errors())
-
-
-def test_each_family_that_is_installed_is_a_class_and_no_os_error() -> None:
-    checked = 0
-    for family in _FAMILIES:
-        module, _, name = family.rpartition(".")
-        with suppress(ImportError):
-            assert not issubclass(getattr(importlib.import_module(module), name), OSError), family
-            checked += 1
-    assert checked >= 6
-
-
-def lfs_upload(cause: Exception) -> None:
-    """As huggingface_hub does without hf_xet."""
-    try:
-        raise cause
-    except Exception as error:
-        raise RuntimeError("Error while uploading 'a.parquet' to the Hub.") from error
+def test_an_os_error_and_an_interrupt_stay_as_they_are(error: BaseException) -> None:
+    assert called(error) is error
 
 
 class Response:
@@ -73,21 +67,24 @@ def http_error(status: int) -> OSError:
 
 
 @pytest.mark.parametrize(("status", "permanent"), [(403, True), (503, False)])
-def test_an_io_error_that_is_wrapped_in_a_runtime_error_is_one(status: int, permanent: bool) -> None:
-    try:
-        lfs_upload(http_error(status))
-    except io_errors() as error:
-        assert http_status(error) == status
-        assert is_permanent(error) is permanent
+def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status: int, permanent: bool) -> None:
+    """huggingface_hub without hf_xet wraps it in a RuntimeError."""
+    wrapped = RuntimeError("Error while uploading 'a.parquet' to the Hub.")
+    wrapped.__cause__ = http_error(status)
+    left = called(wrapped)
+    assert http_status(left) == status
+    assert is_permanent(left) is permanent
 
 
-@pytest.mark.parametrize("cause", [TypeError(), RuntimeError()])
-def test_a_bug_that_is_wrapped_in_a_runtime_error_is_none(cause: Exception) -> None:
-    def upload() -> None:
-        try:
-            lfs_upload(cause)
-        except io_errors():
-            pass
-
-    with pytest.raises(RuntimeError, match="Error while uploading"):
-        upload()
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (PermissionError(), True),
+        (botocore.exceptions.NoCredentialsError(), True),
+        (TypeError(), True),
+        (KeyError(), False),
+    ],
+    ids=lambda value: getattr(type(value), "__name__", str(value)),
+)
+def test_what_another_attempt_cannot_change_is_permanent(error: Exception, permanent: bool) -> None:
+    assert is_permanent(called(error)) is permanent

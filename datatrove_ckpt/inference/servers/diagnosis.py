@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from datatrove_ckpt.redaction import HIDDEN, names_secret
+from datatrove_ckpt.redaction import HIDDEN, may_name_secret
 
 LOG_TAIL_LINES = 20
 # Bytes at the end of the log that are searched for a cause. vLLM prints it well before its last traceback.
@@ -133,7 +133,7 @@ def redacted_command(argv: tuple[str, ...]) -> str:
     hide_next = False
     for part in argv:
         flag = _FLAG.match(part)
-        is_secret = flag is not None and names_secret(flag[1])
+        is_secret = flag is not None and may_name_secret(flag[1])
         shown.append(HIDDEN if hide_next else f"--{flag[1]}={HIDDEN}" if flag and is_secret and flag[2] else part)
         hide_next = is_secret and flag is not None and not flag[2]
     return " ".join(shown)

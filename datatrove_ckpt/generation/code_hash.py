@@ -1,8 +1,8 @@
 """A hash of a function's code, and the names it uses, equal on Python 3.11, 3.12, 3.13 and 3.14.
 
-The hash covers the syntax tree: node types, names and constants. Docstrings are constants like others, because a
-rollout may use its docstring as a prompt; only their indentation does not count. Comments, layout, quotes and line
-numbers do not count. The tree is written here, because neither ``ast.unparse`` nor ``ast.dump`` gives the same text on
+The hash covers the syntax tree: node types, names and constants. Docstrings count, because a rollout may use its
+docstring as a prompt; only the indentation that their lines share does not. Comments, layout, quotes and line numbers
+do not count. The tree is written here, because neither ``ast.unparse`` nor ``ast.dump`` gives the same text on
 every Python: 3.12 changed the quotes in f-strings, 3.13 leaves out empty fields, and ``repr`` of a string escapes the
 characters that this Python's version of Unicode does not know.
 
@@ -32,6 +32,8 @@ _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _STRINGS = {"JoinedStr", "TemplateStr"}  # the second is new in Python 3.14
 # Names that the compiler adds to a class with annotations. Which ones depends on the Python version.
 _COMPILER_NAMES = {"__annotations__", "__annotate__", "__annotate_func__", "__conditional_annotations__"}
+# Functions that see variables which the code does not name.
+_READ_ALL_VARIABLES = {"locals", "vars", "eval", "exec"}
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(linecache.__file__), "")  # noqa: PTH118, PTH120 (co_filename is text)
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 # The context follows from the parent node; the kind tells u"" from "".
@@ -65,10 +67,16 @@ def function_value(function: types.FunctionType) -> str:
 
 
 def type_name(cls: type) -> str:
-    """The module and the name of a class, without private modules: 3.13 has ``pathlib._local.PosixPath``."""
-    root, *rest = str(cls.__module__).split(".")
-    private = next((index for index, part in enumerate(rest) if part.startswith("_")), len(rest))
-    name = ".".join([root, *rest[:private], cls.__qualname__])
+    """The module and the name of a class.
+
+    Without the private modules of the standard library, which come and go: 3.13 has ``pathlib._local.PosixPath``.
+    """
+    module = str(cls.__module__)
+    root, *rest = module.split(".")
+    if _is_standard_module(root):
+        private = next((index for index, part in enumerate(rest) if part.startswith("_")), len(rest))
+        module = ".".join([root, *rest[:private]])
+    name = f"{module}.{cls.__qualname__}"
     # Optional[int] and int | None: two types before Python 3.14, one type since.
     return "typing.Union" if name in ("typing._UnionGenericAlias", "types.UnionType") else name
 
@@ -76,15 +84,21 @@ def type_name(cls: type) -> str:
 def closure_names(function: types.FunctionType) -> list[str]:
     """The variables of enclosing functions that the code reads or assigns.
 
-    Before Python 3.14 ``co_freevars`` also names variables that only the annotation of a local variable mentions.
+    Before Python 3.14 ``co_freevars`` also names variables that only the annotation of a local variable mentions. They
+    and the variables of unreachable code count where the function may read all its variables: ``locals()``.
     """
-    used = set().union(*(_targets(code, "DEREF") for code in _nested_codes(function.__code__)))
+    codes = list(_nested_codes(function.__code__))
+    if any(_READ_ALL_VARIABLES & _targets(code, "LOAD_GLOBAL") for code in codes):
+        return list(function.__code__.co_freevars)
+    used = set().union(*(_targets(code, "DEREF") for code in codes))
     return [name for name in function.__code__.co_freevars if name in used]
 
 
 def global_names(function: types.FunctionType) -> list[str]:
     """The globals that the code names, except those that a function of the same module assigns: caches, counters."""
-    return [name for name in all_global_names(function) if name not in _COMPILER_NAMES]
+    # Functions read a global of such a name with LOAD_GLOBAL, and the body of a class its own with LOAD_NAME.
+    read = set().union(*(_targets(code, "LOAD_GLOBAL") for code in _nested_codes(function.__code__)))
+    return [name for name in all_global_names(function) if name not in _COMPILER_NAMES or name in read]
 
 
 def all_global_names(function: types.FunctionType) -> list[str]:
@@ -128,7 +142,16 @@ def _unwrapped(function: types.FunctionType) -> list[types.FunctionType]:
 
 def _is_standard(function: types.FunctionType) -> bool:
     """By the file, since a user's module may be named like one of the standard library."""
-    file = function.__code__.co_filename
+    return _is_standard_file(function.__code__.co_filename)
+
+
+def _is_standard_module(name: str) -> bool:
+    """A module without a file is built in: a module of the user has no name of the standard library without a file."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name in sys.stdlib_module_names and (file is None or _is_standard_file(file))
+
+
+def _is_standard_file(file: str) -> bool:
     return file.startswith("<frozen ") or (file.startswith(_STANDARD_LIBRARY) and not _PACKAGES.search(file))
 
 
@@ -214,7 +237,7 @@ def _written_parts(node: ast.AST) -> list[ast.AST | str]:
     elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
         fields["format_spec"] = None  # f"{x:}" is f"{x}"
     elif isinstance(node, _Documented):
-        fields["body"] = _with_flat_docstring(node)
+        fields |= _split_docstring(node)
     written: list[ast.AST | str] = [f"({type(node).__name__}"]
     for name, value in fields.items():
         if isinstance(value, list) and value:
@@ -225,13 +248,16 @@ def _written_parts(node: ast.AST) -> list[ast.AST | str]:
 
 
 def _written_element(value: ast.AST | str | int | None) -> ast.AST | str:
+    if value is None:
+        return "_"  # {**x} has a key that is absent, {None: x} has the constant None
     return value if isinstance(value, ast.AST) else _written_value(value)
 
 
 def _written_value(value: object) -> str:
     """A constant of Python, or an identifier. ``repr`` of a string depends on the version, and of a set on chance."""
     if isinstance(value, str):
-        return json.dumps(value)
+        # json.dumps alone would write one character beyond U+FFFF as the two surrogates that a string may hold, too.
+        return json.dumps(value, ensure_ascii=False).encode("ascii", "backslashreplace").decode("ascii")
     if isinstance(value, bytes):
         return f"bytes {value.hex()}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -264,13 +290,28 @@ def _text(part: ast.expr) -> str:
     return str(part.value) if isinstance(part, ast.Constant) else ""
 
 
-def _with_flat_docstring(node: _Documented) -> list[ast.stmt]:
-    """The body, its docstring without indentation: a function that is moved into a class is the same one."""
+def _split_docstring(node: _Documented) -> dict[str, str | list[ast.stmt]]:
+    """The docstring and the rest of the body. An f-string without fields is no docstring, though it is written as one.
+
+    A function that is moved into a class is the same one, so the indentation that the lines share is removed. Here,
+    since ``inspect.cleandoc`` and ``textwrap.dedent`` depend on the Python version. Other space counts: before Python
+    3.13 all of it is in ``__doc__``.
+    """
     first, *rest = node.body
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        lines = [line.strip(" \t") for line in first.value.value.split("\n")]
-        return [ast.Expr(ast.Constant("\n".join(lines).strip("\n"))), *rest]
-    return node.body
+        return {"docstring": _without_common_indent(first.value.value), "body": rest}
+    return {"body": node.body}
+
+
+def _without_common_indent(docstring: str) -> str:
+    first, *rest = docstring.split("\n")
+    texts = [line for line in rest if line.strip(" \t")] or rest
+    indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in texts]
+    common = min(indents, key=len, default="")
+    while not all(indent.startswith(common) for indent in indents):  # tabs and spaces
+        common = common[:-1]
+    # A line that is shorter than the indentation is empty.
+    return "\n".join([first, *(line[len(common) :] for line in rest)])
 
 
 # the bytecode --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,8 +72,8 @@ class CodeIdentity:
 def code_identity(rollout_fn: Any, shared_context: Any) -> CodeIdentity:
     """Describes the user's code as it is now."""
     return CodeIdentity(
-        fields=_Describer(code_hash).code(rollout_fn, shared_context),
-        fields_0_1=_Describer(code_hash_0_1).code(rollout_fn, shared_context),
+        fields=_NOW.code(rollout_fn, shared_context),
+        fields_0_1=_AS_0_1_0.code(rollout_fn, shared_context),
     )
 
 
@@ -103,12 +103,12 @@ def run_identity(
     }
     fields = {
         "identity_version": _VERSION,
-        **_Describer(code_hash).config(config),
+        **_NOW.config(config),
         **_code_fields(code.fields, made.fields),
         **output,
     }
     fields_0_1 = {
-        **_Describer(code_hash_0_1).config(config),
+        **_AS_0_1_0.config(config),
         **_code_fields(code.fields_0_1, made.fields_0_1),
         **output,
     }
@@ -159,11 +159,6 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _hide_secrets(fields: dict[str, Any]) -> dict[str, Any]:
-    """The identity is written to run.json and executor.json, where secrets must not be."""
-    return {name: _hashed(value) if names_secret(name) else value for name, value in fields.items()}
-
-
 def _hashed(value: Any) -> str:
     return f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))}"
 
@@ -181,8 +176,9 @@ class _Hashes(Protocol):
 class _Describer:
     """Describes user code and settings by dotted names and plain values."""
 
-    def __init__(self, hashes: _Hashes) -> None:
+    def __init__(self, hashes: _Hashes, names_secret: Callable[[str], bool]) -> None:
         self._hashes = hashes
+        self._names_secret = names_secret
 
     def config(self, config: InferenceConfig) -> dict[str, Any]:
         flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
@@ -196,8 +192,9 @@ class _Describer:
         }
 
     def code(self, rollout_fn: Any, shared_context: Any) -> dict[str, Any]:
-        fields = [*self._callable("rollout_fn", rollout_fn), *self._context(shared_context)]
-        return _hide_secrets(dict(fields))
+        fields = dict([*self._callable("rollout_fn", rollout_fn), *self._context(shared_context)])
+        # The identity is written to run.json and executor.json, where secrets must not be.
+        return {name: _hashed(value) if self._names_secret(name) else value for name, value in fields.items()}
 
     def _context(self, context: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(context, dict):
@@ -259,6 +256,10 @@ class _Describer:
         if isinstance(value, types.FunctionType):
             return self._hashes.function_value(value)
         return f"<{self._hashes.type_name(type(value))}>"
+
+
+_NOW = _Describer(code_hash, names_secret)
+_AS_0_1_0 = _Describer(code_hash_0_1, code_hash_0_1.names_secret)
 
 
 def _package(module: str) -> str:

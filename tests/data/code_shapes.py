@@ -143,6 +143,25 @@ async def defaults(
     return await generate({"prompt": prompt + clean(document.text)[:limit]}, *kinds, **shared)
 
 
+def reading_all(style: str, tone: str) -> Any:
+    async def rollout(document: Any, generate: Any) -> Any:
+        """Rewrite this:
+
+            {style}
+        - as a list
+          - and a second level
+
+        """
+        if False:
+            print(style, tone)
+        return await generate(rollout.__doc__.format(**locals()), __annotations__)
+
+    return rollout
+
+
+__annotations__ = {"tokens": "int"}
+
+
 class Asker:
     """A rollout with settings."""
 
@@ -192,6 +211,7 @@ SHAPES = {
     "walrus": walrus,
     "hinting": hinting("a", 1),
     "closing": closing(2, "!", "?"),
+    "reading_all": reading_all("plain", "formal"),
     "defaults": defaults,
     "callable object": Asker.__call__,
     "partial": in_a_call.func,

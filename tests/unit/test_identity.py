@@ -172,6 +172,8 @@ def tree_hash(source: str) -> str:
         ("x = a", "x = 'a'"),
         ("x = (a, b)", "x = [a, b]"),
         ("x = {**a}", "x = {a}"),
+        ("x = {**a}", "x = {None: a}"),
+        (r"x = '\U0001F600'", r"x = '\ud83d\ude00'"),
         ("x[1:]", "x[:1]"),
         ("a.b", "a.c"),
         ("a + b - c", "a + (b - c)"),
@@ -185,7 +187,12 @@ def tree_hash(source: str) -> str:
         ("f'{x=}'", "f'{x}'"),
         ("def f(): return", "def f(): return None"),
         ("def f(): 'Say it.'", "def f(): 'Sing it.'"),
+        ("def f(): 'Say it.'", "def f(): f'Say it.'"),
+        ("def f():\n '''If:\n   A\n    B'''", "def f():\n '''If:\n   A\n   B'''"),
+        ("class A:\n '''- A\n   - B\n - C'''", "class A:\n '''- A\n - B\n - C'''"),
+        ("def f():\n '''A\n\n '''", "def f():\n '''A'''"),
         ("def f(): pass", "async def f(): pass"),
+        ("def f(*, a): pass", "def f(*, a=None): pass"),
         ("def f(*, a=1, b): pass", "def f(*, a, b=1): pass"),
         ("def f(a, /, b): pass", "def f(a, b): pass"),
         ("def f(a: int): pass", "def f(a): pass"),
@@ -226,6 +233,8 @@ def test_other_code_has_another_hash(one: str, other: str) -> None:
             "def f():\n    '''One.\n\n    Two.\n    '''",
             "class A:\n    def f():\n        '''One.\n\n        Two.\n        '''",
         ),
+        ("def f():\n '''One.\n   Two.\n Three.\n '''", "def f():\n\t'''One.\n\t  Two.\n\tThree.\n\t'''"),
+        ("def f():\n '''One.\n '''", "def f():\n    '''One.\n    '''"),
     ],
 )
 def test_another_way_to_write_the_same_code_has_the_same_hash(one: str, other: str) -> None:
@@ -292,27 +301,68 @@ def test_a_type_has_one_name_on_all_python_versions() -> None:
     assert code_hash.type_name(of_module("types", "UnionType")) == "typing.Union"
 
 
+@pytest.mark.parametrize("package", ["proj", "statistics"])  # the second is named like one of the standard library
+def test_classes_of_two_private_modules_of_a_user_have_two_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    monkeypatch.setitem(sys.modules, package, load(tmp_path / package / "__init__.py", package))
+    styles = []
+    for name in ("_formal", "_casual"):
+        path = tmp_path / package / f"{name}.py"
+        path.write_text("class Style:\n    pass\n")
+        styles.append(load(path, f"{package}.{name}").Style())
+    identities = [code_identity(load, {"style": style}).fields["shared_context.style"] for style in styles]
+    assert identities == [f"<{package}._formal.Style>", f"<{package}._casual.Style>"]
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [
+        # A variable of the enclosing function that the code reads under no name of its own.
+        (
+            "def make(p):\n def r(d, g):\n  if 0: p\n  return locals()\n return r\nrollout = make('old')",
+            "rollout_fn.p",
+        ),
+        ("__annotations__ = {'a': 'old'}\ndef rollout(d, g): return __annotations__", "rollout_fn.__annotations__"),
+    ],
+)
+def test_a_value_that_the_code_reads_by_a_special_way_counts(tmp_path: Path, source: str, field: str) -> None:
+    old = load_changed(tmp_path, "first", source=source).rollout
+    new = load_changed(tmp_path, "second", ("'old'", "'new'"), source=source).rollout
+    assert code_identity(old, None).fields[field] != code_identity(new, None).fields[field]
+
+
 # every Python version ------------------------------------------------------------------------------------------------
 
 # The same on Python 3.11, 3.12, 3.13 and 3.14. If one changes, all unfinished runs with such code are refused: then
 # the version of the identity has to change, and the old hash has to stay, as it does for release 0.1.0.
 GOLDEN = {
-    "f_strings": ["source 1f08a5f8450b0e4fe7cd07e84f613d97"],
+    "f_strings": ["source 0e2235f76adef88a1bc83834e6706efc"],
     "decorated": ["source 971c93f56716beab54cf5ff4ac835785", "function", "times"],
     "comprehensions": ["source 87c3f14db6cd889f09fc19ba6a0774db", "WORDS"],
     "matching": ["source f8b949207b4587720417b9863bb1154f", "PurePosixPath"],
     "trying": ["source 5c48f75730f158e86502067740a0e57e"],
     "trying_groups": ["source 454b5937104b88eb89869a27972ad556", "asyncio"],
     "walrus": ["source 1a35ecb77f5af5f347aa2c8bdd5f27ac"],
-    "hinting": ["source 514651b84e231a71d1fdb88a1b36511f", "used", "__doc__", "__name__"],
+    "hinting": ["source 0dcb1baacff28c3f2e132cb549d2be51", "used", "__doc__", "__name__"],
     "closing": ["source e1d7ee073ab36f2aed7d82a222d1831e", "suffix", "times"],
+    "reading_all": [
+        "source ea1b3bbdf2ef4a4174242c9e5712aa10",
+        "rollout",
+        "style",
+        "tone",
+        "__annotations__",
+        "__doc__",
+    ],
     "defaults": ["source 9f8b651a45c8e55d0ea919e91614baa6"],
-    "callable object": ["source ab319804066f8de80d324cfb8d73b825"],
+    "callable object": ["source edf2d2379b118bbe14765a1cb1a4c0b8"],
     "partial": ["source c668c5b902f22bb2300b374b9f467e92"],
     "lambda": ["source e6a8c5b74233027e717d0ad8ab80bddf"],
     "first of two lambdas": ["source 2c1f36b306802ced1cba20a1b068e9d6"],
     "second of two lambdas": ["source 2c1f36b306802ced1cba20a1b068e9d6"],
-    "constants": ["source d290f22654d1ba8300eebc7b5481b7e9"],
+    "constants": ["source fd080e3ec81dc24137e6a4eb483ba8b6"],
     "unreachable": ["source 97efadaac06fa9651b700d2b29b3f2aa", "PROMPT", "WORDS", "re"],
 }
 
@@ -522,6 +572,18 @@ def test_changed_code_is_refused_for_a_checkpoint_of_0_1_0(
         runner(folder, server, rollout_0_1_0(kind, changed), accept_changes=True).run(documents(5))
         runner(folder, server, rollout_0_1_0(kind, changed)).run(documents(5))
     assert [change["field"] for change in json.loads(run_json(folder).read_bytes())["accepted_changes"]] == [field]
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "hidden_in_0_1_0"),
+    [("pad-token", True, False), ("pad_token", True, True), ("pad-tokens", False, False)],
+)
+def test_a_secret_is_hidden_for_a_checkpoint_of_0_1_0_where_0_1_0_hid_it(
+    name: str, hidden: bool, hidden_in_0_1_0: bool
+) -> None:
+    code = code_identity(load, {name: "<pad>"})
+    assert (code.fields[f"shared_context.{name}"] != "<pad>") == hidden
+    assert (code.fields_0_1[f"shared_context.{name}"] != "<pad>") == hidden_in_0_1_0
 
 
 def test_a_hash_of_0_1_0_from_another_python_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from datatrove_ckpt.inference.client import http1
 from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response, ResponseParser
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 # What the server sends; the answer; whether the connection can be used again.
 ANSWERS = {
     "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", Response(200, b"hello", ""), True),
@@ -29,6 +30,11 @@ ANSWERS = {
         b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx",
         Response(200, b"x", ""),
         True,
+    ),
+    "1.0 kept and closed": (
+        b"HTTP/1.0 200 OK\r\nConnection: keep-alive, close\r\nContent-Length: 1\r\n\r\nx",
+        Response(200, b"x", ""),
+        False,
     ),
     "continue first": (
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx",
@@ -79,6 +85,16 @@ BAD = {
     "chunked twice": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
     "chunks in HTTP/1.0": b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "no chunk size": CHUNKED + b"\r\na\r\n",
+    "ICE": b"ICE/1.0 200 OK\r\nContent-Length: 0\r\n\r\n",
+    "RTSP": b"RTSP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n",
+    "a line break first": b"\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
+    "a body of an interim response": b"HTTP/1.1 104 X\r\nContent-Length: 2\r\n\r\n{}" + EMPTY,
+    "a body of an interim response, in chunks": (
+        b"HTTP/1.1 104 X\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n" + EMPTY
+    ),
+    "an interim response that line feeds end": b"HTTP/1.1 100 Continue\n\n" + EMPTY,
+    "a bad interim response": b"HTTP/1.1 100 Continue\r\nA : b\r\n\r\n" + EMPTY,
+    "a bad interim status": b"HTTP/1.1 1000 X\r\n\r\n" + EMPTY,
     "a bad chunk size": CHUNKED + b"0x1\r\na\r\n",
     "a negative chunk size": CHUNKED + b"-1\r\na\r\n",
     "a chunk that is too long": CHUNKED + b"1\r\nab\r\n0\r\n\r\n",
@@ -89,6 +105,17 @@ BAD = {
     "a size line without end": CHUNKED + b"1;" + b"x" * 70_000,
     "a trailer without end": CHUNKED + b"0\r\nA: " + b"x" * 70_000,
 }
+
+
+INTERIM = [
+    b"HTTP/1.1 104 X\r\nContent-Length: 500\r\n\r\n",
+    b"HTTP/1.1 104 X\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"HTTP/1.1 104 X\r\nConnection: close\r\n\r\n",
+    b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n",
+    b"HTTP/1.1 102 Processing\r\nConnection: close\r\n\r\n",
+    b"HTTP/1.0 100 Continue\r\n\r\n",
+    b"HTTP/1.0 103 X\r\n\r\n",
+]
 
 
 def feed(pieces: list[bytes]) -> ResponseParser:
@@ -123,6 +150,29 @@ def test_a_connection_on_which_more_comes_is_not_used_again(name: str) -> None:
     raw, expected, _ = ANSWERS[name]
     parser = feed([raw + b"H"])
     assert parser.response() == expected
+    assert not parser.reusable
+
+
+@pytest.mark.parametrize("interim", INTERIM)
+def test_an_interim_response_has_no_body_and_does_not_end_the_connection(interim: bytes) -> None:
+    raw = interim + b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx"
+    for pieces in ([raw], [raw[i : i + 1] for i in range(len(raw))], [interim, raw[len(interim) :]]):
+        parser = feed(pieces)
+        assert parser.response() == Response(200, b"x", "")
+        assert parser.reusable
+
+
+def test_the_bytes_of_an_interim_body_are_never_in_the_answer() -> None:
+    for raw in (
+        b'HTTP/1.1 104 X\r\nContent-Length: 14\r\n\r\n{"progress":1}' + EMPTY,
+        b"HTTP/1.1 104 X\r\nContent-Length: 3\r\n\r\n[1,HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n2]",
+    ):
+        assert outcome([raw]) == outcome([raw[i : i + 1] for i in range(len(raw))]) == "malformed"
+
+
+def test_any_number_of_bytes_may_follow_a_complete_answer() -> None:
+    parser = feed([EMPTY + b"J" * 70_000])
+    assert parser.response() == Response(200, b"", "")
     assert not parser.reusable
 
 

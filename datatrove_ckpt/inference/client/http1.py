@@ -2,10 +2,16 @@
 
 httptools does the parsing. It wraps llhttp, the parser of Node.js and uvicorn. This module adds limits on size, and
 rejects responses that we did not ask for: compressed ones, protocol upgrades, transfer codings other than ``chunked``.
+llhttp rejects more: control characters in a header value, except for the tab, and lines that only a line feed ends.
+
+This module skips interim responses (1xx) itself. They never have a body (RFC 9112, section 6.3), but llhttp knows this
+only of 100, 102 and 103: of any other, it would take Content-Length bytes of the final response for the body. httptools
+gives a callback no way to say that no body follows.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from typing import NamedTuple, NoReturn
 
@@ -16,6 +22,11 @@ _MAX_BODY_BYTES = 1 << 28
 _MAX_FRAMING_BYTES = 1 << 16
 # A size line takes 5 to 20 bytes without an extension, and servers do not send extensions.
 _MAX_FRAMING_BYTES_PER_CHUNK = 32
+
+_VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
+_STATUS_END = len("HTTP/1.1 200")
+_INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another protocol follows
+_INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*")
 
 
 class Response(NamedTuple):
@@ -33,7 +44,8 @@ class RemoteProtocolError(ConnectionError):
 class ResponseParser:
     """Parses one response, in pieces of any size.
 
-    The result does not depend on how the bytes are split.
+    The result does not depend on how the bytes are split, with one exception: the limit on framing is checked after
+    each piece, and not for the piece that completes the response.
     """
 
     def __init__(self) -> None:
@@ -44,6 +56,8 @@ class ResponseParser:
         llhttp.set_dangerous_leniencies(lenient_chunked_length=True, lenient_spaces_after_chunk_size=True)
         builder.llhttp = weakref.ref(llhttp)
         self._received_bytes = 0
+        # The bytes before the status of the final response is known; None from then on.
+        self._start: bytearray | None = bytearray()
 
     @property
     def status(self) -> int:
@@ -68,6 +82,40 @@ class ResponseParser:
         """
         builder = self._builder
         self._received_bytes += len(data)
+        if self._start is not None:
+            data = self._skip_interim(self._start, data)
+        self._parse(data)
+        if builder.complete:  # a long rest is of no interest: the connection is not used again
+            return True
+        framing = self._received_bytes - len(builder.body)
+        if framing > _MAX_FRAMING_BYTES + _MAX_FRAMING_BYTES_PER_CHUNK * builder.chunks:
+            raise RemoteProtocolError(f"header and trailer are longer than {_MAX_FRAMING_BYTES} bytes")
+        return False
+
+    def end(self) -> bool:
+        """The server has closed the connection. Returns whether the response is complete."""
+        return self._builder.ends_at_close
+
+    def _skip_interim(self, start: bytearray, data: bytes) -> bytes:
+        """Drops interim responses. Returns the bytes of the final response, none before its status has arrived."""
+        start += data
+        while True:
+            if not _VERSION.startswith(start[: len(_VERSION)]):
+                raise RemoteProtocolError(f"not HTTP/1.1: {bytes(start[:100])!r}")
+            if len(start) < _STATUS_END:
+                return b""
+            if not _INTERIM_START.match(start):
+                self._start = None
+                return bytes(start)
+            end = start.find(b"\r\n\r\n")
+            if end < 0:
+                return b""
+            if not _INTERIM_HEAD.fullmatch(start, 0, end):
+                raise RemoteProtocolError(f"not HTTP/1.1 (interim response): {bytes(start[:end][:100])!r}")
+            del start[: end + 4]
+
+    def _parse(self, data: bytes) -> None:
+        builder = self._builder
         try:
             self._llhttp.feed_data(data)
         except HttpParserError as error:
@@ -79,14 +127,6 @@ class ResponseParser:
                 raise  # a bug in a callback of ours
             else:
                 raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
-        framing = self._received_bytes - len(builder.body)
-        if framing > _MAX_FRAMING_BYTES + _MAX_FRAMING_BYTES_PER_CHUNK * builder.chunks:
-            raise RemoteProtocolError(f"header and trailer are longer than {_MAX_FRAMING_BYTES} bytes")
-        return builder.complete
-
-    def end(self) -> bool:
-        """The server has closed the connection. Returns whether the response is complete."""
-        return self._builder.ends_at_close
 
 
 class _LlhttpParser(HttpResponseParser):
@@ -121,7 +161,6 @@ class _ResponseBuilder:
     def on_message_begin(self) -> None:
         if self.complete:
             self._refuse("bytes after the end")
-        self._fields.clear()  # those of an interim response (1xx)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Tabs stay: llhttp does not recognise "chunked" before a tab, so on_headers_complete must not either.
@@ -132,12 +171,10 @@ class _ResponseBuilder:
         llhttp = self.llhttp()
         assert llhttp is not None  # it calls us
         status, version, fields = llhttp.get_status_code(), llhttp.get_http_version(), self._fields
-        if version not in ("1.1", "1.0") or status < 100:
-            self._refuse(f"not HTTP/1.1: version {version}, status {status}")
         if status == 101:
             self._refuse("the server wants to switch to another protocol")
-        if status < 200:
-            return  # an interim response, the final one follows
+        if version not in ("1.1", "1.0") or status < 200:
+            self._refuse(f"not HTTP/1.1: version {version}, status {status}")
         if fields.get(b"content-encoding", b"identity").lower() != b"identity":
             self._refuse("the response is compressed, which was not requested")
         coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
@@ -152,7 +189,10 @@ class _ResponseBuilder:
         else:
             self.ends_at_close = True
         # With both fields, the server or a proxy may disagree with us about where the next response begins.
-        self.reusable = llhttp.should_keep_alive() and (coding is None or length is None)
+        ambiguous = coding is not None and length is not None
+        # llhttp checks for "close" in HTTP/1.1 only.
+        options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
+        self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
         self.retry_after = fields.get(b"retry-after", b"").decode("latin-1")
         self.status = status
 
@@ -166,7 +206,7 @@ class _ResponseBuilder:
             self._refuse_size()
 
     def on_message_complete(self) -> None:
-        self.complete = self.status > 0  # not after an interim response
+        self.complete = True
 
     def _refuse_size(self) -> NoReturn:
         self._refuse(f"the body is longer than {_MAX_BODY_BYTES} bytes")

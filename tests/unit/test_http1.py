@@ -24,6 +24,7 @@ ANSWERS = {
     "204": (b"HTTP/1.1 204 No Content\r\n\r\n", Response(204, b"", ""), True),
     "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", Response(304, b"", ""), True),
     "retry": (b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx", Response(503, b"x", "7"), True),
+    "tabs": (b"HTTP/1.1 503 X\r\nRetry-After:\t7 \t\r\nContent-Length: 0\r\n\r\n", Response(503, b"", "7"), True),
     "close": (b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
     "1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
     "1.0 kept": (

@@ -193,7 +193,7 @@ class _ResponseBuilder:
         # llhttp checks for "close" in HTTP/1.1 only.
         options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
         self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
-        self.retry_after = fields.get(b"retry-after", b"").decode("latin-1")
+        self.retry_after = fields.get(b"retry-after", b"").strip(b" \t").decode("latin-1")
         self.status = status
 
     def on_chunk_header(self) -> None:

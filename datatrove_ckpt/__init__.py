@@ -7,7 +7,9 @@ The names are imported at their first use. Some programs that we start are modul
 datatrove_ckpt.inference...``); importing datatrove, which they do not need, would make each start a second slower.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +27,22 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+class _Moved(ModuleType):
+    """A module under the name that it had in 0.1. Executors that 0.1 pickled, such as queued Slurm tasks, import it."""
+
+    def __init__(self, name: str, target: str) -> None:
+        super().__init__(name)
+        self._target = target
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # asked by the import system and by inspection
+            raise AttributeError(name)
+        return getattr(import_module(self._target), name)
+
+
+sys.modules.setdefault(f"{__name__}.slurm", _Moved(f"{__name__}.slurm", f"{__name__}.cli.slurm_submit"))
 
 
 def __dir__() -> list[str]:

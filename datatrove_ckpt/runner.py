@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.dead_letters import Retry
 from datatrove_ckpt.generation.failures import Failures, OnDocumentError
 from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
@@ -149,7 +150,7 @@ class InferenceRunner(PipelineStep):
         if not callable(self.rollout_fn):
             raise ConfigError(f"rollout_fn: {self.rollout_fn!r} is not callable; give an async function.")
         if self.records_per_chunk < 1:
-            raise ConfigError(f"records_per_chunk: records_per_chunk must be positive; it is {self.records_per_chunk}.")
+            raise ConfigError(f"records_per_chunk: must be positive; it is {self.records_per_chunk}.")
         check_seconds("sync_seconds", self.sync_seconds)
         check_seconds("mirror_seconds", self.mirror_seconds)
         if not self.drain_seconds >= 0:
@@ -308,8 +309,10 @@ class InferenceRunner(PipelineStep):
         point = checkpoint.resumed
         if not point.is_fresh:
             logger.info(
-                f"Resuming: {checkpoint.counts.read} documents are done, {len(point.journals)} chunks are unfinished, "
-                f"{len(point.cached)} unfinished documents have saved answers."
+                f"Resuming: {plural(checkpoint.counts.read, 'document')} committed, and "
+                f"{sum(len(journal.recovered) for journal in point.journals.values())} saved in "
+                f"{plural(len(point.journals), 'unfinished chunk')}; {plural(len(point.cached), 'document')} "
+                "with saved answers to finish."
             )
         failures = Failures(
             self.on_document_error,

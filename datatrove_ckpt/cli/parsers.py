@@ -20,6 +20,22 @@ any argument in the file can be set on the command line; init_args is left out, 
   --pipeline.1.rollout_fn.prompt="Summarise {text}"
 """
 
+_RUN_EPILOG = f"""\
+{OVERRIDES_HELP}
+exit codes:
+  0  done, or submitted
+  1  stopped by an error; the same command resumes
+  2  a mistake in CONFIG or on the command line; nothing was started
+  128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
+"""
+
+_STATUS_EPILOG = """\
+exit codes:
+  0  all is well
+  1  a rank is damaged
+  2  CHECKPOINTS is no checkpoint folder
+"""
+
 _DOCTOR_EPILOG = """\
 Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check: ok,
 warning (continue if this is what you want) or problem (the run would fail, or could lose work), and what to do. The
@@ -94,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_run(commands: Any) -> None:
     what = "run the pipeline of a YAML file; run it again to resume"
-    run = _add(commands, "run", what, OVERRIDES_HELP, "run:run")
+    run = _add(commands, "run", what, _RUN_EPILOG, "run:run")
     run.description = "Run the pipeline of a YAML file. After any interruption the same command finishes the rest."
     run.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
     run.add_argument("--dry-run", action="store_true", help="build everything, print it, run nothing")
@@ -127,7 +143,7 @@ def _add_maintenance(commands: Any) -> None:
     status = "show what each rank has done; also during a run"
     verify = "check the output against the checkpoint"
     repair = "let the next run process damaged chunks again"
-    _add_checkpoint_command(commands, "status", status, "", "status:status")
+    _add_checkpoint_command(commands, "status", status, _STATUS_EPILOG, "status:status")
     checker = _add_checkpoint_command(commands, "verify", verify, _VERIFY_EPILOG, "verify_repair:verify")
     fixer = _add_checkpoint_command(commands, "repair", repair, _REPAIR_EPILOG, "verify_repair:repair")
     for parser in (checker, fixer):

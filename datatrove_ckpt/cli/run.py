@@ -32,6 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner):
+            check_rank_in_template(step.output_writer, executor.world_size)
     if arguments.dry_run:
         print("\n".join(describe(content)))
         if slurm_submit.submits(executor):
@@ -41,9 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
         _retry_dead_letters(executor)
     else:
         _check_inputs(executor)
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner):
-            check_rank_in_template(step.output_writer, executor.world_size)
     if slurm_submit.submits(executor):
         slurm_submit.check(executor)
     return _execute(executor, arguments.command)

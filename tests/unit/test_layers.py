@@ -34,7 +34,7 @@ ROOMS = {
     "torch": "errors readers",
     "generation": "errors redaction config documents rollouts process checkpoint inference.client inference.servers"
     " output readers",
-    "runner": "errors config rollouts process checkpoint mirror inference.servers output generation",
+    "runner": "errors formatting config rollouts process checkpoint mirror inference.servers output generation",
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors redaction documents checkpoint inference.servers output runner",
     "cli": "errors formatting redaction process checkpoint output runner maintenance preflight",

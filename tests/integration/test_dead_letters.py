@@ -183,6 +183,6 @@ def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
         if retrying:
             # An interrupted retry is resumed; after a complete one, another starts.
             assert [letter["attempts"] for letter in letters(folder, "retry-00001")] == [2, 2]
-        assert [letter["ordinal"] for letter in letters(folder)] == [1, 4]
+        assert sorted(letter["ordinal"] for letter in letters(folder)) == [1, 4]  # chunks may be committed in any order
 
     assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True)

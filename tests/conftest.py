@@ -86,7 +86,7 @@ def real_collector() -> None:
 
 @pytest.fixture(autouse=True)
 def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run begins with a full collection (see ``collector.py``): longer than most of the thousands of lives here."""
+    """A run begins with a full collection (see ``collector.py``): longer than most attempts here."""
     if "real_collector" not in request.fixturenames:
         monkeypatch.setattr("datatrove_ckpt.runner.gc_tuned", nullcontext)
 
@@ -107,7 +107,7 @@ def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def names_follow_lives(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a life calls itself follows from how many lives left traces in ``job`` before it, and not from chance.
+    """An attempt's name follows from how many attempts left traces in ``job`` before it, not from chance.
 
     Crashes then leave folders that are equal, which are tried once: a tenth of those that chance tells apart.
     """

@@ -185,7 +185,7 @@ class Bench:
             (checkpoints / "last_chunk").mkdir(parents=True)
             (checkpoints / "last_chunk/00000.txt").write_text(str((count - 1000) // 1000 - 1))
         system = "ours" if name == "cold" else name
-        # A cold start is over with its first request, whatever it would go on to do.
+        # A cold start is over with its first request, whatever it would continue to do.
         limit = 1000 if name == "cold" else None
         return self.run(system, 1000, kind=kind, input=count, stop_after=limit, keep=True,
                         ready_after=self.options.ready_after if system == "ours" else 0.0)  # fmt: skip

@@ -2,7 +2,7 @@
 
     python -m tests.bench.mock_server [--port 0] [--latency-ms 0]
 
-Prints its port on the first line, and what it counted, as JSON, when it is told to end (SIGTERM). Each payload is
+Prints its port on the first line, and what it counted, as JSON, when it is asked to stop (SIGTERM). Each payload is
 expected to hold ``#<number>#``, the number of its document, so that lost and repeated requests show by document.
 
     GET /v1/models                         readiness

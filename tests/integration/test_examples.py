@@ -56,7 +56,7 @@ def on_one_core() -> None:
         os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
 
 
-# As the fixture collector_left_alone does for tests: an example of a hundred lives would take three times as long.
+# As the fixture collector_left_alone does for tests: an example of a hundred attempts would take three times as long.
 WITHOUT_COLLECTIONS = """
 import contextlib, runpy, datatrove_ckpt.runner
 datatrove_ckpt.runner.gc_tuned = contextlib.nullcontext

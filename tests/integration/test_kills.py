@@ -59,7 +59,7 @@ DOCUMENTS = 120
 QUESTIONS = 2 * DOCUMENTS
 IN_FLIGHT = 8  # of each rank
 WRITE_GROUP = 8
-# Answers between two kills: were they lost, far more would be asked again than may be.
+# Answers between two kills: were they lost, far more would be requested again than may be.
 APART = (50, 70)
 # A kill at a time comes at this many answers at the latest.
 AT_THE_LATEST = 30
@@ -127,7 +127,7 @@ class Life:
 
 
 class Watch:
-    """What the server is told to do; keeps the lives of a job apart, and kills each at its number of answers."""
+    """What the server is told to do; keeps the attempts of a job apart, and kills each at its number of answers."""
 
     def __init__(self, seed: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.lives: list[Life] = []
@@ -159,7 +159,7 @@ class Watch:
         return f"answer to {question}"
 
     def asked_again(self, rank: int) -> list[tuple[int, int, int]]:
-        """For each life: how many of a rank's questions were asked again by a later one; how many of these this life
+        """For each attempt: how many of a rank's questions a later one requested again; how many of these this one
         was answered; and how many answers it was given from the first of these to its end.
         """
         lives = [
@@ -256,7 +256,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         f"and kill (of these, answered before; oldest answer of these, from the kill): "
         + "; ".join(" ".join(f"{n} ({m}; {oldest})" for n, m, oldest in lives) for lives in again)
     )
-    most = IN_FLIGHT + WRITE_GROUP if number == signal.SIGKILL else 0  # what is told to end waits for its answers
+    most = IN_FLIGHT + WRITE_GROUP if number == signal.SIGKILL else 0  # what is asked to stop waits for its answers
     for asked, _, oldest in itertools.chain(*again):
         assert asked <= most
         assert oldest <= most

@@ -105,7 +105,7 @@ class Process:
         return code
 
     def ends_interrupted(self, number: signal.Signals) -> None:
-        """With nobody left, no traceback, and one line on how to go on, the last one."""
+        """With nobody left, no traceback, and one line on how to continue, the last one."""
         assert self.end() == 128 + number
         assert self.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
         assert self.log.count("To resume: datatrove-ckpt run job.yaml") == 1

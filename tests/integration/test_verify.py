@@ -1,4 +1,4 @@
-"""verify, repair and status: every kind of damage is found and named, and what can be mended is, byte for byte."""
+"""verify, repair and status: every kind of damage is found and named, and what can be fixed is, byte for byte."""
 
 from __future__ import annotations
 

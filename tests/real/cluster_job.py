@@ -1,6 +1,6 @@
 """What the workers of a job on a cluster import, and what the test compares their output with.
 
-Documents are asked about at a counting server, which holds every request after the first few until it is told to go on.
+Documents are asked about at a counting server, which holds every request after the first few until it may continue.
 So "in the middle" is an exact place: all requests that may be in flight are in flight.
 """
 

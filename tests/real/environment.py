@@ -140,7 +140,7 @@ def _install(target: Path, *what: str) -> None:
 
 
 def _uv(*arguments: str) -> None:
-    # uv does not read pip's settings: where pip also looks for wheels (a CPU torch may lie there), uv is told to look.
+    # uv does not read pip's settings: where pip also looks for wheels (a CPU torch may lie there), uv must look.
     found = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
     links = [line.partition("=")[2].strip("'\"") for line in found.splitlines() if "find-links" in line]
     environment = {**os.environ, **({"UV_FIND_LINKS": ",".join(dict.fromkeys(links))} if links else {})}

@@ -168,7 +168,7 @@ class Cluster:
         self._inside("slurmd", "-f", str(self.config), "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """kill -9 of its slurmd alone, as when it is out of memory: what it started goes on."""
+        """kill -9 of its slurmd alone, as when it is out of memory: what it started continues."""
         for pid in processes(lambda argv, _: argv[0].endswith("slurmd") and argv[-1:] == [node]):
             os.kill(pid, signal.SIGKILL)
 

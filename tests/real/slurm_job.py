@@ -20,7 +20,7 @@ class Job:
     """One job array, from its submission to its end.
 
     Attributes:
-        lives: worker processes that were seen to run.
+        attempts: worker processes that were seen to run.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, server: FakeServer, tasks: int = 1) -> None:
@@ -74,7 +74,7 @@ class Job:
             assert self.state(index) in (states or ("COMPLETED",)), self.describe()
 
     def until_logged(self, text: str) -> None:
-        """Waits for a line of any task, in any life."""
+        """Waits for a line of any task, in any attempt."""
         logs = self.folder / "logs/slurm_logs"
         until(lambda: any(text in log.read_text() for log in logs.iterdir()), 60, self.describe)
 

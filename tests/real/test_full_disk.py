@@ -2,7 +2,7 @@
 
 A small tmpfs holds the checkpoints, the output, or both, and is filled so far that it is full at another moment each
 time. Nothing but a file system of its own can turn read-only under a run: an ext4 in a file does, when its kernel
-finds (is told of) an error, and a tmpfs can be remounted while no file on it is open for writing.
+finds an error, and a tmpfs can be remounted while no file on it is open for writing.
 
 Needs root, Linux and loop devices. Where they are missing these tests fail; they are left out of the default run.
 """
@@ -121,7 +121,7 @@ class Gate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """One life of the runner."""
+        """One attempt of the runner."""
         with self._change:
             self._given = self._written = self._saved = 0
             self._is_open = False
@@ -167,7 +167,7 @@ class Job:
         return (self.folder / "logs" / "completions" / "00000").exists()
 
     def fails(self, *advice: str, sync_seconds: float = 1.0) -> str | None:
-        """One life; which file was refused, or None if there was room enough."""
+        """One attempt; which file was refused, or None if there was room enough."""
         try:
             self.run(sync_seconds)
         except (StorageFailed, OutputFailed) as error:

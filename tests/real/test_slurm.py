@@ -2,7 +2,7 @@
 
     pytest tests/real/test_slurm.py -s
 
-prints a line per case: event, lives, documents, requests sent again, seconds from the event to the end of the process,
+prints a line per case: event, attempts, documents, requests sent again, seconds from the event to the process end,
 and whether the rank was marked complete at that moment. In the end it always is.
 """
 
@@ -356,7 +356,7 @@ def submitted(said: str, tasks: str) -> str:
     return found[1]
 
 
-# A user's own script: the rollout lives in __main__, and goes into the pickle as it is.
+# A user's own script: the rollout is in __main__, and goes into the pickle as it is.
 SCRIPT = """
 import sys
 from datatrove.executor import SlurmPipelineExecutor

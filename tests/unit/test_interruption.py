@@ -39,7 +39,7 @@ def make_pool() -> object:
 
 
 def starts(make: Callable[[], object], told_at: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Makes a pool or manager, and is told to end at one of the moments around its processes' starts.
+    """Makes a pool or manager, and is asked to stop at one of the moments around its processes' starts.
 
     Among them are those when a process runs and nobody knows its number. Returns how many there are.
     """

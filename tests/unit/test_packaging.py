@@ -14,7 +14,7 @@ import datatrove_ckpt
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Installed by somebody else, and imported only where they are: engines in environments of their own.
+# Not installed with this package: engines in environments of their own.
 _OF_OTHERS = {"sglang", "torch", "torchdata"}
 _FOR_TYPE_CHECKERS = {"_typeshed"}
 

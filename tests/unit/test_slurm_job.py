@@ -33,7 +33,7 @@ def test_a_task_that_is_preempted_with_a_grace_time_is_requeued_and_it_alone(ask
 @pytest.mark.parametrize(
     "record",
     [
-        PREEMPTED.replace("2026-11-20T07:26:38", "None"),  # a signal from somebody else
+        PREEMPTED.replace("2026-11-20T07:26:38", "None"),  # a signal from another process
         PREEMPTED.replace("RUNNING", "COMPLETING"),  # no grace time: Slurm requeues it
         "JobId=17 JobState=COMPLETING Reason=None PreemptTime=None",  # scancel
         "JobId=17 JobState=COMPLETING Reason=TimeLimit PreemptTime=None",

@@ -187,7 +187,7 @@ def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
             assert made.targets[0].in_flight == 1
             made.release(await task)
         await settle()
-        assert made.targets[0].in_flight > 1  # the others go on in groups
+        assert made.targets[0].in_flight > 1  # the others continue in groups
 
     asyncio.run(play())
 

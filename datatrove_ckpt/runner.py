@@ -20,6 +20,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.stats import TimingStats
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
@@ -263,25 +264,23 @@ class InferenceRunner(PipelineStep):
             output.finish()
         self._say_done(rank, checkpoint, progress)
 
+    def identity(self, world_size: int) -> RunIdentity:
+        """What makes two runs the same run, for ``check_job`` and the checkpoint."""
+        now, made = code_identity(self.rollout_fn, self.shared_context), self._code_when_made
+        return run_identity(
+            now, made, self.config, self.output_writer, self.records_per_chunk, self.metadata_key, world_size
+        )
+
     def _checkpoint(
         self, root: Path, rank: int, world_size: int, prefix: str = ""
     ) -> tuple[CheckpointManager, ChunkOutput]:
         folder = rank_folder(root, rank)
         output = ChunkOutput(self.output_writer, rank, folder, prefix)
-        identity = run_identity(
-            code_identity(self.rollout_fn, self.shared_context),
-            self._code_when_made,
-            self.config,
-            self.output_writer,
-            self.records_per_chunk,
-            self.metadata_key,
-            world_size,
-        )
         manager = CheckpointManager(
             root,
             rank,
             self.records_per_chunk,
-            identity,
+            self.identity(world_size),
             output.write_chunk,
             sync_seconds=self.sync_seconds,
             retry_errors=self.retry_errors,

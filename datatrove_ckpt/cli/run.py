@@ -19,6 +19,7 @@ from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build, show
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         _retry_dead_letters(executor)
     else:
         _check_inputs(executor)
+    check_job(executor)
     if slurm_submit.submits(executor):
         slurm_submit.check(executor)
     return _execute(executor, arguments.command)

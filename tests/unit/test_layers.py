@@ -37,7 +37,7 @@ ROOMS = {
     "runner": "errors formatting config rollouts process checkpoint mirror inference.servers output generation",
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors redaction documents checkpoint inference.servers output runner",
-    "cli": "errors formatting redaction process checkpoint output runner maintenance preflight",
+    "cli": "errors formatting redaction process checkpoint output generation runner maintenance preflight",
     "testing": "errors checkpoint mirror",
 }
 

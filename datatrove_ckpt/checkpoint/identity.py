@@ -21,22 +21,24 @@ import datetime
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import orjson
+from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN, journal_path
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 
 FORMAT = 1
 """Version of everything in a rank's folder."""
 
 
-# The content of the folder depends on these, so another value is refused even with accept_changes.
 _LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
 
 
@@ -50,6 +52,31 @@ class RunIdentity:
     """What to add to the error if a field differs, by the name of the field."""
     earlier: RunIdentity | None = None
     """The same run as an earlier release described it."""
+    how_to_accept: str = "set accept_changes=True"
+    """What a user who is refused does to continue in spite of the changes."""
+
+    def described_like(self, kept: Json) -> RunIdentity:
+        """This run in the words of the release that wrote ``kept``."""
+        earlier = self.earlier
+        if earlier is None or kept.get("identity_version") != earlier.fields.get("identity_version"):
+            return self
+        return earlier
+
+
+class Change(NamedTuple):
+    """A field in which two runs differ: both values, and as text, which tells null from a field that is not set."""
+
+    field: str
+    old: Any
+    new: Any
+    shown_old: str
+    shown_new: str
+    note: str | None
+
+    @property
+    def is_layout(self) -> bool:
+        """The content of the folder depends on the field, so another value is refused even with accept_changes."""
+        return self.field in _LAYOUT
 
 
 class Owner(TypedDict):
@@ -116,7 +143,8 @@ class RunClaim:
     """A run's claim on a rank's folder. The identity fits the folder; ``take`` makes this process the owner.
 
     Args:
-        accept_changes: record a different identity, with the time, instead of refusing it.
+        accept_changes: record a different identity, with the time, instead of refusing it. A folder in which no work
+            was kept takes any identity.
 
     Raises:
         CheckpointMismatch: the checkpoint belongs to another run; the message names each field with both values.
@@ -125,7 +153,7 @@ class RunClaim:
 
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
         self._path = folder / RUN
-        self._fields = _as_kept(identity.fields)
+        self._fields = as_kept(identity.fields)
         self._fence = 0
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
@@ -139,7 +167,7 @@ class RunClaim:
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
-            self._accepted += _changes(folder, old, identity, accept_changes)
+            self._accepted += _accept(folder, compare(old, identity), identity, accept_changes)
         else:
             _refuse_foreign(folder)
 
@@ -172,6 +200,18 @@ def read_run(path: Path) -> Json:
     return content
 
 
+def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: bool) -> list[Json]:
+    if not changes:
+        return []
+    if not any(change.field == "format" for change in changes) and not holds_work(folder):
+        names = ", ".join(change.field for change in changes)
+        logger.info(f"Nothing was kept in {folder} yet, so its settings may change: {names}.")
+        return []
+    if not accept or any(change.is_layout for change in changes):
+        raise refusal(f"The checkpoint {folder} was", changes, way_back(changes, identity))
+    return records(changes)
+
+
 def _refuse_foreign(folder: Path) -> None:
     foreign = [name for name in (COMMITS, CACHE, journal_path(folder, 0).name) if (folder / name).exists()]
     if foreign:
@@ -181,30 +221,46 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _as_kept(fields: Json) -> Json:
+def compare(kept: Json, identity: RunIdentity) -> list[Change]:
+    """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it."""
+    identity = identity.described_like(kept)
+    old = {name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")}
+    new = as_kept(identity.fields)
+    return [
+        Change(name, old.get(name), new.get(name), _shown(old, name), _shown(new, name), identity.notes.get(name))
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name, ...) != new.get(name, ...)
+    ]
+
+
+def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMismatch:
+    """The error for a run that differs from the one that is kept: each field with both values, then the way out."""
+    changes = list(changes)
+    lines = [f"  {change.field}: {change.shown_old} -> {change.shown_new}" for change in changes]
+    notes = [f"  ({change.note})" for change in changes if change.note]
+    return CheckpointMismatch("\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes]), way_out]))
+
+
+def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True) -> str:
+    """What to do about changes that were not accepted."""
+    if any(change.is_layout for change in changes):
+        may_mix = False
+    return (
+        "Go on with the old settings, or choose another checkpoints_local_dir (and output, and logging_dir) for the "
+        f"new ones{f', or {identity.how_to_accept} to mix the two' if may_mix else ''}."
+    )
+
+
+def records(changes: Iterable[Change]) -> list[Json]:
+    """Changes that were accepted, as ``run.json`` and ``job.json`` keep them."""
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return [{"when": when, "field": change.field, "old": change.old, "new": change.new} for change in changes]
+
+
+def as_kept(fields: Json) -> Json:
     """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
     kept: Json = orjson.loads(orjson.dumps({"format": FORMAT, **fields}))
     return kept
-
-
-def _changes(folder: Path, old: Json, identity: RunIdentity, accept: bool) -> list[Json]:
-    earlier = identity.earlier
-    if earlier is not None and old.get("identity_version") == earlier.fields.get("identity_version"):
-        identity = earlier
-    new = _as_kept(identity.fields)
-    changed = [name for name in dict.fromkeys([*old, *new]) if old.get(name, ...) != new.get(name, ...)]
-    fixed = not _LAYOUT.isdisjoint(changed)
-    if changed and (not accept or fixed):
-        lines = [f"  {name}: {_shown(old, name)} -> {_shown(new, name)}" for name in changed]
-        notes = [f"  ({identity.notes[name]})" for name in changed if name in identity.notes]
-        raise CheckpointMismatch(
-            f"The checkpoint {folder} was made by another run:\n"
-            + "\n".join([*lines, *dict.fromkeys(notes)])
-            + "\nGo on with the old settings, or choose another checkpoints_local_dir (and output) for the new ones"
-            + ("." if fixed else ", or set accept_changes=True to mix the two.")
-        )
-    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return [{"when": when, "field": name, "old": old.get(name), "new": new.get(name)} for name in changed]
 
 
 def _shown(identity: Json, name: str) -> str:

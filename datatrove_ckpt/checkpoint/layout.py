@@ -1,5 +1,6 @@
 """The names of a checkpoint's files. They are part of the format on disk: older and newer versions read them.
 
+<checkpoints_local_dir>/job.json                                 the identity that all ranks share
 <checkpoints_local_dir>/last_chunk/00000.txt
 <checkpoints_local_dir>/00000/run.json, commits.jsonl, ...       rank 0
 <checkpoints_local_dir>/retry-00001/00000/...                    rank 0's first retry of its dead letters
@@ -10,6 +11,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+JOB = "job.json"
+JOB_LOCK = "job.lock"
 RUN = "run.json"
 COMMITS = "commits.jsonl"
 LOCK = "lock"

@@ -1,18 +1,20 @@
 """CheckpointManager: the settings of one rank's checkpoint, and how it is opened.
 
-Opening takes the lock, compares the identity, takes the fence and recovers, in this order. Whatever fails on the way is
-undone, so a refused process leaves the rank to its owner, and a finished rank finished.
+Opening takes the lock, compares the identity with what this rank and its job have, takes the fence and recovers, in
+this order. Whatever fails on the way is undone, so a refused process leaves the rank to its owner, and a finished rank
+finished.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds, make_interval
+from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
@@ -21,6 +23,7 @@ from datatrove_ckpt.checkpoint.layout import (
     journal_path,
     last_chunk_file,
     rank_folder,
+    retry_number,
 )
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.publishing import WriteChunk
@@ -56,6 +59,8 @@ class CheckpointManager:
         accept_changes: bool = False,
         mirror: Mirror | None = None,
     ) -> None:
+        self._root = root
+        self._rank = rank
         self._folder = rank_folder(root, rank)
         self._last_chunk = last_chunk_file(root, rank)
         self._records_per_chunk = records_per_chunk
@@ -82,10 +87,11 @@ class CheckpointManager:
             refused = undo.enter_context(ExitStack())
             refused.callback(lock.release, remove=finished)
             claim = RunClaim(folder, self._identity, self._accept_changes)
-            refused.pop_all()
-            undo.callback(lock.release)
-            interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
-            fence, cache = self._take_over(lock, claim, undo)
+            with self._joined():
+                refused.pop_all()
+                undo.callback(lock.release)
+                interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
+                fence, cache = self._take_over(lock, claim, undo)
             log = CommitLog(folder / COMMITS)
             if self._retry_errors:
                 cache.forget_errors()
@@ -99,6 +105,12 @@ class CheckpointManager:
         )
         checkpoint.start()
         return checkpoint
+
+    def _joined(self) -> AbstractContextManager[None]:
+        """Ranks retry their dead letters when they like, with settings of their own: a retry is no job."""
+        if retry_number(self._root.name) is not None:
+            return nullcontext()
+        return join_job(self._root, self._rank, self._identity, self._accept_changes)
 
     def _take_over(self, lock: files.Lock, claim: RunClaim, undo: ExitStack) -> tuple[Fence, RequestCache]:
         """Makes this process the rank's owner, and opens the request cache."""

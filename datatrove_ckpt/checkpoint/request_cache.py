@@ -9,7 +9,9 @@ called. Losing the last commits loses answers, never consistency.
 from __future__ import annotations
 
 import ctypes
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterable
 from importlib import resources
 from itertools import chain
@@ -59,6 +61,28 @@ _INSERT = (
 _ROW = "(?,?,?,?,?,?,?,?,?)"
 _Row: TypeAlias = tuple[int | str | bytes | None, ...]
 _ROWS_AT_ONCE = 64
+# More than the database and its log have before the first answer.
+_EMPTY_BYTES = 1 << 20
+
+
+def has_answers(path: Path) -> bool:
+    """Whether the file holds an answer. Reads a copy, because opening the file would lock out its owner.
+
+    A file that is larger than an empty one, or that cannot be read, counts as one with answers.
+    """
+    found = [file for file in (path, path.with_name(f"{path.name}-wal")) if file.exists()]
+    if not found or sum(file.stat().st_size for file in found) > _EMPTY_BYTES:
+        return bool(found)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in found:
+            shutil.copy(file, folder)
+        connection = sqlite3.connect(Path(folder) / path.name)
+        try:
+            return bool(connection.execute("SELECT EXISTS(SELECT 1 FROM request_cache)").fetchone()[0])
+        except sqlite3.Error as error:
+            return "no such table" not in str(error)  # the process died before it had made the table
+        finally:
+            connection.close()
 
 
 class RequestCache:

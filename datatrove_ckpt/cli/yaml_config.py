@@ -49,6 +49,9 @@ _NAMES_BY_MODULE = {
 }
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
+# With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
+_NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
+
 
 def load(path: str | Path) -> dict[str, Any]:
     """The file's content. Builds nothing.
@@ -78,7 +81,13 @@ def build(content: dict[str, Any]) -> Any:
     """
     from datatrove.executor.base import PipelineExecutor
 
-    return _build(content["executor"], "executor", [PipelineExecutor])
+    executor = _build(content["executor"], "executor", [PipelineExecutor])
+    for name, default in _NUMBERS.items():
+        number = (content["executor"].get("init_args") or {}).get(name, 1)
+        if number < 1 and (number != -1 or not default):
+            allowed = f"at least 1, or -1 for {default}" if default else "at least 1"
+            raise ConfigError(f"executor {type(executor).__name__}: {name}: must be {allowed}; it is {number}.")
+    return executor
 
 
 def read_value(text: str) -> Any:

@@ -10,8 +10,6 @@ documents are committed. ``repair`` leaves the lock file in place, which marks t
 from __future__ import annotations
 
 import datetime
-import fcntl
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -143,28 +141,7 @@ class RankFolder:
 
     def holder(self) -> dict[str, Any] | None:
         """Host and pid of the process that works on this rank now; None if there is none."""
-        try:
-            fd = os.open(self.folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            # A shared lock for microseconds: two commands that look at once do not see each other.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-        except BlockingIOError:
-            return _holder(os.pread(fd, 1000, 0))
-        except OSError:  # no locks on this file system, so the holder is unknown
-            return None
-        finally:
-            os.close(fd)
-
-
-def _holder(content: bytes) -> dict[str, Any]:
-    try:
-        found = orjson.loads(content)
-    except orjson.JSONDecodeError:  # the process has the lock and is about to write its name
-        found = None
-    return found if isinstance(found, dict) else {"host": "unknown", "pid": None}
+        return files.lock_holder(self.folder / LOCK)
 
 
 def find_ranks(checkpoints: Path) -> list[RankFolder]:

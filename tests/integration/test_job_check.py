@@ -39,7 +39,8 @@ executor:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
+    statuses = {"Say refused": 400, "Say forbidden": 403}
+    with FakeServer(status=lambda payload, times: statuses.get(payload["messages"][-1]["content"])) as server:
         yield server
 
 
@@ -52,6 +53,7 @@ class Command:
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         self.server.asked.clear()
+        self.server.payloads.clear()
         self._capsys.readouterr()
         assert main(["run", "job.yaml", *arguments]) == code
         printed = self._capsys.readouterr()
@@ -77,7 +79,7 @@ def run(
 
 
 def written() -> list[str]:
-    lines = [line for path in Path("output").glob("*") for line in path.read_text().splitlines()]
+    lines = [line for path in Path("output").glob("*.jsonl") for line in path.read_text().splitlines()]
     return sorted(json.loads(line)["id"] for line in lines)
 
 
@@ -114,3 +116,110 @@ def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run: Command) -> No
     assert "4 of 4 documents are in 2 files" in line
     assert written() == before
     assert len(run.server.asked) == 2
+
+
+OTHER_MODEL = "--pipeline.1.config.model_name_or_path=other"
+
+
+CHANGES = {
+    "--executor.tasks=2": "tasks: 3 -> 2",
+    "--executor.tasks=6": "tasks: 3 -> 6",
+    "--pipeline.1.records_per_chunk=3": "records_per_chunk: 2 -> 3",
+    OTHER_MODEL: 'model: "fake" -> "other"',
+    "--pipeline.1.rollout_fn.prompt=Sing {text}": 'rollout_fn.prompt: "Say {text}" -> "Sing {text}"',
+    "--pipeline.1.output_writer.output_folder=elsewhere": "output_folder: ",
+}
+
+
+def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run: Command) -> None:
+    run()
+    before = written()
+    for change, field in CHANGES.items():
+        for accept in (), ("--pipeline.1.accept_changes=true",):
+            error = run(change, *accept, code=1)
+            assert error.count(field) == 1
+            assert "(task 0, 1, 2) were made by another run" in error
+            left = "Task 0, 1, 2 is finished: its output stays" if "tasks=6" in change else "All tasks are finished"
+            assert left in error
+            assert "logging_dir" in error
+            assert not run.server.asked
+    assert written() == before
+    assert "12 of 12 documents" in run()
+
+
+def finish_one_task(run: Command) -> None:
+    """Task 0 is finished, task 1 has half of its documents, task 2 has not started."""
+    fails = Path("input/1.jsonl")
+    whole = fails.read_text()
+    fails.write_text("\n".join([*whole.splitlines()[:3], '{"id": "id 7", "text": "refused"}']))
+    assert "refused" in run(code=1)
+    fails.write_text(whole)
+    assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000"]
+
+
+def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Command) -> None:
+    finish_one_task(run)
+    error = run(OTHER_MODEL, code=1)
+    assert 'model: "fake" -> "other"' in error
+    assert "Task 0 is finished: its output stays as it is. Go on with the old settings, or" in error
+    line = run(OTHER_MODEL, "--pipeline.1.accept_changes=true")
+    assert "12 of 12 documents" in line
+    assert {payload["model"] for payload in run.server.payloads} == {"other"}
+    assert "12 of 12 documents" in run(OTHER_MODEL), "what was accepted once is not refused later"
+    assert 'model: "other" -> "fake"' in run(code=1)
+
+
+def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> None:
+    finish_one_task(run)
+    error = run("--executor.tasks=2", "--pipeline.1.accept_changes=true", code=1)
+    assert "tasks: 3 -> 2" in error
+    assert "Task 0 is finished" in error
+    assert "12 of 12 documents" in run()
+
+
+def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) -> None:
+    refuses = ("--pipeline.1.config.server_type=llamacpp", "--pipeline.1.config.model_name_or_path=/no/such/file")
+    run(*refuses, code=1)
+    assert Path("checkpoints/00000/run.json").exists()
+    line = run("--executor.tasks=2", "--pipeline.1.records_per_chunk=3")
+    assert "12 of 12 documents are in 5 files" in line
+
+
+def test_a_finished_task_without_documents_runs_again_with_other_settings(run: Command) -> None:
+    """With another number of tasks, it may have something to do."""
+    for name in ("0", "1"):
+        Path(f"input/{name}.jsonl").write_text("\n")
+    Path("input/2.jsonl").write_text('{"id": "id 7", "text": "forbidden"}')
+    run(code=1)
+    assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000", "00001"]
+    for index, name in enumerate(("0", "1", "2")):
+        Path(f"input/{name}.jsonl").write_text(f'{{"id": "id {index}", "text": "text {index}"}}')
+    assert "3 of 3 documents" in run("--executor.tasks=2")
+    assert written() == ["id 0", "id 1", "id 2"]
+
+
+def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run: Command) -> None:
+    settings = ("--pipeline.1.skip_bad_requests=true",)
+    Path("input/1.jsonl").write_text('{"id": "id 4", "text": "refused"}')
+    assert "8 of 9 documents" in run(*settings)
+    retry = (*settings, "--retry-dead-letters")
+    assert "tasks: 3 -> 2" in run(*retry, "--executor.tasks=2", code=1)
+    assert "9 of 9 documents" in run(*retry, "--pipeline.1.rollout_fn.prompt=Sing {text}")
+    assert "9 of 9 documents" in run(*settings)
+
+
+def test_a_folder_without_job_json_is_compared_too(run: Command) -> None:
+    run()
+    Path("checkpoints/job.json").unlink()
+    assert "tasks: 3 -> 2" in run("--executor.tasks=2", code=1)
+    assert "12 of 12 documents" in run()
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int) -> None:
+    error = run(f"--executor.tasks={number}", code=2)
+    assert f"error: executor LocalPipelineExecutor: tasks: must be at least 1; it is {number}." in error
+    assert "workers: must be at least 1, or -1 for one per task; it is 0." in run("--executor.workers=0", code=2)
+    assert "workers: must be at least 1, or -1 for one per task; it is -2." in run("--executor.workers=-2", code=2)
+    assert "local_tasks: must be at least 1, or -1 for all; it is 0." in run("--executor.local_tasks=0", code=2)
+    assert not Path("logs").exists()

@@ -560,6 +560,8 @@ def test_changed_code_is_refused_for_a_checkpoint_of_0_1_0(
     tmp_path: Path, kind: str, change: tuple[str, str], field: str
 ) -> None:
     folder = restore_0_1_0(tmp_path / "job", kind)
+    with (run_json(folder).parent / "chunk_00001.jsonl").open("ab") as journal:
+        journal.write(b"torn")  # a folder that holds nothing would take any identity
     before = run_json(folder).read_bytes()
     changed = tmp_path / "rollouts.py"
     changed.write_text((RELEASE_0_1_0 / "rollouts.py").read_text().replace(*change))

@@ -1,0 +1,182 @@
+"""``job.json``: the identity that all ranks of a job share.
+
+The ranks' ``run.json`` files are the truth. ``job.json`` says that they were compared with each other, so that a rank
+that starts reads one file, and not those of a thousand other ranks. A rank that finds none, or one that differs, takes
+``job.lock``, compares itself with all other ranks, replaces ``job.json``, and keeps the lock until its own ``run.json``
+is written. A crash on the way leaves a ``job.json`` that no rank has used yet. It refuses nobody: the next rank that
+differs from it looks at the other ranks again.
+
+A rank takes part in the comparison if it holds work, or if the process that wrote its ``run.json`` still has its lock.
+Others have nothing that could be mixed up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.identity import (
+    Change,
+    RunIdentity,
+    as_kept,
+    compare,
+    read_run,
+    records,
+    refusal,
+    way_back,
+)
+from datatrove_ckpt.checkpoint.layout import JOB, JOB_LOCK, LOCK, RUN, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.recovery import holds_work
+from datatrove_ckpt.errors import CheckpointLocked
+
+_GUARD_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+
+
+@dataclass
+class JobChanges:
+    """How a job differs from its ranks.
+
+    Attributes:
+        changes: each difference once.
+        ranks: the ranks that differ, in ascending order.
+        empty: ranks that differ and hold no work, so that they may start over with the new settings.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    empty: list[int] = field(default_factory=list)
+
+    @property
+    def is_layout(self) -> bool:
+        return any(change.is_layout for change in self.changes)
+
+    def add(self, rank: int, changes: Iterable[Change]) -> None:
+        self.ranks.append(rank)
+        self.changes += [change for change in changes if change not in self.changes]
+
+
+@contextmanager
+def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool) -> Iterator[None]:
+    """Compares a rank that starts with the other ranks of its job. Inside the block, the rank writes ``run.json``.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+
+    Raises:
+        CheckpointMismatch: another rank belongs to another run; the message names each field with both values.
+        CheckpointLocked: another process has kept ``job.lock`` for a minute.
+    """
+    guard = None if _agrees(root, identity) else _guard(root, identity)
+    try:
+        if not _agrees(root, identity):
+            files.disk.replace(root / JOB, _next_job(root, rank, identity, accept_changes))
+        yield
+    finally:
+        if guard is not None:
+            guard.release(remove=True)
+    if not _agrees(root, identity):  # another job started at the same instant
+        raise _refusal(root, JobChanges(compare(_read(root), identity), [rank]), identity)
+
+
+def compare_job(
+    root: Path,
+    identity: RunIdentity,
+    ranks: Collection[int] | None = None,
+    counts: Callable[[Change], bool] = lambda change: True,
+) -> JobChanges:
+    """Compares a job that is about to start with its ranks, finished ones included. Changes nothing.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        ranks: look at these only, if ``job.json`` agrees with the job. None: look at all that have a folder.
+        counts: which differences matter.
+    """
+    if ranks is None or not _agrees(root, identity):
+        ranks = rank_numbers(root) if root.exists() else []
+    return _compare_ranks(root, ranks, identity, counts)
+
+
+def some_ranks(ranks: list[int]) -> str:
+    """The first few ranks by number, for messages."""
+    shown = ", ".join(map(str, ranks[:5]))
+    return shown if len(ranks) <= 5 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def _read(root: Path) -> Json:
+    """The content of ``job.json``; empty if there is none."""
+    path = root / JOB
+    return read_run(path) if path.exists() else {}
+
+
+def _agrees(root: Path, identity: RunIdentity) -> bool:
+    job = _read(root)
+    return bool(job) and not compare(job, identity)
+
+
+def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
+    """Takes ``job.lock``. None: while this rank waited for it, another one has written a ``job.json`` that agrees."""
+    deadline = time.monotonic() + _GUARD_SECONDS
+    while True:
+        try:
+            return files.Lock(root / JOB_LOCK)
+        except CheckpointLocked:
+            if _agrees(root, identity):
+                return None
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> bytes:
+    """The content of the next ``job.json``, after a comparison with all other ranks."""
+    others = _compare_ranks(root, [other for other in rank_numbers(root) if other != rank], identity)
+    if others.changes and (not accept or others.is_layout):
+        raise _refusal(root, others, identity)
+    accepted = [*_read(root).get("accepted_changes", []), *records(others.changes)]
+    job = {**as_kept(identity.fields), **({"accepted_changes": accepted} if accepted else {})}
+    return orjson.dumps(job, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _refusal(root: Path, found: JobChanges, identity: RunIdentity) -> Exception:
+    what = f"The checkpoints of other tasks in {root} (task {some_ranks(found.ranks)}) were"
+    return refusal(what, found.changes, way_back(found.changes, identity))
+
+
+def _compare_ranks(
+    root: Path,
+    ranks: Iterable[int],
+    identity: RunIdentity,
+    counts: Callable[[Change], bool] = lambda change: True,
+) -> JobChanges:
+    runs = {rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()}
+    found, accepted = JobChanges(), _accepted([_read(root), *runs.values()])
+    for rank, run in runs.items():
+        changes, folder = [change for change in compare(run, identity) if counts(change)], rank_folder(root, rank)
+        if changes and not holds_work(folder) and not _is_live(folder, run):
+            found.empty.append(rank)
+            continue
+        if is_finished(folder):
+            changes = [change for change in changes if (change.field, change.old, change.new) not in accepted]
+        if changes:
+            found.add(rank, changes)
+    return found
+
+
+def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
+    """What the user has accepted before: field, old and new value. It holds for all ranks that were finished then."""
+    changes = [change for content in kept for change in content.get("accepted_changes", [])]
+    return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
+
+
+def _is_live(folder: Path, run: Json) -> bool:
+    """Whether the process that wrote ``run.json`` works on the rank. One that has only the lock compares itself."""
+    holder, owner = files.lock_holder(folder / LOCK), run.get("owner", {})
+    return holder is not None and holder == {"host": owner.get("host"), "pid": owner.get("pid")}

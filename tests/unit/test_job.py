@@ -1,0 +1,208 @@
+"""All ranks of a job have one identity, whichever starts first, and whatever a crash leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint import files, job
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.job import compare_job, join_job
+from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
+from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+
+
+def identity(**fields: Any) -> RunIdentity:
+    return RunIdentity({"model": "m", "tasks": 3, **fields})
+
+
+class Rank:
+    """A process that works on a rank, up to the point where it has written ``run.json``."""
+
+    def __init__(self, root: Path, number: int) -> None:
+        self.root, self.number, self.folder = root, number, rank_folder(root, number)
+        files.disk.make_dirs(self.folder)
+        self.lock = files.Lock(self.folder / LOCK)
+
+    def start(self, identity: RunIdentity, accept_changes: bool = False) -> None:
+        claim = RunClaim(self.folder, identity, accept_changes)
+        with join_job(self.root, self.number, identity, accept_changes):
+            claim.take()
+
+    def work(self) -> None:
+        journal_path(self.folder, 0).write_bytes(b"a document")
+
+    def die(self) -> None:
+        self.lock.release()
+
+    def finish(self) -> None:
+        self.lock.release(remove=True)
+
+
+def test_another_rank_with_another_number_of_tasks_is_refused(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        runner(tmp_path, server).run(documents(2), rank=0, world_size=2)
+        with pytest.raises(
+            CheckpointMismatch, match=r"other tasks in .* \(task 0\) were made by another run:\n  tasks"
+        ):
+            runner(tmp_path, server).run(documents(2), rank=1, world_size=3)
+        with pytest.raises(CheckpointMismatch, match='model: "fake" -> "other"'):
+            runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(2), rank=1, world_size=2)
+        runner(tmp_path, server).run(documents(2), rank=1, world_size=2)
+
+
+def test_a_rank_that_starts_reads_one_file_and_not_those_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        Rank(tmp_path, number).start(identity())
+    read = []
+    monkeypatch.setattr(
+        job, "read_run", lambda path, read_run=job.read_run: (read.append(path.name), read_run(path))[1]
+    )
+    Rank(tmp_path, 3).start(identity())
+    assert set(read) == {"job.json"}
+
+
+def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
+    first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
+    errors: list[Exception] = []
+    waits = threading.Event()
+
+    def start_second() -> None:
+        waits.set()
+        try:
+            second.start(identity(tasks=4))
+        except CheckpointMismatch as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=start_second)
+    claim = RunClaim(first.folder, identity())
+    with join_job(tmp_path, 0, identity(), accept_changes=False):
+        thread.start()  # between job.json and run.json of the first
+        waits.wait()
+        thread.join(0.1)
+        assert thread.is_alive(), "it must wait until the first has said what it is"
+        claim.take()
+    thread.join()
+    assert [str(error).splitlines()[1] for error in errors] == ["  tasks: 3 -> 4"]
+    assert json.loads((tmp_path / "job.json").read_bytes())["tasks"] == 3
+
+
+def test_a_rank_waits_for_job_lock_no_longer_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = files.Lock(tmp_path / "job.lock")
+    monkeypatch.setattr(job, "_GUARD_SECONDS", 0.05)
+    with pytest.raises(CheckpointLocked, match=r"job\.lock"):
+        Rank(tmp_path, 0).start(identity())
+    (tmp_path / "job.json").write_text(json.dumps(identity().fields | {"format": 1}))
+    Rank(tmp_path, 1).start(identity())
+    guard.release()
+
+
+STARTS = """
+import sys
+from pathlib import Path
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.job import join_job
+from datatrove_ckpt.errors import CheckpointMismatch
+
+root, number, tasks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder, identity = root / f"{number:05d}", RunIdentity({"tasks": tasks})
+folder.mkdir()
+lock = files.Lock(folder / "lock")
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    claim = RunClaim(folder, identity)
+    with join_job(root, number, identity, False):
+        claim.take()
+    print(tasks, flush=True)
+except CheckpointMismatch:
+    print("refused", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_that_start_at_once_agree_on_one_job(tmp_path: Path) -> None:
+    tasks = [8, 9, 8, 9]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTS, str(tmp_path), str(number), str(tasks[number])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        for number in range(4)
+    ]
+
+    def heard() -> list[str]:
+        return [process.stdout.readline().strip() if process.stdout else "" for process in processes]
+
+    assert heard() == ["ready"] * 4
+    for process in processes:
+        print(file=process.stdin)
+    said = heard()
+    for process in processes:
+        process.communicate("\n")
+    agreed = json.loads((tmp_path / "job.json").read_bytes())["tasks"]
+    assert said == [str(number) if number == agreed else "refused" for number in tasks]
+
+
+def test_a_job_json_that_a_crash_left_refuses_nobody(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    with pytest.raises(KeyboardInterrupt), join_job(tmp_path, 0, identity(), accept_changes=False):
+        raise KeyboardInterrupt  # before run.json
+    rank.die()
+    Rank(tmp_path, 1).start(identity(tasks=4))
+
+
+def test_ranks_that_hold_nothing_and_have_ended_refuse_nobody(tmp_path: Path) -> None:
+    first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
+    first.start(identity())
+    second.start(identity())
+    other = Rank(tmp_path, 2)
+    with pytest.raises(CheckpointMismatch, match=r"\(task 0, 1\)"):
+        other.start(identity(tasks=4))
+    first.finish()
+    second.die()
+    other.start(identity(tasks=4))
+    assert compare_job(tmp_path, identity()).ranks == [2], "it is at work"
+
+
+def test_a_rank_that_holds_work_refuses_another_job(tmp_path: Path) -> None:
+    first = Rank(tmp_path, 0)
+    first.start(identity())
+    first.work()
+    first.die()
+    with pytest.raises(CheckpointMismatch, match="tasks: 3 -> 4"):
+        Rank(tmp_path, 1).start(identity(tasks=4))
+    (tmp_path / "job.json").unlink()  # as in a folder of an earlier version
+    with pytest.raises(CheckpointMismatch, match="tasks: 3 -> 4"):
+        Rank(tmp_path, 2).start(identity(tasks=4))
+
+
+def test_an_accepted_change_holds_for_the_job(tmp_path: Path) -> None:
+    first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
+    first.start(identity())
+    first.work()
+    journal_path(first.folder, 0).rename(first.folder / "commits.jsonl")
+    first.finish()
+    with pytest.raises(CheckpointMismatch, match='model: "m" -> "n"'):
+        second.start(identity(model="n"))
+    second.start(identity(model="n"), accept_changes=True)
+    second.work()
+    Rank(tmp_path, 2).start(identity(model="n"))
+    assert not compare_job(tmp_path, identity(model="n")).ranks
+    assert compare_job(tmp_path, identity()).ranks == [1, 2]
+    (tmp_path / "job.json").unlink()
+    assert compare_job(tmp_path, identity(model="n")).ranks == [0]

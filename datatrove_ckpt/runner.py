@@ -101,6 +101,7 @@ class InferenceRunner(PipelineStep):
 
     name = "Inference 🔍"
     type = "Model call"
+    how_to_accept = "set accept_changes=True"  # the command line has other words
 
     def __init__(
         self,
@@ -267,9 +268,8 @@ class InferenceRunner(PipelineStep):
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         now, made = code_identity(self.rollout_fn, self.shared_context), self._code_when_made
-        return run_identity(
-            now, made, self.config, self.output_writer, self.records_per_chunk, self.metadata_key, world_size
-        )
+        chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
+        return run_identity(now, made, self.config, self.output_writer, chunk, key, world_size, accept)
 
     def _checkpoint(
         self, root: Path, rank: int, world_size: int, prefix: str = ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -18,10 +20,12 @@ from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build, show
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
+
+_ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
+    _name_flags(executor)
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
             check_rank_in_template(step.output_writer, executor.world_size)
@@ -45,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         _retry_dead_letters(executor)
     else:
         _check_inputs(executor)
-    check_job(executor)
+    try:
+        check_job(executor)
+    except CheckpointMismatch as error:
+        return fail(_with_command(error, arguments.command), 1)
     if slurm_submit.submits(executor):
         slurm_submit.check(executor)
     return _execute(executor, arguments.command)
@@ -74,11 +82,24 @@ def _execute(executor: Any, command: str) -> int:
         own = own_error(error) or (error if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(own, 1)
+        return fail(_with_command(own, command), 1)
     for step in steps:
         if step.checkpoints_local_dir is not None:
             print(_summary(step, command))
     return 0
+
+
+def _name_flags(executor: Any) -> None:
+    """Lets the steps name accept_changes as it is written on this command line, in cluster jobs as well."""
+    for index, step in enumerate(executor.pipeline):
+        if isinstance(step, InferenceRunner):
+            step.how_to_accept = f"add --pipeline.{index}.accept_changes=true to the command"
+
+
+def _with_command(error: Exception, command: str) -> Exception:
+    """The error with the whole command to type, if it names a flag."""
+    flag = _ACCEPT.search(str(error))
+    return error if flag is None else CheckpointMismatch(f"{error} The whole command: {command} {flag[0]}")
 
 
 def _interrupted(interruption: Interruption, command: str) -> int:
@@ -138,8 +159,15 @@ def _summary(step: InferenceRunner, command: str) -> str:
         f"{counts.written} of {counts.read} documents are in {files} files in "
         f"{step.output_writer.output_folder.resolve_paths('')} ({counts.dropped} dropped, {counts.dead} dead letters), "
         f"for {counts.requests} requests with {counts.prompt_tokens} prompt and {counts.completion_tokens} completion "
-        f"tokens. Whenever it is interrupted, the same line resumes it: {command}"
+        f"tokens. {_next_step(step, counts, command)}"
     )
+
+
+def _next_step(step: InferenceRunner, counts: DocumentCounts, command: str) -> str:
+    if counts.dead:
+        retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
+        return f"To retry the dead letters: {command}{retry}"
+    return f"To check the files: {shlex.join(['datatrove-ckpt', 'verify', str(step.checkpoints_local_dir)])} --full"
 
 
 def _check_inputs(executor: Any) -> None:

@@ -85,6 +85,7 @@ def run_identity(
     records_per_chunk: int,
     metadata_key: str,
     world_size: int,
+    how_to_accept: str,
 ) -> RunIdentity:
     """The identity of a run, as plain JSON values.
 
@@ -112,9 +113,27 @@ def run_identity(
         **_code_fields(code.fields_0_1, made.fields_0_1),
         **output,
     }
-    notes = {name: _BYTECODE_NOTE for name, value in fields.items() if code_hash.is_bytecode(value)}
-    notes_0_1 = {name: _0_1_NOTE for name, value in fields_0_1.items() if value != fields.get(name)}
-    return RunIdentity(fields, notes, earlier=RunIdentity(fields_0_1, notes_0_1))
+    functions, functions_0_1 = _function_notes(fields), _function_notes(fields_0_1)
+    bytecode = {name: _BYTECODE_NOTE for name, value in fields.items() if code_hash.is_bytecode(value)}
+    hashes_0_1 = {name: _0_1_NOTE for name, value in fields_0_1.items() if value != fields.get(name)}
+    earlier = RunIdentity(fields_0_1, _joined(functions_0_1, hashes_0_1))
+    return RunIdentity(fields, _joined(functions, bytecode), earlier, how_to_accept)
+
+
+def _function_notes(fields: dict[str, Any]) -> dict[str, str]:
+    """Which function each hash of code describes."""
+    notes = {}
+    for name in fields:
+        place, is_code = name.removesuffix(" code"), name.endswith(" code")
+        owner, _, last = place.rpartition(".")
+        if is_code:
+            known = fields.get(place) or (f"{fields[owner]}.{last}" if last == "__call__" else last)
+            notes[name] = f"code of the function {known}"
+    return notes
+
+
+def _joined(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
+    return {name: "; ".join(filter(None, [first.get(name), second.get(name)])) for name in {**first, **second}}
 
 
 def _code_fields(now: dict[str, Any], when_made: dict[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
     # The proof must cover each step of the commit order.
     for step in (
         *(["sync chunk_"] if "sync" in counted else []),
+        "rename job.json",
         "write 00000_chunk_",
         "rename 00000_chunk_",
         "write commits",

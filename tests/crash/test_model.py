@@ -280,7 +280,7 @@ class JobMachine(RuleBasedStateMachine):
             self._died("refusing servers")
 
     def _setting_changed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
-        if way.retry or not (self._rank / "run.json").exists():
+        if way.retry or not self._finished_on_disk():  # a rank that holds nothing takes any settings
             return
         changed, message = CHANGES[detail % len(CHANGES)]
         before = self._without_holder()

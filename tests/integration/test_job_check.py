@@ -223,3 +223,40 @@ def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int)
     assert "workers: must be at least 1, or -1 for one per task; it is -2." in run("--executor.workers=-2", code=2)
     assert "local_tasks: must be at least 1, or -1 for all; it is 0." in run("--executor.local_tasks=0", code=2)
     assert not Path("logs").exists()
+
+
+ROLLOUTS = """
+async def rewrite(document, generate):
+    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
+    if document.id == "id 3":
+        raise ValueError("what is this?")
+    return answer
+"""
+
+
+def test_a_corrected_rollout_is_refused_with_its_name_and_the_command_to_type(
+    run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ("--pipeline.1.rollout_fn=my_rollouts.rewrite", "--executor.tasks=1")
+    Path("my_rollouts.py").write_text(ROLLOUTS)
+    assert "what is this?" in run(*typed, code=1)
+    Path("my_rollouts.py").write_text(ROLLOUTS.replace("id 3", "id x"))
+    monkeypatch.delitem(sys.modules, "my_rollouts")
+    error = run(*typed, code=1)
+    assert "rollout_fn code: " in error
+    assert "(code of the function rewrite)" in error
+    assert "or add --pipeline.1.accept_changes=true to the command to mix the two" in error
+    command = f"datatrove-ckpt run job.yaml {' '.join(typed)} --pipeline.1.accept_changes=true"
+    assert error.endswith(f"The whole command: {command}\n")
+    monkeypatch.delitem(sys.modules, "my_rollouts")
+    assert "12 of 12 documents" in run(*command.split()[3:])
+    monkeypatch.delitem(sys.modules, "my_rollouts")
+
+
+def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:
+    assert run("--executor.tasks=1").endswith("To check the files: datatrove-ckpt verify checkpoints --full\n")
+    Path("input/3.jsonl").write_text('{"id": "id 12", "text": "refused"}')
+    shutil.rmtree("logs")
+    command = "datatrove-ckpt run job.yaml --executor.tasks=1 --pipeline.1.skip_bad_requests=true"
+    line = run(*command.split()[3:])
+    assert line.endswith(f"To retry the dead letters: {command} --retry-dead-letters\n")

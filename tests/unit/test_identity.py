@@ -470,7 +470,8 @@ def test_a_refusal_says_that_bytecode_was_compared(tmp_path: Path) -> None:
         runner(tmp_path, server, first["rollout"]).run(documents(1))
         runner(tmp_path, server, first["rollout"]).run(documents(2))
         with pytest.raises(
-            CheckpointMismatch, match=r"bytecode \S+ \w+\"\n  \(without its source, .*bytecode, which differ"
+            CheckpointMismatch,
+            match=r"bytecode \S+ \w+\"\n  \(code of the function rollout; without its source, .*bytecode, which differ",
         ):
             runner(tmp_path, server, second["rollout"]).run(documents(1))
 

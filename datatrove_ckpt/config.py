@@ -167,6 +167,11 @@ class InferenceConfig:
         return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
     @property
+    def servers(self) -> int:
+        """How many servers a task sends requests to: those that it launches, or the endpoint's URLs."""
+        return len(self.endpoint_urls) if self.server_type == "endpoint" else self.replicas
+
+    @property
     def server_drain_sec(self) -> float:
         """Seconds that a server has to finish its requests after a SIGTERM that did not come from its runner.
 

@@ -13,6 +13,7 @@ CkptError
 │   ├── DocumentNotSerializable  a document holds a value that cannot be kept or written
 │   ├── TooManyDeadLetters     more documents failed than max_dead_letters allows
 │   └── OutputFailed           a finished chunk could not be written or published
+├── TooManyOpenFiles           the limit on open files was reached (ulimit -n)
 ├── Preempted                  stopped early by a signal or by the job's time limit; the same command resumes
 ├── ServerError
 │   ├── ServerStartFailed      the server never became ready; shows command, exit code and the end of the log
@@ -99,6 +100,13 @@ class OutputFailed(DocumentError):
 
     Correct the cause (a value that the writer cannot write, missing permissions, a remote that fails), and run the same
     command again.
+    """
+
+
+class TooManyOpenFiles(CkptError):
+    """No more file or connection could be opened. Everything saved before is safe.
+
+    Raise the limit (``ulimit -n``) or lower ``max_concurrent_generations``, and run the same command again.
     """
 
 

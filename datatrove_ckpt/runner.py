@@ -7,11 +7,10 @@ the user's settings; everything that a rank needs is made in ``run`` and closed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import get_args
 
 from datatrove.data import Document
 from datatrove.io import get_datafolder
@@ -34,6 +33,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress, wants_bar
 from datatrove_ckpt.generation.run_identity import code_identity, run_identity
 from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
+from datatrove_ckpt.generation.user_code import SharedContext, open_shared
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import connect
@@ -44,14 +44,10 @@ from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput, check_rank_in_template, check_writer
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
+from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 from datatrove_ckpt.rollouts import Rollout
-
-# Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].
-Shared: TypeAlias = dict[str, Any]
-SharedManager: TypeAlias = AbstractContextManager[Shared]
-SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 
 class InferenceRunner(PipelineStep):
@@ -182,7 +178,8 @@ class InferenceRunner(PipelineStep):
         """
         # Without a checkpoint a drain would save nothing: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
-        with Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
+        limit = enough_open_files(self.config.max_concurrent_generations, self.config.servers)
+        with limit, Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
             check_rank_in_template(self.output_writer, world_size)
             die_with_parent()
             nodes = Nodes.from_environment()
@@ -323,7 +320,7 @@ class InferenceRunner(PipelineStep):
         documents = DocumentSource(data, failures.keep_as_read, self.seek)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
-            with self._inference_timer(), self._shared(preemption) as shared:
+            with self._inference_timer(), open_shared(self.shared_context, preemption) as shared:
                 scheduler = Scheduler(
                     rollout_fn=partial(self.rollout_fn, **shared),
                     config=self.config,
@@ -340,24 +337,6 @@ class InferenceRunner(PipelineStep):
                 watcher.cancel()
             progress.close()
             documents.close()
-
-    @contextmanager
-    def _shared(self, preemption: Preemption) -> Iterator[Shared]:
-        """The keyword arguments for the rollout, from any of the four forms of ``shared_context``."""
-        context = self.shared_context
-        # The object that a @contextmanager function returns is callable, too: check for a context manager first.
-        if not isinstance(context, AbstractContextManager) and callable(context):
-            with preemption.interruptible():
-                context = context()
-        if isinstance(context, AbstractContextManager):
-            with ExitStack() as stack:
-                with preemption.interruptible():
-                    entered = stack.enter_context(context)
-                yield entered or {}
-        elif context is None or isinstance(context, dict):
-            yield context or {}
-        else:
-            raise ConfigError(f"shared_context: gave a {type(context).__name__} instead of a dict.")
 
     def _inference_timer(self) -> TimingStats:
         """datatrove's "inference_time" stat."""

@@ -29,6 +29,7 @@ import xxhash
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
+from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -40,10 +41,12 @@ MAX_OPEN_FILES = 64
 
 @contextmanager
 def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of the operating system and of SQLite into ``StorageFailed``."""
+    """Turns errors of the operating system and of SQLite into ``StorageFailed``, or ``TooManyOpenFiles``."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
+        if is_caused_by_limit(error):
+            raise limit_reached(f"Could not {action} {path}") from error
         raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(error)}") from error
 
 

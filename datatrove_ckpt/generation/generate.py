@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import trim
-from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError
+from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError, TooManyOpenFiles
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -69,7 +69,7 @@ class Answers:
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
         self.slot = slot
         self.doc_id = doc_id
-        self.fatal: ServerError | None = None
+        self.fatal: ServerError | TooManyOpenFiles | None = None
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
@@ -148,7 +148,7 @@ class Requests:
         except (RequestFailed, RequestPoisoned) as error:
             rank.observer.request_failed()
             raise InferenceError(None, error, payload=payload) from error
-        except ServerError as error:
+        except (ServerError, TooManyOpenFiles) as error:
             self._answers.fatal = error
             raise RolloutServerError(error) from error
         rank.observer.answered(completion)

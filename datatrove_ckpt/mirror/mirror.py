@@ -30,7 +30,7 @@ from loguru import logger
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.remote_errors import failure_text
@@ -121,7 +121,7 @@ class RemoteMirror:
             self._upload()
         except _Interrupted:
             pass
-        except (OSError, EOFError, ConfigError, StorageFailed) as error:
+        except (OSError, EOFError, ConfigError, StorageFailed, TooManyOpenFiles) as error:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
             if not self._given_up:

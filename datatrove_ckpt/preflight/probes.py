@@ -18,7 +18,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.errors import CkptError, StorageFailed
+from datatrove_ckpt.errors import CkptError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
@@ -96,7 +96,7 @@ def probe_folder(folder: Path) -> Iterator[Path]:
         files.disk.make_dir(probe)
         yield probe
     except BaseException:
-        with suppress(StorageFailed):
+        with suppress(StorageFailed, TooManyOpenFiles):
             _remove(probe)
         raise
     _remove(probe)

@@ -8,6 +8,7 @@
     finish_reason null, "abort", "error"
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
+    this process may open no more connections                        TooManyOpenFiles: the run stops
 
 Only the HTTP status decides, never words in a body: a body may quote the document, and documents contain anything.
 
@@ -171,6 +172,7 @@ class CompletionClient:
             RequestFailed: every attempt failed.
             ServerRefused: no request of this run can succeed.
             ServerDied: no server is left, and none may be restarted.
+            TooManyOpenFiles: this process may open no more connections.
         """
         request = Request()
         failures = 0

@@ -18,6 +18,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError, RequestRejected, Serve
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
 from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Key
 
 _CONNECT_TIMEOUT = 30.0  # seconds
@@ -97,6 +98,7 @@ async def post(transport: Transport, url: URL, body: bytes, model: str) -> bytes
 
     Raises:
         RequestRejected, ServerRefused, RetryableError: see the table in ``client.py``.
+        TooManyOpenFiles: no connection could be opened, which is not the server's fault.
     """
     try:
         response = await transport.post(body)
@@ -104,6 +106,8 @@ async def post(transport: Transport, url: URL, body: bytes, model: str) -> bytes
         kind = "connection" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
         raise RetryableError(f"no {kind} in time from {redacted_url(url)}", unreachable=True) from None
     except (aiohttp.ClientError, OSError) as error:
+        if is_caused_by_limit(error):
+            raise limit_reached(f"No connection to {redacted_url(url)}") from None
         details = redacted_error(error)
         cause = f"{type(error).__name__} from {redacted_url(url)}" + (f": {details}" if details else "")
         raise RetryableError(cause, unreachable=True) from None

@@ -17,6 +17,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.transport import join_url, needs_proxy, redacted_error, redacted_url
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
+from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import Key
 
 # Seconds. A longer wait would not help, because nothing starts these servers for us.
@@ -120,4 +121,6 @@ async def _probe(session: aiohttp.ClientSession, target: URL) -> str | None:
                 )
             return f"HTTP {response.status}" if response.status >= 500 else None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        if is_caused_by_limit(error):
+            raise limit_reached(f"No connection to {redacted_url(target)}") from None
         return redacted_error(error) or type(error).__name__

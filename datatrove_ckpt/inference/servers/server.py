@@ -35,6 +35,7 @@ from datatrove_ckpt.inference.servers.engines import HOST, EngineCommand, engine
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
+from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Key
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it, and until
@@ -169,6 +170,8 @@ class InferenceServer(Server):
             text = f"No process was created within server_start_timeout_sec={limit}."
             raise _StartAttemptFailed(text, None) from None
         except OSError as error:
+            if is_caused_by_limit(error):
+                raise limit_reached("No process could be created") from None
             # Without its cause: the frames of that error hold the environment, and tracebacks show it.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 

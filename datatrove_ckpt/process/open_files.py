@@ -1,0 +1,147 @@
+"""The limit on open files: raised at a rank's start to what the rank needs, and named where it was reached after all.
+
+Each request in flight has a connection, and each connection is an open file. Shells and Slurm often start with a soft
+limit of 1024, which every process may raise itself, up to the hard limit. It is raised to what is needed and no higher:
+some programs walk through all numbers up to the limit, and ``select`` fails above 1024.
+
+Servers that are launched inherit the raised limit, because each connection is an open file there, too. Without it a
+server of 3000 connections would stop accepting at 1024. vLLM and SGLang raise theirs to 65535 anyway.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles
+
+# The lifeline pipe, the handle of the process, one connection for health and one for metrics.
+_PER_SERVER = 4
+# 64 journals, the database with its log, a staged file, input files, uploads and the mirror's connections.
+_FILES = 128
+# What a library may open in addition: room, if the hard limit has it.
+_SPARE = 256
+# SQLite needs up to this many at once. They are closed again when it reports the error.
+_PROBED = 4
+_CODES = (errno.EMFILE, errno.ENFILE)
+_ADVICE = (
+    "Raise the limit where the tasks run (ulimit -n), or lower max_concurrent_generations. Everything saved so far is "
+    "kept: the same command resumes."
+)
+
+
+def files_needed(requests: int, servers: int) -> int:
+    """How many files a rank has open at most, with those that the process has open now.
+
+    Args:
+        requests: requests in flight at once; each has one connection.
+        servers: servers that the rank launches, or URLs that it sends requests to.
+    """
+    return _open_now() + requests + servers * _PER_SERVER + _FILES
+
+
+def raise_limit(requests: int, servers: int) -> None:
+    """Raises the soft limit to what the rank needs. It is never lowered.
+
+    Raises:
+        ConfigError: the hard limit is too low. Only an administrator can raise that one.
+    """
+    needed = files_needed(requests, servers)
+    soft, hard = limits()
+    # With several servers, connections to one may still be idle while all requests go to the others.
+    wanted = min(needed + _SPARE + (requests if servers > 1 else 0), hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):  # some systems allow less than the hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    allowed = limits()[0]
+    if allowed < needed:
+        raise ConfigError(too_low(requests, needed, allowed))
+
+
+def too_low(requests: int, needed: int, allowed: int) -> str:
+    """The message for a limit below the need."""
+    fitting = allowed - (needed - requests)
+    lower = f", or set max_concurrent_generations to at most {fitting}" if fitting > 0 else ""
+    return (
+        f"max_concurrent_generations: {requests} requests at once need {needed} open files, and this process may have "
+        f"{allowed} (ulimit -Hn). Raise the limit where the tasks run (ulimit -n {needed}){lower}."
+    )
+
+
+def limits() -> tuple[int, int]:
+    """The soft and the hard limit, as numbers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = 2**31 - 1
+    return (unlimited if soft == resource.RLIM_INFINITY else soft), (
+        unlimited if hard == resource.RLIM_INFINITY else hard
+    )
+
+
+def is_caused_by_limit(error: BaseException) -> bool:
+    """Whether the error means that no more file could be opened.
+
+    SQLite ("unable to open database file") and the lookup of a host name do not tell. So for their errors we try
+    whether a file can be opened now.
+    """
+    if isinstance(error, OSError) and (error.errno or 0) >= 0:
+        return error.errno in _CODES
+    return (isinstance(error, OSError) or type(error).__module__ == "sqlite3") and _is_exhausted()
+
+
+def limit_reached(what: str) -> TooManyOpenFiles:
+    """The error to raise. ``what``: what could not be done, as a clause without a full stop."""
+    return TooManyOpenFiles(f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}")
+
+
+@contextmanager
+def enough_open_files(requests: int, servers: int) -> Iterator[None]:
+    """Raises the limit, and turns an error that the limit caused, wherever it comes from, into ``TooManyOpenFiles``.
+
+    So a reader, a writer or a library that opens files needs no rule of its own.
+
+    Raises:
+        ConfigError: see ``raise_limit``.
+    """
+    raise_limit(requests, servers)
+    try:
+        yield
+    except TooManyOpenFiles:
+        raise
+    except Exception as error:
+        if any(is_caused_by_limit(cause) for cause in _causes(error)):
+            first = str(error).partition("\n")[0].rstrip(".")
+            raise limit_reached(
+                first if isinstance(error, CkptError) else f"{type(error).__name__}: {first}"
+            ) from error
+        raise
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _open_now() -> int:
+    try:
+        return sum(1 for _ in os.scandir("/dev/fd"))
+    except OSError:
+        return 32  # a usual number
+
+
+def _is_exhausted() -> bool:
+    opened: list[int] = []
+    try:
+        for _ in range(_PROBED):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno in _CODES
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return False

@@ -1,0 +1,188 @@
+"""The limit on open files, with real limits and connections: raised, refused early, never said to be a disk's fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
+from datatrove_ckpt.process import open_files
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, documents, runner
+
+JOB = """\
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: 1
+    workers: 1
+    logging_dir: logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {data_folder: input}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
+          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake,
+                   max_concurrent_generations: 200, request_max_attempts: 2}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: output, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+"""
+
+
+def run_job(folder: Path, url: str, limit: str) -> subprocess.CompletedProcess[str]:
+    """``datatrove-ckpt run`` of 200 documents, 200 at once, after ``ulimit LIMIT``."""
+    (folder / "input").mkdir()
+    rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(200)]
+    (folder / "input" / "0.jsonl").write_text("\n".join(rows))
+    (folder / "job.yaml").write_text(JOB.replace("URL", url))
+    command = f'ulimit {limit} && exec "$0" -m datatrove_ckpt run job.yaml'
+    return subprocess.run(
+        ["bash", "-c", command, sys.executable], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def release_when_asked(server: FakeServer, number: int) -> threading.Thread:
+    """Holds all answers until so many requests are in flight at once."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 30
+        while len(server.payloads) < number and time.monotonic() < deadline:
+            time.sleep(0.02)
+        server.release()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) -> None:
+    with FakeServer(hold_after=0) as server:
+        waiting = release_when_asked(server, 200)
+        ended = run_job(tmp_path, server.url, "-Sn 64")
+        waiting.join()
+        assert len(server.payloads) == 200
+    assert ended.returncode == 0, ended.stderr
+    assert "200 of 200 documents" in ended.stdout
+
+
+def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        ended = run_job(tmp_path, server.url, "-n 250")
+        assert server.payloads == []
+    assert ended.returncode == 1
+    said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert "max_concurrent_generations: 200 requests at once need " in said[0]
+    assert "this process may have 250 (ulimit -Hn)" in said[0]
+    assert "(ulimit -n " in said[0]
+    assert "set max_concurrent_generations to at most " in said[0]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """This process may open no more file, whatever the code does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sum(1 for _ in os.scandir("/dev/fd")) + 40, hard))
+    opened = []
+    try:
+        while True:
+            try:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda folder: files.disk.append(folder / "journal", b"line"),
+        lambda folder: files.disk.replace(folder / "file", b"content"),
+        lambda folder: files.Lock(folder / "lock"),
+        lambda folder: RequestCache(folder / "replay.sqlite3"),
+    ],
+)
+def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(tmp_path: Path, use: Callable[[Path], object]) -> None:
+    with no_file_left(), pytest.raises(TooManyOpenFiles) as raised:
+        use(tmp_path)
+    said = str(raised.value)
+    assert str(tmp_path) in said
+    assert "ulimit -n" in said
+    assert "max_concurrent_generations" in said
+    assert "disk" not in said
+
+
+def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_servers_fault(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    async def greedy(document: object, generate: object) -> object:
+        with no_file_left():
+            return await ask(document, generate)  # type: ignore[arg-type]
+
+    step = runner(tmp_path, server, greedy, on_document_error="dead_letter")
+    with pytest.raises(TooManyOpenFiles, match=r"No connection to http://127.0.0.1:\d+/v1/.*\(ulimit -n\)"):
+        step.run(documents(1))
+    assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
+    runner(tmp_path, server, greedy_no_more, accept_changes=True).run(documents(1))
+
+
+async def greedy_no_more(document: object, generate: object) -> object:
+    return await ask(document, generate)  # type: ignore[arg-type]
+
+
+def test_a_reader_at_the_limit_says_so(tmp_path: Path, server: FakeServer) -> None:
+    def read() -> Iterator[object]:
+        yield from documents(1)
+        with no_file_left():
+            open(tmp_path / "input", "w").close()  # noqa: PTH123
+
+    with pytest.raises(TooManyOpenFiles, match=r"OSError: .*Too many open files.*ulimit -n"):
+        runner(tmp_path, server).run(read())  # type: ignore[arg-type]
+
+
+def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_the_hard_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = [1024, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair))
+    open_files.raise_limit(requests=500, servers=1)
+    assert current == [1024, 4096]
+    open_files.raise_limit(requests=2000, servers=1)
+    assert open_files.files_needed(2000, 1) <= current[0] < 2000 + 1000
+    open_files.raise_limit(requests=3600, servers=2)
+    assert current == [4096, 4096]
+    with pytest.raises(ConfigError) as raised:
+        open_files.raise_limit(requests=5000, servers=1)
+    fitting = int(str(raised.value).rpartition("at most ")[2].rstrip("."))
+    open_files.raise_limit(requests=fitting, servers=1)
+
+
+def test_other_errors_do_not_speak_of_open_files(tmp_path: Path) -> None:
+    assert not open_files.is_caused_by_limit(OSError(28, "No space left on device"))
+    assert not open_files.is_caused_by_limit(socket.gaierror(-3, "Temporary failure in name resolution"))
+    assert files.MAX_OPEN_FILES < open_files._FILES  # the journals have room
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(Exception, match="Check the disk"):
+        RequestCache(tmp_path / "folder")

@@ -33,7 +33,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress, wants_bar
 from datatrove_ckpt.generation.run_identity import code_identity, run_identity
 from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
-from datatrove_ckpt.generation.user_code import SharedContext, open_shared
+from datatrove_ckpt.generation.user_code import SharedContext, bind_shared, check_rollout, open_shared
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import connect
@@ -145,8 +145,7 @@ class InferenceRunner(PipelineStep):
         self._code_when_made = code_identity(rollout_fn, shared_context)
 
     def _check_settings(self) -> None:
-        if not callable(self.rollout_fn):
-            raise ConfigError(f"rollout_fn: {self.rollout_fn!r} is not callable; give an async function.")
+        check_rollout(self.rollout_fn, self.shared_context)
         if self.records_per_chunk < 1:
             raise ConfigError(f"records_per_chunk: must be positive; it is {self.records_per_chunk}.")
         check_seconds("sync_seconds", self.sync_seconds)
@@ -322,7 +321,7 @@ class InferenceRunner(PipelineStep):
         try:
             with self._inference_timer(), open_shared(self.shared_context, preemption) as shared:
                 scheduler = Scheduler(
-                    rollout_fn=partial(self.rollout_fn, **shared),
+                    rollout_fn=bind_shared(self.rollout_fn, shared),
                     config=self.config,
                     checkpoint=checkpoint,
                     connect=partial(connect, self.config, rank),

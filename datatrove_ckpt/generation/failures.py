@@ -16,6 +16,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.errors import CkptError, DocumentFailed, RequestPoisoned, RequestRejected, TooManyDeadLetters
 from datatrove_ckpt.generation.dead_letters import cause_of, dead_letter
 from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.user_code import NotAwaitable
 from datatrove_ckpt.readers.positions import position_state
 
 OnDocumentError = Literal["stop", "dead_letter"]
@@ -61,7 +62,7 @@ class Failures:
             CkptError: the rollout let one out, and the rule says that it stops the rank.
         """
         document = source.document
-        if not self._is_letter(error):
+        if isinstance(error, NotAwaitable) or not self._is_letter(error):
             _stop(document, slot, error)
         self._dead += 1
         if self._limit is not None and self._dead > self._limit:

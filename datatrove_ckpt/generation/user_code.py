@@ -1,18 +1,150 @@
-"""The user's code that a rank calls: what the rollout function gets besides the document and ``generate``."""
+"""The user's code that a rank calls: checks the rollout function, and gives it the arguments of ``shared_context``.
+
+A rollout is refused before the run only if it provably cannot work. A plain ``def`` may return what ``generate``
+returns, and then works like ``async def``; whether it does shows at the first document at the latest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.rollouts import Rollout
 
 # Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].
 Shared: TypeAlias = dict[str, Any]
 SharedManager: TypeAlias = AbstractContextManager[Shared]
 SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
+
+_ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
+# Expressions whose value is never awaitable.
+_VALUES = (
+    *(ast.Constant, ast.JoinedStr, ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Compare),
+    *(ast.DictComp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.Lambda),
+)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+class NotAwaitable(ConfigError):
+    """A rollout returned something that cannot be awaited. No document of the run can succeed."""
+
+
+def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
+    """Refuses a rollout that cannot be awaited, or cannot be called with the document, ``generate`` and the context.
+
+    Raises:
+        ConfigError: names the function and its parameters.
+    """
+    if not callable(rollout_fn):
+        raise ConfigError(f"rollout_fn: {rollout_fn!r} is not callable; give an async function.")
+    if inspect.isclass(rollout_fn):
+        raise ConfigError(
+            f"rollout_fn: {rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...)."
+        )
+    function = _function(rollout_fn)
+    if function is not None and (problem := _problem(function)):
+        raise ConfigError(f"rollout_fn: {_shown(rollout_fn)} {problem}. {_ADVICE}.")
+    _check_call(rollout_fn, context if isinstance(context, dict) else {}, complete=isinstance(context, dict | None))
+
+
+def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
+    """The rollout function with its shared arguments. Its calls raise ``NotAwaitable`` for what cannot be awaited.
+
+    Raises:
+        ConfigError: it cannot be called with these arguments.
+    """
+    _check_call(rollout_fn, shared, complete=True)
+    call = partial(rollout_fn, **shared)
+    if inspect.iscoroutinefunction(_function(rollout_fn)):
+        return call
+
+    def checked(*arguments: Any) -> Awaitable[object]:
+        result = call(*arguments)
+        if not inspect.isawaitable(result):
+            kind = type(result).__name__
+            raise NotAwaitable(f"rollout_fn: {_shown(rollout_fn)} is not async: it returned a {kind}. {_ADVICE}.")
+        return result
+
+    return checked
+
+
+def _function(rollout_fn: Any) -> types.FunctionType | None:
+    """The function that a call runs in the end; None if that is no Python function."""
+    while isinstance(rollout_fn, partial):
+        rollout_fn = rollout_fn.func
+    if not isinstance(rollout_fn, types.FunctionType | types.MethodType):
+        rollout_fn = type(rollout_fn).__call__
+    rollout_fn = getattr(rollout_fn, "__func__", rollout_fn)
+    return rollout_fn if isinstance(rollout_fn, types.FunctionType) else None
+
+
+def _problem(function: types.FunctionType) -> str:
+    """Why a call's result can never be awaited; "" if it may be."""
+    if inspect.isasyncgenfunction(function):
+        return "yields, so it cannot be awaited: return the result"
+    if inspect.iscoroutinefunction(function) or function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
+        return ""
+    if inspect.isgeneratorfunction(function):
+        return "yields, so it cannot be awaited: return the result"
+    return "is not async" if _returns_values_only(function) else ""
+
+
+def _returns_values_only(function: types.FunctionType) -> bool:
+    """Each return statement of a plain ``def`` returns a dict, a text or the like. False if the source is missing."""
+    try:
+        # The code object's: the function's would be that of what it wraps.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+        return False
+    waiting: list[ast.AST] = [*tree.body[0].body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, _VALUES):
+            return False
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return True
+
+
+def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
+    """``complete``: ``shared`` holds all arguments besides the document and ``generate``."""
+    try:
+        signature = inspect.signature(rollout_fn)
+    except (TypeError, ValueError):
+        return  # some callables of other languages have none
+    bind = signature.bind if complete else signature.bind_partial
+    try:
+        bind("document", "generate", **shared)
+    except TypeError as error:
+        call = ", ".join(["document", "generate", *(f"{name}=..." for name in shared)])
+        where = " (shared_context gives the names)" if shared else ""
+        raise ConfigError(
+            f"rollout_fn: {_shown(rollout_fn)} cannot be called as rollout({call}){where}: {error}. Its parameters "
+            "must be document, generate, and the names that shared_context gives."
+        ) from None
+
+
+def _shown(rollout_fn: Any) -> str:
+    """Name and parameters, as in its definition."""
+    inner = rollout_fn
+    while isinstance(inner, partial):
+        inner = inner.func
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    try:
+        parameters = list(inspect.signature(rollout_fn).parameters.values())
+    except (TypeError, ValueError):
+        return str(name)
+    return f"{name}{inspect.Signature([one.replace(annotation=one.empty) for one in parameters])}"
 
 
 @contextmanager

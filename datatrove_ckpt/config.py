@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl
+
+import orjson
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import EnvironmentSecret
@@ -115,6 +118,8 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_numbers()
+        check_generation_params("default_generation_params", self.default_generation_params)
+        self._check_context()
         if self.max_concurrent_documents is None:
             self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
         if isinstance(self.api_key, str):
@@ -159,6 +164,15 @@ class InferenceConfig:
         for name in _AT_LEAST_ZERO:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be >= 0; it is {getattr(self, name)!r}.")
+
+    def _check_context(self) -> None:
+        for name in _TOKEN_LIMITS:
+            tokens = self.default_generation_params.get(name)
+            if self.server_type != "endpoint" and tokens is not None and tokens >= self.model_max_context:
+                raise ConfigError(
+                    f"default_generation_params.{name}: {tokens} tokens leave no room for a prompt: model_max_context, "
+                    f"prompt and answer together, is {self.model_max_context}."
+                )
 
     @property
     def endpoint_urls(self) -> list[str]:
@@ -228,8 +242,40 @@ _AT_LEAST_ONE = (
     "target_waiting",
 )
 _AT_LEAST_ZERO = ("server_start_max_retries", "server_max_restarts")
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
+# What vLLM, SGLang, llama.cpp and OpenAI all refuse. Upper limits of the temperature differ.
+_RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0)}
 _WITH_METRICS = ("vllm", "sglang", "llamacpp")
 _WITH_INTERPRETER = ("vllm", "sglang", "custom")
+
+
+def check_generation_params(key: str, params: object) -> None:
+    """Refuses parameters with which no request can succeed. ``key`` names the setting in the error.
+
+    Raises:
+        ConfigError: they are no JSON object, ask for a stream, or have a number that no server takes.
+    """
+    if not isinstance(params, dict):
+        raise ConfigError(f"{key}: {params!r} is not a mapping of payload keys to values.")
+    if params.get("stream"):
+        raise ConfigError(f"{key}.stream: answers are read as a whole; remove it.")
+    for name in _TOKEN_LIMITS:
+        value = params.get(name)
+        if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):
+            raise ConfigError(f"{key}.{name}: {value!r} is not a whole number of tokens, 1 or more.")
+    for name, (least, most) in _RANGES.items():
+        value = params.get(name)
+        if value is not None and not (_is_number(value) and least <= value <= most):
+            raise ConfigError(f"{key}.{name}: {value!r} is not a number from {least:g} to {most:g}.")
+    for name, value in params.items():
+        try:
+            orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        except TypeError as error:
+            raise ConfigError(f"{key}.{name}: {value!r} cannot be sent as JSON ({error}).") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_query(url: str) -> None:

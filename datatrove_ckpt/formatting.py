@@ -1,6 +1,11 @@
-"""Numbers and errors as text for people: counts, durations, sizes, ranges."""
+"""Numbers and errors as text for people: counts, durations, sizes, ranges, packages to install."""
 
 from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+_EXTRAS = {"zstandard": "zstd", "pyarrow": "parquet", "s3fs": "s3", "ray": "ray"}
 
 
 def plural(number: int, noun: str) -> str:
@@ -33,6 +38,18 @@ def byte_size(size: float) -> str:
 def error_text(error: BaseException) -> str:
     """The error's class and message, without a full stop at the end, so that a sentence can go on after it."""
     return f"{type(error).__name__}: {error}".rstrip(" .:")
+
+
+def missing_package(text: str) -> str | None:
+    """What to install, for a package's name or an error of another library that names one.
+
+    None if it is installed, or no extra of ours has it.
+    """
+    named = (name for name in _EXTRAS if re.search(rf"\b{name}\b", text))
+    found = next((name for name in named if find_spec(name) is None), None)
+    if found is None:
+        return None
+    return f"the Python package {found!r} is not installed. Run: pip install 'datatrove-ckpt[{_EXTRAS[found]}]'."
 
 
 def _digits(number: float) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
+from datatrove_ckpt.config import check_generation_params
 from datatrove_ckpt.errors import ConfigError
 
 Payload: TypeAlias = dict[str, Any]
@@ -249,10 +250,24 @@ def _check_template(template: str) -> None:
         raise ConfigError(f"prompt: nothing is filled in, so every document would get the same prompt; {_ALLOWED}.")
 
 
+def check_use_chat(rollout_fn: Rollout, use_chat: bool) -> None:
+    """Refuses one of the rollouts here whose payloads are for the other kind of request.
+
+    Raises:
+        ConfigError: every request would be rejected.
+    """
+    if use_chat and isinstance(rollout_fn, CompletionRollout):
+        raise ConfigError("use_chat: CompletionRollout sends plain completions; set use_chat to false.")
+    if not use_chat and (rollout_fn is chat or isinstance(rollout_fn, PromptRollout | ChunkedRollout)):
+        name = getattr(rollout_fn, "__name__", type(rollout_fn).__name__)
+        raise ConfigError(f"use_chat: {name} sends chat messages; set use_chat to true, or use CompletionRollout.")
+
+
 def _check_params(params: Payload | None) -> None:
     for name in _SET_ELSEWHERE:
         if name in (params or {}):
             raise ConfigError(f"generation_params: {name!r} cannot be given here; the rollout or the server sets it.")
+    check_generation_params("generation_params", params or {})
 
 
 def _fill(template: str, document: Document, text: str) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import get_args
 
 from datatrove.data import Document
-from datatrove.io import get_datafolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.stats import TimingStats
+from fsspec.utils import get_protocol
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
@@ -36,7 +36,7 @@ from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
 from datatrove_ckpt.generation.user_code import SharedContext, bind_shared, check_rollout, open_shared
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
-from datatrove_ckpt.inference.servers.pool import connect
+from datatrove_ckpt.inference.servers.pool import check_servers, connect
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.object_store import check_url
 from datatrove_ckpt.mirror.restore import restore_rank
@@ -47,7 +47,7 @@ from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
-from datatrove_ckpt.rollouts import Rollout
+from datatrove_ckpt.rollouts import Rollout, check_use_chat
 
 
 class InferenceRunner(PipelineStep):
@@ -154,6 +154,7 @@ class InferenceRunner(PipelineStep):
             raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
         if self.on_document_error not in get_args(OnDocumentError):
             raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
+        check_use_chat(self.rollout_fn, self.config.use_chat)
         check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
         self._check_folders()
 
@@ -161,7 +162,7 @@ class InferenceRunner(PipelineStep):
         local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
         if local is None and (self.on_document_error != "stop" or self.retry_dead_letters):
             raise ConfigError("on_document_error: dead letters are kept with checkpoints; set checkpoints_local_dir.")
-        if local is not None and not get_datafolder(local).is_local():
+        if local is not None and get_protocol(local) not in ("file", "local"):
             raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
         if remote is not None:
             if local is None:
@@ -190,6 +191,7 @@ class InferenceRunner(PipelineStep):
                     self._lead(data or [], rank, world_size, preemption)
 
     def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
+        check_servers(self.config)
         if self.checkpoints_local_dir is None:
             checkpoint = NullCheckpoint(self.output_writer, rank, self.records_per_chunk)
             self._process(data, rank, preemption, checkpoint, None)

@@ -23,6 +23,7 @@ from datatrove_ckpt.cli.yaml_config import build, show
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
+from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
 from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         _retry_dead_letters(executor)
     else:
         _check_inputs(executor)
+    check_launch(executor)
     try:
         check_job(executor)
     except CheckpointMismatch as error:
@@ -176,7 +178,7 @@ def _check_inputs(executor: Any) -> None:
     Checks local folders only, and none that another executor has yet to create.
 
     Raises:
-        ConfigError: the folder is missing, or no file matches.
+        ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
     """
     if getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None):
         return
@@ -187,6 +189,8 @@ def _check_inputs(executor: Any) -> None:
         place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
         if not folder.isdir(""):
             raise ConfigError(f"{place} is not a folder.")
-        if not folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern):
+        names = folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern)
+        if not names:
             pattern = f" that match {show(step.glob_pattern)}" if step.glob_pattern else ""
             raise ConfigError(f"{place} contains no files{pattern}.")
+        check_codecs(place, step, names)

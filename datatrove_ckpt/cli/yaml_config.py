@@ -32,6 +32,7 @@ import jsonargparse
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret
 
 _NAMES_BY_MODULE = {
@@ -150,9 +151,19 @@ def _construct(cls: Any, arguments: Any, label: str) -> Any:
         raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
     try:
         return cls(**values)
+    except ImportError as error:
+        raise ConfigError(_not_installed(error, values, label)) from error
     except Exception as error:
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
+
+
+def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> str:
+    """A step needs a package: itself, or for the URL of one of its arguments."""
+    folders = {key: value[0] if isinstance(value, list) and value else value for key, value in values.items()}
+    urls = [key for key, folder in folders.items() if isinstance(folder, str) and re.match(r"\w+://", folder)]
+    key = f".{urls[0]}" if len(urls) == 1 else ""
+    return f"{label}{key}: {missing_package(str(error)) or f'{type(error).__name__}: {error}'}"
 
 
 def _value(hint: Any, value: Any, label: str, key: str) -> Any:

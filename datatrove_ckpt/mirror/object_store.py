@@ -16,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import holds_credentials
 from datatrove_ckpt.remote_errors import file_system_call, s3_code
 
@@ -110,4 +111,4 @@ def check_url(key: str, url: str) -> None:
     try:
         fsspec.get_filesystem_class(get_protocol(url))
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{key}: {url!r} cannot be used: {error}") from error
+        raise ConfigError(f"{key}: {url!r} cannot be used: {missing_package(str(error)) or error}") from error

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.output.adapter import use_shallow_adapter
-from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.file_managers import StagedFiles, missing_codec
 from datatrove_ckpt.output.upload import RemoteFolder
 from datatrove_ckpt.redaction import check_no_secrets
 
@@ -35,8 +35,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
 
     Raises:
-        ConfigError: no ``${chunk_index}`` in the template, a writer that uploads by itself, or a secret among the
-            output folder's storage options.
+        ConfigError: no ``${chunk_index}`` in the template, a writer that uploads by itself, a secret among the
+            output folder's storage options, or a compression whose package is not installed.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
@@ -47,6 +47,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
             "published in one step. Use ParquetWriter with output_folder='hf://datasets/OWNER/NAME' instead."
         )
     check_no_secrets(writer.output_folder, "output_writer")
+    if advice := missing_codec(writer.output_mg.compression, template):
+        raise ConfigError(f"output_writer: compression: {advice}")
     if checkpoints and not _template_uses(writer, "chunk_index"):
         raise ConfigError(
             f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "

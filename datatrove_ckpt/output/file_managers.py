@@ -22,8 +22,18 @@ from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.formatting import missing_package
 
 _BUFFER_BYTES = 1 << 20
+
+
+def missing_codec(compression: str | None, filename: str) -> str | None:
+    """What to install for a file's compression; None if it is there. ``"infer"``: the name tells the compression."""
+    if compression == "infer":
+        compression = "zstd" if filename.endswith(".zst") else fsspec.utils.infer_compression(filename)
+    if compression in fsspec.compression.compr:
+        return None
+    return missing_package("zstandard") if compression == "zstd" else f"{compression!r} is not available here."
 
 
 class StagedFiles(OutputFileManager):  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""What is asked before a run: can the folders be used (``doctor``), and how often should a run save (``plan``).
+"""What is asked before a run: can it work (``doctor``), how often should it save (``plan``), is all there
+(``requirements``).
 
 It may import ``runner`` and everything below it. It prints nothing: ``cli`` does. Start at ``doctor.py``.
 """

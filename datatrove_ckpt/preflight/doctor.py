@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import byte_size, plural
-from datatrove_ckpt.inference.servers.engines import engine_command
+from datatrove_ckpt.inference.servers.pool import check_servers
 from datatrove_ckpt.preflight.checks import (
     Need,
     PreflightCheck,
@@ -31,7 +31,6 @@ from datatrove_ckpt.preflight.checks import (
     within,
 )
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
-from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.runner import InferenceRunner
 
 _SAMPLE_DOCUMENTS = 100
@@ -111,11 +110,10 @@ def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
 def check_server(subject: str, config: Any) -> PreflightCheck:
     """Checks that what the server needs is installed and that its key is set. Starts nothing, sends nothing."""
     try:
+        check_servers(config)
         if config.server_type == "endpoint":
-            config.endpoint_api_key()
             text = f"{', '.join(config.endpoint_urls)} is not contacted; its key is set, if it needs one."
         else:
-            engine_command(config, 1, Key("unused"))
             text = f"everything that {config.server_type} needs is installed here."
     except CkptError as error:
         return PreflightCheck("problem", subject, "ready", str(error))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-from datatrove_ckpt.formatting import byte_size, duration, error_text, number_range, plural
+from datatrove_ckpt.formatting import byte_size, duration, error_text, missing_package, number_range, plural
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,13 @@ def test_a_range_of_one_number_is_that_number() -> None:
 def test_an_error_is_its_class_and_message_so_that_a_sentence_can_go_on() -> None:
     assert error_text(ValueError("no such thing.")) == "ValueError: no such thing"
     assert error_text(KeyError()) == "KeyError"
+
+
+def test_a_missing_package_is_named_with_our_extra() -> None:
+    assert missing_package("Install ray to use it") == (
+        "the Python package 'ray' is not installed. Run: pip install 'datatrove-ckpt[ray]'."
+        if find_spec("ray") is None
+        else None
+    )
+    assert missing_package("cannot import name 'x' from 'pyarrow'") is None  # it is installed
+    assert missing_package("an array") is None

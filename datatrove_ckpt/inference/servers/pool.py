@@ -19,12 +19,26 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+from datatrove_ckpt.inference.servers.engines import engine_command
 from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.supervisor import ServerSupervisor
+from datatrove_ckpt.redaction import Key
 
 Watch = Callable[[], Awaitable[None]]
+
+
+def check_servers(config: InferenceConfig) -> None:
+    """Checks that the model file, the packages and the key that the servers need are here. Starts and sends nothing.
+
+    Raises:
+        ConfigError, ServerStartFailed: what is missing, and what to do.
+    """
+    if config.server_type == "endpoint":
+        ExternalServers(config)
+    else:
+        engine_command(config, 1, Key("unused"))
 
 
 @asynccontextmanager

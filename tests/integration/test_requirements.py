@@ -1,0 +1,205 @@
+"""What a run needs and lacks is named by one line, with its setting, before any task starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec.compression
+import pytest
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove.utils import _import_utils
+from fsspec.registry import _registry
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts import CompletionRollout, PromptRollout, chat
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, documents, runner, writer
+
+JOB = """\
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: 2
+    workers: 1
+    logging_dir: LOGS
+    pipeline:
+      - {class_path: JsonlReader, init_args: {data_folder: "INPUT"}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
+          config: {server_type: dummy, model_name_or_path: m}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: OUTPUT, output_filename: "${rank}_${chunk_index}.jsonl"}
+          checkpoints_local_dir: checkpoints
+"""
+S3 = "the Python package 's3fs' is not installed. Run: pip install 'datatrove-ckpt[s3]'."
+ZSTD = "the Python package 'zstandard' is not installed. Run: pip install 'datatrove-ckpt[zstd]'."
+PARQUET = "the Python package 'pyarrow' is not installed. Run: pip install 'datatrove-ckpt[parquet]'."
+
+
+@pytest.fixture
+def without_extras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As after ``pip install datatrove-ckpt``: none of the extras is there."""
+    for name in ("s3fs", "zstandard", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(_registry, "s3", raising=False)
+    monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
+    _import_utils._is_package_available.cache_clear()
+    yield
+    _import_utils._is_package_available.cache_clear()
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs JOB with pieces of its text replaced; it must be refused before anything starts. Gives the message."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    DataFolder.clear_instance_cache()
+    Path("documents").mkdir()
+    Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
+
+    def run(*replacements: tuple[str, str]) -> str:
+        text = JOB
+        for old, new in (*replacements, ("LOGS", "logs"), ("INPUT", "documents"), ("OUTPUT", "output")):
+            text = text.replace(old, new)
+        Path("job.yaml").write_text(text)
+        assert main(["run", "job.yaml"]) == 2
+        assert not Path("checkpoints").exists()
+        assert not list(Path().glob("logs/*"))
+        return capfd.readouterr().err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.mark.usefixtures("without_extras")
+@pytest.mark.parametrize(
+    ("replacements", "says"),
+    [
+        ([("INPUT", "s3://bucket/in")], f"pipeline[0] JsonlReader.data_folder: {S3}"),
+        ([("LOGS", "s3://bucket/logs")], f"executor LocalPipelineExecutor.logging_dir: {S3}"),
+        ([("OUTPUT", "s3://bucket/out")], f"pipeline[1] InferenceRunner.output_writer.output_folder: {S3}"),
+        ([("checkpoints_local_dir: checkpoints",
+           "checkpoints_local_dir: checkpoints\n          checkpoints_remote_dir: s3://bucket/c")],
+         f"pipeline[1] InferenceRunner: checkpoints_remote_dir: 's3://bucket/c' cannot be used: {S3}"),
+        ([("JsonlReader", "ParquetReader")], f"pipeline[0] ParquetReader: {PARQUET}"),
+        ([("JsonlWriter", "ParquetWriter")], f"pipeline[1] InferenceRunner.output_writer: {PARQUET}"),
+        ([(".jsonl\"", ".jsonl.zst\", compression: infer")],
+         f"pipeline[1] InferenceRunner: output_writer: compression: {ZSTD}"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_its_extra_and_its_setting(
+    refused: Callable[..., str], replacements: list[tuple[str, str]], says: str
+) -> None:
+    assert refused(*replacements) == says
+
+
+@pytest.mark.usefixtures("without_extras")
+def test_input_that_cannot_be_decompressed_is_named(refused: Callable[..., str]) -> None:
+    Path("documents/b.jsonl.zst").write_bytes(b"(")
+    place = f'pipeline[0] JsonlReader: data_folder: "{Path.cwd()}/documents"'
+    assert refused() == f'{place}: "b.jsonl.zst" cannot be read: {ZSTD}'
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{server_type: llamacpp, model_name_or_path: no.gguf}", "model_name_or_path: there is no file no.gguf"),
+        ("{server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, api_key_env: NO_SUCH_KEY}",
+         "api_key_env: the environment variable NO_SUCH_KEY is not set."),
+        ("{server_type: endpoint, endpoint_url: 'http://e?k=${NO_SUCH_KEY}', model_name_or_path: m}",
+         "endpoint_url: http://e?k=${NO_SUCH_KEY} names the environment variable NO_SUCH_KEY, which is not set."),
+        ("{server_type: custom, model_name_or_path: m, model_kwargs: {server_script: no.py}}",
+         "model_kwargs: server_script 'no.py' is not a file"),
+    ],
+)  # fmt: skip
+def test_servers_that_cannot_start_are_refused_before_any_task(
+    refused: Callable[..., str], config: str, says: str
+) -> None:
+    said = refused(("{server_type: dummy, model_name_or_path: m}", config))
+    assert said.startswith(f"pipeline[1] InferenceRunner: {says}")
+
+
+def test_a_rank_that_python_starts_is_refused_before_it_reads(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    step = runner(tmp_path, server, config={"api_key_env": "NO_SUCH_KEY"})  # a login node need not have the key
+    read = iter(documents(1))
+    with pytest.raises(ConfigError, match="api_key_env: the environment variable NO_SUCH_KEY is not set"):
+        step.run(read)
+    assert next(read).id == "id 0"
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number of tokens, 1 or more."),
+        ({"max_tokens": "100"}, ".max_tokens: '100' is not a whole number"),
+        ({"max_completion_tokens": True}, ".max_completion_tokens: True is not"),
+        ({"max_tokens": 8192}, ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context"),
+        ({"temperature": -0.1}, ".temperature: -0.1 is not a number from 0 to inf."),
+        ({"temperature": float("nan")}, ".temperature: nan is not a number"),
+        ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),
+        ({"stream": True}, ".stream: answers are read as a whole; remove it."),
+        ({"stop": {"a", "b"}}, ".stop: "),
+        ([1], ": [1] is not a mapping"),
+    ],
+)
+def test_generation_parameters_with_which_no_request_can_succeed_are_refused(params: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        InferenceConfig(server_type="vllm", model_name_or_path="m", default_generation_params=params)
+    assert str(refused.value).startswith(f"default_generation_params{says}")
+    if says != ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context" and isinstance(params, dict):
+        with pytest.raises(ConfigError, match=r"^generation_params"):
+            PromptRollout(generation_params=params)
+
+
+def test_generation_parameters_that_work_are_accepted() -> None:
+    params = {"max_tokens": 8191, "temperature": 0, "top_p": 1.0, "logit_bias": {1: 2}, "stop": None, "stream": False}
+    InferenceConfig(server_type="vllm", model_name_or_path="m", default_generation_params=params)
+    endpoint = {"server_type": "endpoint", "endpoint_url": "http://e", "model_name_or_path": "m"}
+    InferenceConfig(**endpoint, default_generation_params={"max_tokens": 10**6})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "use_chat", "says"),
+    [
+        (CompletionRollout(), True, "use_chat: CompletionRollout sends plain completions; set use_chat to false."),
+        (PromptRollout(), False, "use_chat: PromptRollout sends chat messages; set use_chat to true"),
+        (chat, False, "use_chat: chat sends chat messages"),
+        (ask, False, ""),
+        (CompletionRollout(), False, ""),
+        (PromptRollout(), True, ""),
+    ],
+)
+def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(
+    tmp_path: Path, server: FakeServer, rollout: Any, use_chat: bool, says: str
+) -> None:
+    try:
+        runner(tmp_path, server, rollout, config={"use_chat": use_chat})
+    except ConfigError as error:
+        assert says
+        assert str(error).startswith(says)
+    else:
+        assert not says
+
+
+def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_path: Path, server: FakeServer) -> None:
+    for url in ("s3://bucket/c", "memory://c"):
+        with pytest.raises(ConfigError, match=r"checkpoints_local_dir: .* must be a local directory"):
+            InferenceRunner(chat, runner(tmp_path, server).config, writer(tmp_path), checkpoints_local_dir=url)
+
+
+@pytest.mark.usefixtures("without_extras")
+def test_a_writer_in_python_is_refused_too(tmp_path: Path, server: FakeServer) -> None:
+    zstd = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression="zstd")
+    with pytest.raises(ConfigError, match=r"output_writer: compression: .* pip install 'datatrove-ckpt\[zstd\]'"):
+        runner(tmp_path, server, output_writer=zstd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl
@@ -11,7 +12,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.redaction import EnvironmentSecret
+from datatrove_ckpt.redaction import EnvironmentSecret, Key
 
 Secret = EnvironmentSecret
 """The name in 0.1, by which steps that 0.1 pickled (tasks in a queue) find the class."""
@@ -133,14 +134,8 @@ class InferenceConfig:
             raise ConfigError("model_name_or_path: is empty; set it to the model's name or path.")
         if self.server_type == "endpoint" and not self.endpoint_urls:
             raise ConfigError('endpoint_url: must be set when server_type is "endpoint".')
-        for url in self.endpoint_urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"endpoint_url: {url!r} must start with http:// or https://.")
-            if "@" in url.split("/")[2]:
-                raise ConfigError(
-                    "endpoint_url: contains a user or a password, which would be written to files; use api_key_env."
-                )
-            _check_query(url)
+        for url in map(Key, self.endpoint_urls):
+            _check_url(url)
         if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
         if self.api_key is not None and self.api_key_env is not None:
@@ -195,21 +190,27 @@ class InferenceConfig:
         least = _KILL_WAIT if self.server_type == "vllm" else 0.0  # the other engines have no flag for it
         return max(least, self.server_stop_timeout_sec)
 
-    def endpoint_api_key(self) -> str | None:
+    def endpoint_api_key(self) -> Key | None:
         """The key for the endpoint, or None.
 
         Raises:
-            ConfigError: ``api_key_env`` names a variable that is not set.
+            ConfigError: ``api_key_env`` names a variable that is not set, or the key cannot be sent in a header.
         """
         if self.api_key_env is not None:
-            key = os.environ.get(self.api_key_env)
-            if not key:
+            key = Key(os.environ.get(self.api_key_env, ""))
+            if not key.reveal():
                 raise ConfigError(
                     f"api_key_env: the environment variable {self.api_key_env} is not set. Export it where the tasks "
                     "run."
                 )
-            return key
-        return self.api_key.reveal() if isinstance(self.api_key, EnvironmentSecret) else None
+        elif isinstance(self.api_key, EnvironmentSecret):
+            key = Key(self.api_key.reveal())
+        else:
+            return None
+        if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
+            where = f"api_key_env: the value of {self.api_key_env}" if self.api_key_env else "api_key: the key"
+            raise ConfigError(f"{where} holds a space at an end, a line break or another control character. Remove it.")
+        return key
 
     @classmethod
     def from_datatrove(cls, config: object) -> InferenceConfig:
@@ -218,6 +219,7 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
+_FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _KILL_WAIT = 30.0  # seconds; Slurm's default
 _POSITIVE = (
     "model_max_context",
@@ -278,11 +280,22 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_query(url: str) -> None:
-    """Raises ConfigError if the query may hold a secret, because the config is written to ``executor.json``."""
-    for name, value in parse_qsl(url.partition("?")[2], keep_blank_values=True):
-        if name != "api-version" and not value.startswith("${"):
-            raise ConfigError(
-                f"endpoint_url: the value{f' of {name!r}' if value else ''} in its query would be written to files. "
-                "Export it as an environment variable, and write ${VARIABLE} in its place."
-            )
+def _check_url(url: Key) -> None:
+    """Raises ConfigError if the URL cannot be used, or holds a secret: the config is written to ``executor.json``."""
+    if not url.reveal().startswith(("http://", "https://")):
+        raise ConfigError("endpoint_url: must start with http:// or https://.")
+    if "@" in url.reveal():
+        raise ConfigError(
+            "endpoint_url: contains a user or a password, which would be written to files; use api_key_env."
+        )
+    # Of a part without "=", the name may be the secret.
+    unhidden = [
+        f" of {name!r}" if value else ""
+        for name, value in parse_qsl(url.reveal().partition("?")[2], keep_blank_values=True)
+        if name != "api-version" and not _FROM_ENVIRONMENT.fullmatch(value)
+    ]
+    if unhidden:
+        raise ConfigError(
+            f"endpoint_url: the value{unhidden[0]} in its query would be written to files. Export it as an environment "
+            "variable, and write ${VARIABLE} in its place."
+        )

@@ -11,12 +11,16 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import sys
+from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from datatrove_ckpt.errors import ConfigError
 
 HIDDEN = "***"
+# Characters of a secret that a Redactor looks for: of one that we send, and of one in the environment.
+_MIN_GIVEN, _MIN_FROM_ENV = 4, 8
 
 _SECRET_NAME = re.compile(r"(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 _SECRET_WORD = re.compile("key|secret|passw|credential|token$", re.IGNORECASE)
@@ -83,6 +87,54 @@ class HiddenBytes(bytes):
 
     def __repr__(self) -> str:
         return HIDDEN
+
+
+class Redactor:
+    """Replaces secrets in text that comes from outside: servers quote the key or the URL that they were sent.
+
+    Also replaces the values of environment variables with the name of a secret (HF_TOKEN), which a server's log may
+    show. A very short value is left, because it is not secret, and text would become unreadable without it.
+    """
+
+    __slots__ = ("_secrets",)
+
+    def __init__(self, *values: str) -> None:
+        given = {value.removeprefix("Bearer ") for value in values}
+        found = {value for name, value in os.environ.items() if names_secret(name) and len(value) >= _MIN_FROM_ENV}
+        # The longest first: one may be a part of another.
+        secrets_ = sorted({value for value in given if len(value) >= _MIN_GIVEN} | found, key=len, reverse=True)
+        self._secrets = tuple(map(Key, secrets_))
+
+    def __call__(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret.reveal(), HIDDEN)
+        return text
+
+
+class frames_cut:
+    """``with frames_cut():`` removes from an exception the frames of the libraries that the block has called.
+
+    aiohttp's frames hold URLs and headers in plain variables. An exception that passes through them, such as the
+    CancelledError of a timeout in a rollout, would carry them into a log. Our own frames stay, except this one.
+    """
+
+    __slots__ = ("_outer",)
+
+    def __enter__(self) -> None:
+        self._outer = sys.exception()  # it belongs to the caller, and keeps its frames
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        seen: set[int] = set()
+        todo = [error]
+        while todo:
+            found = todo.pop()
+            if found is None or found is self._outer or id(found) in seen:
+                continue
+            seen.add(id(found))
+            found.__traceback__ = None
+            todo += [found.__cause__, found.__context__]
 
 
 class EnvironmentSecret:

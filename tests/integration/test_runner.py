@@ -42,6 +42,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.generation import generate as generate_module
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.server import make_server
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -703,7 +704,10 @@ def test_a_secret_in_an_endpoint_url_comes_from_the_environment(monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"names the environment variable MY_CODE, which is not set"):
         make_server(config, 0)
     monkeypatch.setenv("MY_CODE", "hush")
-    assert make_server(config, 0).urls == ["http://127.0.0.1:1/?api-version=2024-10-21&code=hush"]
+    (hidden,) = make_server(config, 0).urls
+    assert isinstance(hidden, HiddenUrl)
+    assert repr(hidden) == "http://127.0.0.1:1/"
+    assert str(hidden.reveal()) == "http://127.0.0.1:1/?api-version=2024-10-21&code=hush"
 
 
 def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> None:

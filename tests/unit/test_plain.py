@@ -13,6 +13,7 @@ from yarl import URL
 
 from datatrove_ckpt.inference.client.http1 import RemoteProtocolError
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.unit.test_client import RawServer, Reply, answer, http, never, reset, serving, then_close
 
@@ -25,7 +26,7 @@ def play(test: Play, *replies: Reply, host: str = "127.0.0.1", **settings: Any) 
         async with serving(*replies) as (server, base):
             url = URL(base).with_host(host) / "v1/chat/completions"
             arguments = {"headers": None, "timeout": 30.0, "connect_timeout": 30.0, "keepalive": 4.0, **settings}
-            transport = PlainTransport(url, **arguments)
+            transport = PlainTransport(HiddenUrl(url), **arguments)
             try:
                 await test(server, transport)
             finally:
@@ -53,7 +54,7 @@ def test_a_request_is_what_a_server_expects() -> None:
 @pytest.mark.parametrize(("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")])
 def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host: str) -> None:
     async def make() -> bytes:
-        return PlainTransport(URL(url), None, 1.0, 1.0, 1.0)._head
+        return PlainTransport(HiddenUrl(url), None, 1.0, 1.0, 1.0)._head
 
     head = asyncio.run(make()).split(b"\r\n")
     assert head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
@@ -62,7 +63,7 @@ def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host: str)
 
 def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
     async def make() -> None:
-        PlainTransport(URL("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0)
+        PlainTransport(HiddenUrl("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0)
 
     with pytest.raises(ValueError, match="line break") as caught:
         asyncio.run(make())
@@ -153,7 +154,7 @@ def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not
     async def run() -> None:
         listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
         url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-        transport = PlainTransport(url, None, 30.0, 30.0, 4.0)
+        transport = PlainTransport(HiddenUrl(url), None, 30.0, 30.0, 4.0)
         for _ in range(2):
             response = await transport.post(b"x" * (20 << 20))
             assert (response.status, response.body) == (413, b"too long")
@@ -277,7 +278,7 @@ def silent_address() -> Iterator[tuple[str, int]]:
 
 def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
     async def run(port: int) -> None:
-        transport = PlainTransport(URL(f"http://127.0.0.1:{port}"), None, 30.0, 0.2, 4.0)
+        transport = PlainTransport(HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, 0.2, 4.0)
         with pytest.raises(ConnectTimeout):
             await transport.post(b"one")
         await transport.close()

@@ -6,6 +6,7 @@ An answer that is no finished completion raises ``RetryableError``: a dying serv
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -14,6 +15,7 @@ import orjson
 
 _UNFINISHED = (None, "abort", "error")
 _BUSY = (502, 503, 504, 529)
+_SHOWN_BYTES = 200  # of an answer that is no JSON
 _MAX_RETRY_AFTER = 120.0  # seconds
 
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
@@ -61,13 +63,16 @@ class RetryableError(Exception):
         return self.status in _BUSY
 
 
-def parse_chat(raw: bytes) -> Completion:
+def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     """An answer of /v1/chat/completions.
+
+    Args:
+        redact: hides secrets in what an error message quotes.
 
     Raises:
         RetryableError: it is no finished completion.
     """
-    choice, usage = _first_choice(raw)
+    choice, usage = _first_choice(raw, redact)
     message = choice.get("message")
     if not isinstance(message, dict):
         raise RetryableError("the answer's choice has no message")
@@ -75,13 +80,13 @@ def parse_chat(raw: bytes) -> Completion:
     return _completion(message.get("content") or "", choice, usage, reasoning)
 
 
-def parse_completion(raw: bytes) -> Completion:
+def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     """An answer of /v1/completions.
 
     Raises:
         RetryableError: it is no finished completion.
     """
-    choice, usage = _first_choice(raw)
+    choice, usage = _first_choice(raw, redact)
     if "text" not in choice:
         raise RetryableError("the answer's choice has no text")
     return _completion(choice["text"] or "", choice, usage, "")
@@ -96,12 +101,13 @@ def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: 
     return Completion(text, finish_reason, usage, reasoning)
 
 
-def _first_choice(raw: bytes) -> tuple[JsonObject, JsonObject]:
+def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, JsonObject]:
     """The answer's first choice, and its token counts."""
     try:
-        answer = orjson.loads(raw)
+        answer = orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
-        raise RetryableError(f"the answer is not JSON: {raw[:200].decode(errors='replace')!r}") from None
+        text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
+        raise RetryableError(f"the answer is not JSON: {text!r}") from None
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -41,7 +41,8 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.answers import Completion, RetryableError, parse_chat, parse_completion
 from datatrove_ckpt.inference.client.routing import AttemptLost, Death, HealthProbe, Request, Router, Target
-from datatrove_ckpt.inference.client.transport import join_url, make_transport, needs_proxy, post, redacted_url
+from datatrove_ckpt.inference.client.transport import make_transport, post
+from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.redaction import Key
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
@@ -98,7 +99,7 @@ class CompletionClient:
     def __init__(
         self,
         config: InferenceConfig,
-        urls: list[str],
+        urls: Sequence[str | HiddenUrl],
         api_key: Key | str | None,
         *,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
@@ -110,14 +111,12 @@ class CompletionClient:
         self._sleep = sleep
         self._parse = parse_chat if config.use_chat else parse_completion
         self._path = "v1/chat/completions" if config.use_chat else "v1/completions"
-        self._proxied = config.server_type == "endpoint" and needs_proxy(urls)
-        self._fixed = urls
+        self._fixed = [HiddenUrl.wrap(url) for url in urls]
+        self._proxied = config.server_type == "endpoint" and needs_proxy(self._fixed)
         self._key = Key.wrap(api_key)
-        for url in urls:
-            if self._key is not None and join_url(url, "").user is not None:
-                raise ConfigError(
-                    f"endpoint_url: {redacted_url(url)} contains credentials, and an API key is set, too. Remove one."
-                )
+        for url in self._fixed:
+            if self._key is not None and url.has_credentials:
+                raise ConfigError(f"endpoint_url: {url} contains credentials, and an API key is set, too. Remove one.")
 
     async def __aenter__(self) -> Self:
         for url in self._fixed:
@@ -141,10 +140,10 @@ class CompletionClient:
         self.router.targets.append(target)
         return target
 
-    def mark_up(self, target: Target, url: str, api_key: Key | None) -> None:
+    def mark_up(self, target: Target, url: str | HiddenUrl, api_key: Key | None) -> None:
         """Send requests to this URL from now on. A restarted server has another port and another key."""
         # One transport per server: it is closed with its server, and it holds the key, so that no call has to.
-        target.url = join_url(url, self._path)
+        target.url = HiddenUrl.wrap(url).join(self._path)
         timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
         target.transport = make_transport(target.url, api_key, timeout, self._proxied)
         target.up = True
@@ -242,9 +241,10 @@ class CompletionClient:
 
     async def _send(self, target: Target, body: bytes, started_at: float) -> Completion:
         assert target.transport is not None
+        assert target.url is not None
         try:
             raw = await post(target.transport, target.url, body, self._config.model_name_or_path)
-            answer = self._parse(raw)
+            answer = self._parse(raw, target.transport.redact)
             target.mark_alive(started_at)
             return answer
         except (RequestRejected, ServerRefused):

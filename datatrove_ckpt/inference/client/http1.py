@@ -17,6 +17,8 @@ from typing import NamedTuple, NoReturn
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 
+from datatrove_ckpt.redaction import HiddenBytes
+
 _MAX_BODY_BYTES = 1 << 28
 # Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
 _MAX_FRAMING_BYTES = 1 << 16
@@ -30,10 +32,13 @@ _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+
 
 
 class Response(NamedTuple):
-    """A response. If the connection broke, ``body`` is a part, and ``status`` is an error."""
+    """A response. If the connection broke, ``body`` is a part, and ``status`` is an error.
+
+    The body is hidden from tracebacks, because a server may quote the key that it was sent.
+    """
 
     status: int
-    body: bytes
+    body: HiddenBytes
     retry_after: str
 
 
@@ -72,7 +77,7 @@ class ResponseParser:
     def response(self) -> Response:
         """The response, as far as it has arrived."""
         builder = self._builder
-        return Response(builder.status, bytes(builder.body), builder.retry_after)
+        return Response(builder.status, HiddenBytes(builder.body), builder.retry_after)
 
     def feed(self, data: bytes) -> bool:
         """Parses the next bytes. Returns whether the response is complete.

@@ -14,9 +14,8 @@ import contextlib
 import socket
 from typing import Any
 
-from yarl import URL
-
 from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response, ResponseParser
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 # Up to this size, one ``send`` with a copy of header and body is cheaper than two without.
@@ -44,10 +43,11 @@ class _Connection(asyncio.Protocol):
         """Sends a request. The future receives the response, or the error that prevented it."""
         self._parser = ResponseParser()
         self._response = response = asyncio.get_running_loop().create_future()
+        # HiddenBytes, because asyncio's frames hold what they write.
         if len(body) <= _MAX_COPIED_BYTES:
-            self._transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
+            self._transport.write(HiddenBytes(b"%s%d\r\n\r\n%s" % (head, len(body), body)))
         else:
-            self._transport.write(b"%s%d\r\n\r\n" % (head, len(body)))
+            self._transport.write(HiddenBytes(b"%s%d\r\n\r\n" % (head, len(body))))
             self._transport.write(body)
         return response
 
@@ -114,14 +114,14 @@ class PlainTransport:
     """
 
     def __init__(
-        self, url: URL, headers: HiddenDict | None, timeout: float, connect_timeout: float, keepalive: float
+        self, url: HiddenUrl, headers: HiddenDict | None, timeout: float, connect_timeout: float, keepalive: float
     ) -> None:
-        assert url.raw_host is not None
-        self._host, self._port = url.raw_host, url.port or 80
+        self._host, self._port = url.reveal().raw_host or "", url.reveal().port or 80
         self._timeout = timeout
         self._connect_timeout = min(connect_timeout, timeout)
         self._keepalive = keepalive
         self._head = _head(url, headers or HiddenDict())
+        self.redact = url.redactor(headers)
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = []
@@ -229,7 +229,7 @@ class PlainTransport:
             connection.abort(TimeoutError())
 
 
-def _head(url: URL, headers: HiddenDict) -> HiddenBytes:
+def _head(url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
     """Returns the head of every request, up to the value of Content-Length.
 
     Raises:
@@ -237,15 +237,19 @@ def _head(url: URL, headers: HiddenDict) -> HiddenBytes:
     """
     if any(character in value for value in headers.values() for character in "\r\n\0"):
         raise ValueError(f"a line break in a header field (one of {', '.join(headers)})")
-    host = f"[{url.raw_host}]" if ":" in (url.raw_host or "") else url.raw_host
-    start = (
-        f"POST {url.raw_path_qs} HTTP/1.1\r\n"
-        f"Host: {host}{f':{url.port}' if url.port != 80 else ''}\r\n"
+    raw_host, port = url.reveal().raw_host or "", url.reveal().port
+    host = f"[{raw_host}]" if ":" in raw_host else raw_host
+    fields = (
+        f"Host: {host}{f':{port}' if port != 80 else ''}\r\n"
         "User-Agent: datatrove-ckpt\r\n"
         "Accept: application/json\r\n"
         "Accept-Encoding: identity\r\n"
         "Content-Type: application/json\r\n"
     )
     return HiddenBytes(
-        (start + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "Content-Length: ").encode()
+        (
+            f"POST {url.reveal().raw_path_qs} HTTP/1.1\r\n{fields}"
+            + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            + "Content-Length: "
+        ).encode()
     )

@@ -26,10 +26,9 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from yarl import URL
-
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.transport import Transport
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 
 _DEATHS_TO_QUARANTINE = 2
 
@@ -128,7 +127,7 @@ class Target:
     """
 
     def __init__(self, probe: HealthProbe | None = None) -> None:
-        self.url = URL()
+        self.url: HiddenUrl | None = None
         self.transport: Transport | None = None
         self.up = False
         self.limit = math.inf

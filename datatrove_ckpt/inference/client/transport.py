@@ -9,17 +9,16 @@ from __future__ import annotations
 import io
 import os
 from typing import Protocol
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-from yarl import URL
 
-from datatrove_ckpt.errors import CkptError, ConfigError, RequestRejected, ServerRefused
+from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
 from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import HiddenDict, Key
+from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, Redactor, frames_cut
 
 _CONNECT_TIMEOUT = 30.0  # seconds
 # Seconds. uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We close them first: a request
@@ -31,12 +30,17 @@ _REFUSED = frozenset({401, 403, 404})
 _SHOWN_BODY = 2000  # characters
 # Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
 _STREAMED_SIZE = 1 << 20
-_HEADERS = {"Content-Type": "application/json"}
 _WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
 class Transport(Protocol):
-    """Sends bodies to one URL, and keeps its connections open."""
+    """Sends bodies to one URL, and keeps its connections open.
+
+    Attributes:
+        redact: hides the secrets that it sends.
+    """
+
+    redact: Redactor
 
     async def post(self, body: bytes) -> Response:
         """Raises OSError, TimeoutError or aiohttp.ClientError."""
@@ -45,7 +49,7 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-def make_transport(url: URL, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
+def make_transport(url: HiddenUrl, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
     """The cheapest transport that can serve this URL.
 
     Args:
@@ -58,19 +62,21 @@ def make_transport(url: URL, api_key: Key | None, timeout: float, proxied: bool)
     return AiohttpTransport(url, headers, timeout, proxied)
 
 
-def _is_plain(url: URL, proxied: bool) -> bool:
-    return url.scheme == "http" and bool(url.host) and url.user is None and url.password is None and not proxied
+def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
+    return url.reveal().scheme == "http" and not url.has_credentials and not proxied
 
 
 class AiohttpTransport:
     """Sends over aiohttp, which knows TLS, proxies, and credentials in the URL."""
 
-    def __init__(self, url: URL, headers: HiddenDict | None, timeout: float, proxied: bool) -> None:
+    def __init__(self, url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool) -> None:
         self._url = url
+        self.redact = url.redactor(headers)
+        # Not given to the session, which would show them among its attributes.
+        self._headers = HiddenDict({"Content-Type": "application/json", **(headers or {})})
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
             read_bufsize=_READ_BUFFER,
             # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
@@ -80,20 +86,22 @@ class AiohttpTransport:
 
     async def post(self, body: bytes) -> Response:
         data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
-        async with self._session.post(self._url, data=data, headers=_HEADERS, allow_redirects=False) as response:
+        async with self._session.post(
+            self._url.reveal(), data=data, headers=self._headers, allow_redirects=False
+        ) as response:
             try:
                 answer = await response.read()
             except (aiohttp.ClientError, OSError, TimeoutError):
                 if response.status < 300:
                     raise
                 answer = b""  # the status alone decides, and it is known
-            return Response(response.status, answer, response.headers.get("Retry-After", ""))
+            return Response(response.status, HiddenBytes(answer), response.headers.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._session.close()
 
 
-async def post(transport: Transport, url: URL, body: bytes, model: str) -> bytes:
+async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) -> bytes:
     """The body of a 2xx answer. ``url`` and ``model`` appear in error messages only.
 
     Raises:
@@ -101,30 +109,32 @@ async def post(transport: Transport, url: URL, body: bytes, model: str) -> bytes
         TooManyOpenFiles: no connection could be opened, which is not the server's fault.
     """
     try:
-        response = await transport.post(body)
+        with frames_cut():
+            response = await transport.post(body)
     except TimeoutError as error:
         kind = "connection" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
-        raise RetryableError(f"no {kind} in time from {redacted_url(url)}", unreachable=True) from None
+        raise RetryableError(f"no {kind} in time from {url}", unreachable=True) from None
     except (aiohttp.ClientError, OSError) as error:
         if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {redacted_url(url)}") from None
-        details = redacted_error(error)
-        cause = f"{type(error).__name__} from {redacted_url(url)}" + (f": {details}" if details else "")
+            raise limit_reached(f"No connection to {url}") from None
+        details = transport.redact(redacted_error(error))
+        cause = f"{type(error).__name__} from {url}" + (f": {details}" if details else "")
         raise RetryableError(cause, unreachable=True) from None
     if 200 <= response.status < 300:
         return response.body
-    raise _error(response, url, model)
+    raise _error(response, url, model, transport.redact)
 
 
-def _error(response: Response, url: URL, model: str) -> RetryableError | CkptError:
+def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
-    text = response.body[: 4 * _SHOWN_BODY].decode(errors="replace")[:_SHOWN_BODY]
+    # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
+    text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
     if status in _RETRIED or status >= 500:
         wait = parse_retry_after(response.retry_after)
-        return RetryableError(f"HTTP {status} from {redacted_url(url)}: {text}", wait, status=status)
+        return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
     if status in _REFUSED or status < 400:
         return ServerRefused(
-            f"{redacted_url(url)} answered HTTP {status} for model {model!r}. "
+            f"{url} answered HTTP {status} for model {model!r}. "
             f"{_hint(status)} The server's answer: {text or '(empty)'}"
         )
     return RequestRejected(status, text)
@@ -138,25 +148,6 @@ def _hint(status: int) -> str:
     return "Redirects are not followed. Set endpoint_url to the final address."
 
 
-def join_url(base: str, path: str) -> URL:
-    """``path`` below the base URL. Keeps the base URL's query string, which some gateways need.
-
-    Raises:
-        ConfigError: ``base`` is not a URL.
-    """
-    try:
-        url = URL(base)
-        return url.joinpath(*path.split("/")).with_query(url.query)
-    except ValueError as error:
-        shown = base.partition("?")[0]  # the query string may hold a secret
-        raise ConfigError(f"endpoint_url: {shown!r} is not a URL ({error}).") from None
-
-
-def redacted_url(url: str | URL) -> str:
-    """The URL without credentials and query string, which may hold secrets."""
-    return str(URL(url).with_user(None).with_query(None).with_fragment(None))
-
-
 def redacted_error(error: Exception) -> str:
     """What went wrong in an exchange; may be empty.
 
@@ -168,9 +159,3 @@ def redacted_error(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientError) and not isinstance(error, _WITHOUT_URL):
         return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
     return str(error)
-
-
-def needs_proxy(urls: list[str]) -> bool:
-    """Whether the environment (HTTPS_PROXY, NO_PROXY and so on) names a proxy for any of the URLs."""
-    proxies = getproxies()
-    return any(URL(url).scheme in proxies and not proxy_bypass(URL(url).host or "") for url in urls)

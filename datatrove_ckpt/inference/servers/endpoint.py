@@ -10,21 +10,22 @@ from typing import NoReturn
 
 import aiohttp
 from loguru import logger
-from yarl import URL
 
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client.transport import join_url, needs_proxy, redacted_error, redacted_url
+from datatrove_ckpt.inference.client.transport import redacted_error
+from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import Key
+from datatrove_ckpt.redaction import HiddenDict, frames_cut
 
 # Seconds. A longer wait would not help, because nothing starts these servers for us.
 _MAX_WINDOW = 30.0
 _PROBE_TIMEOUT = 10.0  # seconds
 _FIRST_DELAY = 0.25  # seconds
 _MAX_DELAY = 5.0  # seconds
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class ExternalServers(Server):
@@ -36,8 +37,8 @@ class ExternalServers(Server):
 
     def __init__(self, config: InferenceConfig) -> None:
         self.config = config
-        self.urls = [_with_environment(url) for url in config.endpoint_urls]
-        self.api_key = Key.wrap(config.endpoint_api_key())
+        self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
+        self.api_key = config.endpoint_api_key()
 
     async def start(self) -> None:
         """Wait until one of the URLs answers GET /v1/models.
@@ -50,16 +51,16 @@ class ExternalServers(Server):
             ServerRefused: a server answered 401 or 403.
             ServerStartFailed: no server answered within the ready window, or within 30 s if that is shorter.
         """
-        targets = [join_url(url, "v1/models") for url in self.urls]
+        targets = [url.join("v1/models") for url in self.urls]
         window = min(_MAX_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
         deadline = time.monotonic() + window
         failures = 0
-        headers = self.api_key.headers() if self.api_key else None
+        headers = self.api_key.headers() if self.api_key is not None else None
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT, window))
         proxy = needs_proxy(self.urls)
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=proxy) as session:
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=proxy) as session:
             while True:
-                causes = await asyncio.gather(*(_probe(session, target) for target in targets))
+                causes = await asyncio.gather(*(_probe(session, target, headers) for target in targets))
                 if None in causes:
                     return self._warn_of_silent(causes)
                 failures += 1
@@ -69,12 +70,12 @@ class ExternalServers(Server):
                 await asyncio.sleep(delay)
 
     def _warn_of_silent(self, causes: list[str | None]) -> None:
-        silent = [f"{redacted_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True) if cause]
+        silent = [f"{url}: {cause}" for url, cause in zip(self.urls, causes, strict=True) if cause]
         if silent:
             logger.warning(f"{len(silent)} of {len(self.urls)} endpoints do not answer: {'; '.join(silent)}")
 
     def _none_answered(self, causes: list[str | None], window: float) -> str:
-        each = "\n".join(f"  {redacted_url(url)}: {cause}" for url, cause in zip(self.urls, causes, strict=True))
+        each = "\n".join(f"  {url}: {cause}" for url, cause in zip(self.urls, causes, strict=True))
         return (
             f"No endpoint answered within {window:g} s:\n{each}\n"
             "Check that the server runs, that this machine can reach it, and endpoint_url (without /v1)."
@@ -88,39 +89,44 @@ class ExternalServers(Server):
         """Does nothing: we did not start these servers."""
 
 
-def _with_environment(url: str) -> str:
+def _with_environment(url: str) -> HiddenUrl:
     """The URL with each ``${NAME}`` replaced by that environment variable.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: a variable is not set, or this is no URL.
     """
-
-    def value(name: re.Match[str]) -> str:
-        if name[1] not in os.environ:
+    for name in _VARIABLE.findall(url):
+        if name not in os.environ:
             raise ConfigError(
-                f"endpoint_url: {url} names the environment variable {name[1]}, which is not set. Export it where the "
+                f"endpoint_url: {url} names the environment variable {name}, which is not set. Export it where the "
                 "tasks run."
             )
-        return os.environ[name[1]]
+    try:
+        return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]], url))
+    except ConfigError:
+        raise ConfigError(
+            f"endpoint_url: {url} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a password or a "
+            "query, write %2F for /, %40 for @, and %23 for #."
+        ) from None
 
-    return re.sub(r"\$\{(\w+)\}", value, url)
 
-
-async def _probe(session: aiohttp.ClientSession, target: URL) -> str | None:
+async def _probe(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> str | None:
     """None if the URL answers, else what went wrong.
 
     Raises:
         ServerRefused: it answered 401 or 403.
     """
     try:
-        async with session.get(target, allow_redirects=False) as response:
-            if response.status in (401, 403):
-                hint = "Check api_key or api_key_env."
-                raise ServerRefused(
-                    f"{redacted_url(target)} refuses this run's API key (HTTP {response.status}). {hint}"
-                )
-            return f"HTTP {response.status}" if response.status >= 500 else None
+        with frames_cut():
+            async with session.get(target.reveal(), headers=headers, allow_redirects=False) as response:
+                status = response.status
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {redacted_url(target)}") from None
-        return redacted_error(error) or type(error).__name__
+            raise limit_reached(f"No connection to {target}") from None
+        return target.redactor(headers)(redacted_error(error)) or type(error).__name__
+    if status in (401, 403):
+        raise ServerRefused(
+            f"{target} refuses this run's API key (HTTP {status}). Check api_key_env and what its variable holds, or "
+            "the secret in endpoint_url."
+        )
+    return f"HTTP {status}" if status >= 500 else None

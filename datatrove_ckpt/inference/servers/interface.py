@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import NoReturn, Self
 
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import Key
 
 
@@ -18,7 +19,7 @@ class Server(ABC):
         api_key: bearer token for all of them, or None.
     """
 
-    urls: list[str]
+    urls: list[str] | list[HiddenUrl]
     api_key: Key | None
 
     @abstractmethod

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from datatrove_ckpt.redaction import HiddenDict, frames_cut
+
 # Per engine: running, waiting, and the counters that grow while it works. Prompt tokens count, too: a long prompt can
 # take longer than ``hang_timeout``.
 _NAMES: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -55,13 +57,16 @@ def parse_metrics(server_type: str, text: str) -> Metrics | None:
     return Metrics(found.get(running, 0.0), found.get(waiting, 0.0), sum(found.get(name, 0.0) for name in tokens))
 
 
-async def read_metrics(session: aiohttp.ClientSession, url: str, server_type: str, seconds: float) -> Metrics | None:
+async def read_metrics(
+    session: aiohttp.ClientSession, url: str, headers: HiddenDict, server_type: str, seconds: float
+) -> Metrics | None:
     """None if the engine has no metrics, or does not answer within ``seconds``."""
     if server_type not in _NAMES:
         return None
     try:
         limit = aiohttp.ClientTimeout(total=seconds)
-        async with session.get(f"{url}/metrics", timeout=limit) as response:
-            return parse_metrics(server_type, await response.text()) if response.status == 200 else None
+        with frames_cut():
+            async with session.get(f"{url}/metrics", headers=headers, timeout=limit) as response:
+                return parse_metrics(server_type, await response.text()) if response.status == 200 else None
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
         return None

@@ -36,7 +36,7 @@ from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import HiddenDict, Key
+from datatrove_ckpt.redaction import HiddenDict, Key, Redactor, frames_cut
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it, and until
 # then the kernel must give this port to no outgoing connection.
@@ -85,8 +85,8 @@ class InferenceServer(Server):
         self._nodes = nodes
         self._on_launch = on_launch
         self._lease = lease or GpuLease()
-        self.urls = []
-        self.api_key = None
+        self.urls: list[str] = []
+        self.api_key: Key | None = None
         self._process: asyncio.subprocess.Process | None = None
         # The write end of the lifeline pipe: the guardian stops the server when it closes. The kernel closes it even if
         # this process is killed.
@@ -99,6 +99,11 @@ class InferenceServer(Server):
     def url(self) -> str:
         """The base URL, without /v1. Only while the server is started."""
         return self.urls[0]
+
+    @property
+    def headers(self) -> HiddenDict:
+        """The HTTP header with the key; empty if there is none. A session that holds it would show it to tracebacks."""
+        return self.api_key.headers() if self.api_key else HiddenDict()
 
     async def start(self) -> None:
         attempts = 1 + self.config.server_start_max_retries
@@ -213,11 +218,10 @@ class InferenceServer(Server):
         logger.info(f"{self.config.server_type} server ready on {self.url} after {seconds:.1f} s")
 
     async def _wait_until_answering(self) -> None:
-        headers = self.api_key.headers() if self.api_key else None
         longest, failures = self.config.server_ready_delay_sec, 0
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            while not await _answers(session, f"{self.url}/v1/models"):
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while not await _answers(session, f"{self.url}/v1/models", self.headers):
                 failures += 1
                 await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
 
@@ -227,9 +231,8 @@ class InferenceServer(Server):
 
     def _report(self, what: str, exit_code: int | None) -> tuple[str, Cause | None]:
         assert self._log_path is not None
-        log = read_log(self._log_path, self._log_start)
-        if self.api_key:
-            log = log.replace(self.api_key.reveal(), "***")
+        redact = Redactor(*self.headers.values())
+        log = redact(read_log(self._log_path, self._log_start))
         cause = find_cause(exit_code, log)
         return report(what, self._command.argv, self._log_path, log, cause), cause
 
@@ -276,10 +279,11 @@ class InferenceServer(Server):
             await asyncio.to_thread(guardian.kill_session, process.pid)
 
 
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+async def _answers(session: aiohttp.ClientSession, url: str, headers: HiddenDict) -> bool:
     try:
-        async with session.get(url, allow_redirects=False) as response:
-            return response.status == 200
+        with frames_cut():
+            async with session.get(url, headers=headers, allow_redirects=False) as response:
+                return response.status == 200
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
 

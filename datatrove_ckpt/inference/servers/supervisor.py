@@ -33,6 +33,7 @@ from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.redaction import frames_cut
 
 # All times are seconds.
 _PROBE_INTERVAL = 5.0
@@ -122,8 +123,7 @@ class ServerSupervisor:
 
     async def _until_death(self) -> str:
         """Watch the server until it is dead; the cause."""
-        api_key = self.server.api_key
-        async with aiohttp.ClientSession(headers=api_key.headers() if api_key else None) as self._session:
+        async with aiohttp.ClientSession() as self._session:
             watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
             if self.config.target_waiting is not None:
                 watchers.append(self._adapt_admission(self.config.target_waiting))
@@ -251,7 +251,8 @@ class ServerSupervisor:
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         assert self._session is not None
-        return await read_metrics(self._session, self.server.url, self.config.server_type, seconds)
+        server = self.server
+        return await read_metrics(self._session, server.url, server.headers, self.config.server_type, seconds)
 
     # health probes -----------------------------------------------------------------------------------------------
 
@@ -303,8 +304,10 @@ class ServerSupervisor:
         path = "v1/models" if self.config.server_type == "custom" else "health"
         try:
             timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
-            async with self._session.get(f"{self.server.url}/{path}", timeout=timeout) as response:
-                return f"answers HTTP {response.status}" if response.status >= 500 else None
+            with frames_cut():
+                url, headers = f"{self.server.url}/{path}", self.server.headers
+                async with self._session.get(url, headers=headers, timeout=timeout) as response:
+                    return f"answers HTTP {response.status}" if response.status >= 500 else None
         except TimeoutError:
             return _NO_ANSWER
         except (aiohttp.ClientError, OSError) as error:

@@ -1,0 +1,84 @@
+"""URLs of endpoints, which may hold a secret: a user and password, or a query such as ``?code=...``.
+
+A ``HiddenUrl`` is what our frames hold instead of a ``str`` or a yarl ``URL``, both of which a traceback with values
+would show whole.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable
+from typing import Self
+from urllib.parse import quote, quote_plus
+from urllib.request import getproxies, proxy_bypass
+
+from yarl import URL
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.redaction import HiddenDict, Redactor
+
+_PUBLIC_QUERY = "api-version"
+
+
+class HiddenUrl:
+    """A URL that is printed without user, password, query and fragment.
+
+    Raises:
+        ConfigError: the text is no URL. The message does not repeat it.
+    """
+
+    __slots__ = ("_url",)
+
+    def __init__(self, url: str | URL) -> None:
+        self._url = url if isinstance(url, URL) else _parsed(url)
+        del url  # the frame that raises must not hold it
+        if not self._url.host:
+            raise ConfigError("endpoint_url: is not a URL.")
+
+    @classmethod
+    def wrap(cls, url: Self | str | URL) -> Self:
+        return url if isinstance(url, cls) else cls(url)  # type: ignore[arg-type]
+
+    def reveal(self) -> URL:
+        """The URL itself. Never bind it to a name: tracebacks show the values of names."""
+        return self._url
+
+    def join(self, path: str) -> HiddenUrl:
+        """``path`` below this URL. Keeps the query, which some gateways need."""
+        return HiddenUrl(self._url.joinpath(*path.split("/")).with_query(self._url.query))
+
+    @property
+    def has_credentials(self) -> bool:
+        return self._url.user is not None or self._url.password is not None
+
+    def redactor(self, headers: HiddenDict | None) -> Redactor:
+        """Hides the secrets of this URL, and those in the headers that are sent with it."""
+        return Redactor(*_secrets_of(self._url), *((headers or {}).values()))
+
+    def __repr__(self) -> str:
+        return str(self._url.with_user(None).with_query(None).with_fragment(None))
+
+
+def _secrets_of(url: URL) -> Iterable[str]:
+    sent = [part.partition("=") for part in url.raw_query_string.split("&")]
+    yield from (value or name for name, _, value in sent if name != _PUBLIC_QUERY)
+    values = [value for name, value in url.query.items() if name != _PUBLIC_QUERY]
+    for value in (*values, url.user or "", url.password or ""):
+        yield from {value, quote(value), quote(value, safe=""), quote_plus(value)}
+    yield b64encode(f"{url.user}:{url.password}".encode()).decode() if url.user else ""
+
+
+def _parsed(url: str) -> URL:
+    """The URL; an empty one if the text is none."""
+    if "@" in url.partition("?")[0].partition("://")[2].partition("/")[2]:
+        return URL()  # a "/" in a password made the rest of it, and the host, a path
+    try:
+        return URL(url)
+    except ValueError:
+        return URL()
+
+
+def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:
+    """Whether the environment (HTTPS_PROXY, NO_PROXY and so on) names a proxy for any of the URLs."""
+    proxies = HiddenDict(getproxies())  # they may hold passwords
+    return any(url.reveal().scheme in proxies and not proxy_bypass(url.reveal().host or "") for url in urls)

@@ -1,0 +1,302 @@
+"""Secrets of an endpoint: an API key, a query, a user with password. No failure shows them, and no file keeps them.
+
+loguru prints the value of each name on each line of a traceback, and datatrove logs each failed task in this way. The
+tests look further: at every variable of every frame, and at the attributes of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import socket
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from loguru import logger
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, RequestRejected
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.servers.pool import connect
+from tests.unit.test_client import BODY, Reply, answer, chat, http, never, reset, serving, then_close
+
+KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-9012"
+SHOWN = "canary"
+
+
+def all_values(error: BaseException | None) -> Iterator[str]:
+    """What a log that shows every variable could print of an error."""
+    while error is not None:
+        yield f"{error!r} {error}"
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename != __file__:
+                yield from _values_of(trace.tb_frame)
+            trace = trace.tb_next
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _values_of(frame: types.FrameType) -> Iterator[str]:
+    for name, value in frame.f_locals.items():
+        where = f"{frame.f_code.co_qualname} {name}"
+        yield f"{where} = {value!r}"
+        attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
+        if type(value).__module__.startswith(("datatrove_ckpt", "aiohttp")) and type(value).__name__ not in REVEALING:
+            yield from (f"{where}.{key} = {attribute!r}" for key, attribute in attributes.items())
+
+
+# They exist to hold a secret in their one attribute, and only their own one-line methods name it.
+REVEALING = ("HiddenUrl", "Key")
+
+
+def _slots(value: object) -> dict[str, object]:
+    return {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str)}
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logger.add(lambda line: lines.append(str(line)), diagnose=True, backtrace=True, level=0)
+    yield lines
+    logger.remove(handler)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", KEY)
+    monkeypatch.setenv("CODE", quote(CODE, safe=""))
+    for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def echo(status: int) -> Reply:
+    """A server that answers with everything that it was sent."""
+
+    async def reply(server: Any, writer: asyncio.StreamWriter) -> None:
+        head = server.requests[-1][0].decode()
+        bearer, basic = head.partition("Bearer ")[2].split("\r\n")[0], head.partition("Basic ")[2].split("\r\n")[0]
+        given = bearer or base64.b64decode(basic).decode().partition(":")[2]
+        body = f"Incorrect API key provided: {given}. You sent {head} {CODE}".encode()
+        writer.write(http(status, body))
+
+    return reply
+
+
+async def broken(server: Any, writer: asyncio.StreamWriter) -> None:
+    writer.write(f"nonsense {CODE} {server.requests[-1][0].decode()[:30]}\r\n\r\n".encode())
+
+
+LAYERS: dict[str, tuple[str, Reply | None]] = {
+    "no such host": ("SCHEME://no-such-host.invalid", None),
+    "refused": ("SCHEME://127.0.0.1:FREE", None),
+    "no tls": ("https://127.0.0.1:PORT", never),
+    "reset": ("SCHEME://127.0.0.1:PORT", reset),
+    "closed": ("SCHEME://127.0.0.1:PORT", then_close()),
+    "half an answer": ("SCHEME://127.0.0.1:PORT", then_close(http(200, chat())[:-10])),
+    "not http": ("SCHEME://127.0.0.1:PORT", broken),
+    "not json": ("SCHEME://127.0.0.1:PORT", echo(200)),
+    "silent": ("SCHEME://127.0.0.1:PORT", never),
+    "400": ("SCHEME://127.0.0.1:PORT", echo(400)),
+    "401": ("SCHEME://127.0.0.1:PORT", echo(401)),
+    "500": ("SCHEME://127.0.0.1:PORT", echo(500)),
+    "redirect": ("SCHEME://127.0.0.1:PORT", answer(http(302, b"", f"Location: http://x/?code={KEY}"))),
+}
+
+
+@contextlib.asynccontextmanager
+async def endpoint(layer: str, user: bool) -> AsyncIterator[InferenceConfig]:
+    """The config of an endpoint that fails in this layer."""
+    url, reply = LAYERS[layer]
+    async with serving(reply or never) as (_, base):
+        url = url.replace("PORT", base.rpartition(":")[2]).replace("FREE", str(free_port()))
+        url = url.replace("SCHEME", "http") + "/?code=${CODE}"
+        if user:
+            os.environ["AUTHORITY"] = f"me:{quote(PASSWORD, safe='')}@{url.partition('//')[2].partition('/')[0]}"
+            url = f"{url.partition('//')[0]}//${{AUTHORITY}}/?code=${{CODE}}"
+        try:
+            yield InferenceConfig(
+                "endpoint",
+                "m",
+                endpoint_url=url,
+                api_key_env=None if user else "KEY_OF_TEST",
+                request_max_attempts=1,
+                request_timeout=0.3,
+                server_ready_max_attempts=1,
+                server_ready_delay_sec=0.3,
+            )
+        finally:
+            os.environ.pop("AUTHORITY", None)
+
+
+async def start(config: InferenceConfig) -> None:
+    async with connect(config, 0):
+        pass
+
+
+async def complete(config: InferenceConfig) -> None:
+    from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+
+    servers = ExternalServers(config)
+    async with CompletionClient(config, servers.urls, servers.api_key) as client:
+        await client.complete(BODY)
+
+
+async def complete_with_a_timeout_of_the_rollout(config: InferenceConfig) -> None:
+    async with asyncio.timeout(0.05):
+        await complete(config)
+
+
+def check(error: BaseException, said: list[str]) -> None:
+    try:
+        raise error
+    except BaseException:
+        logger.exception("the task failed")
+    found = [line for text in (*said, *all_values(error)) for line in text.splitlines() if SHOWN in line]
+    secrets = [line for line in found if any(secret in line for secret in forms())]
+    assert not secrets, "\n".join(secrets[:10])
+
+
+def forms() -> set[str]:
+    """The secrets as they are, and as they look in a URL, in a header and in a repr."""
+    basic = base64.b64encode(f"me:{PASSWORD}".encode()).decode()
+    plain = {KEY, CODE, PASSWORD}
+    return plain | {quote(text, safe="") for text in plain} | {quote(text) for text in plain} | {basic}
+
+
+@pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("act", [start, complete])
+def test_no_failure_shows_a_secret(
+    act: Callable[[InferenceConfig], Any], layer: str, user: bool, said: list[str]
+) -> None:
+    async def play() -> None:
+        async with endpoint(layer, user) as config:
+            await act(config)
+
+    try:
+        asyncio.run(play())
+    except Exception as error:
+        check(error, said)
+    else:
+        assert act is start  # a broken answer may still prove that there is a server
+
+
+@pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
+def test_a_rollout_that_gives_up_waiting_shows_no_secret(user: bool, said: list[str]) -> None:
+    async def play() -> None:
+        async with endpoint("silent", user) as config:
+            await complete_with_a_timeout_of_the_rollout(config)
+
+    with pytest.raises(TimeoutError) as caught:
+        asyncio.run(play())
+    assert any("client.py" in line for line in said + list(_files(caught.value)))
+    check(caught.value, said)
+
+
+def _files(error: BaseException | None) -> Iterator[str]:
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            yield trace.tb_frame.f_code.co_filename
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("over", ["plain", "aiohttp"])
+def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(
+    over: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        async with endpoint("silent", over == "aiohttp") as config:
+            asyncio.get_running_loop().call_later(0.05, interrupt)
+            await complete(config)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        asyncio.run(play())
+    check(caught.value, said)
+
+
+def test_a_proxy_with_a_password_is_not_shown(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{free_port()}")
+
+    async def play() -> None:
+        async with endpoint("silent", False) as config:
+            await complete(config)
+
+    with pytest.raises(Exception, match="ClientProxyConnectionError") as caught:
+        asyncio.run(play())
+    check(caught.value, said)
+
+
+@pytest.mark.parametrize("where", ["http://%s@h:1", "http://%s/x@h", "%s@h/x", "http://h/?code=%s", "http://h/?%s"])
+def test_a_url_with_a_secret_is_refused_and_not_shown(where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        InferenceConfig("endpoint", "m", endpoint_url=where % PASSWORD)
+    assert PASSWORD not in str(caught.value)
+
+
+# By their names: loguru also shows the frames of pytest, which hold the parameters.
+NO_URLS = {"slash": f"me:{PASSWORD}/x@host", "port": f"me:{PASSWORD}@host:port", "bracket": f"[{PASSWORD}"}
+
+
+@pytest.mark.parametrize("kind", NO_URLS)
+def test_a_url_that_is_none_is_named_by_its_variable(
+    kind: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTHORITY", NO_URLS[kind])
+    with pytest.raises(ConfigError, match=r"http://\$\{AUTHORITY\} is not a URL") as caught:
+        asyncio.run(start(InferenceConfig("endpoint", "m", endpoint_url="http://${AUTHORITY}")))
+    check(caught.value, said)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\nX: y", "\x7f", " "])
+def test_a_key_that_is_no_header_is_refused(end: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "\0" not in end:
+        monkeypatch.setenv("KEY_OF_TEST", KEY + end)
+        config = InferenceConfig("endpoint", "m", endpoint_url="http://h", api_key_env="KEY_OF_TEST")
+        with pytest.raises(
+            ConfigError, match="the value of KEY_OF_TEST holds a space at an end, a line break"
+        ) as caught:
+            asyncio.run(start(config))
+        check(caught.value, said)
+
+
+def test_a_body_that_repeats_the_key_is_kept_without_it() -> None:
+    async def play() -> RequestRejected:
+        async with endpoint("400", False) as config:
+            with pytest.raises(RequestRejected) as caught:
+                await complete(config)
+            return caught.value
+
+    error = asyncio.run(play())
+    assert "Incorrect API key provided: ***. You sent POST /v1/chat/completions?code=*** HTTP/1.1" in error.body
+    assert not any(secret in error.body for secret in (KEY, CODE))
+
+
+def test_aiohttp_is_called_with_what_it_needs() -> None:
+    async def play() -> list[bytes]:
+        async with serving(answer(http(200, chat()))) as (server, base):
+            os.environ["AUTHORITY"] = f"me:{quote(PASSWORD, safe='')}@{base.partition('//')[2]}"
+            url = "http://${AUTHORITY}/?code=${CODE}"
+            await complete(InferenceConfig("endpoint", "m", endpoint_url=url))
+            return [head for head, _ in server.requests]
+
+    (head,) = asyncio.run(play())
+    os.environ.pop("AUTHORITY")
+    assert base64.b64encode(f"me:{PASSWORD}".encode()) in head
+    assert b"code=canary/code+5678" in head or b"code=canary%2Fcode+5678" in head or b"code=canary/code%205678" in head

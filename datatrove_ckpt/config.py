@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.redaction import EnvironmentSecret, Key
+from datatrove_ckpt.redaction import EnvironmentSecret, Key, names_secret
 
 Secret = EnvironmentSecret
 """The name in 0.1, by which steps that 0.1 pickled (tasks in a queue) find the class."""
@@ -138,6 +138,7 @@ class InferenceConfig:
             _check_url(url)
         if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
+        _check_flags(self.model_kwargs or {})
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
         if self.server_type == "endpoint" and self.replicas > 1:
@@ -278,6 +279,17 @@ def check_generation_params(key: str, params: object) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_flags(flags: dict[str, Any]) -> None:
+    """Raises ConfigError if a flag of the server is a secret: every user of the node can read command lines."""
+    for name in flags:
+        # Models have tokens, too: "<|end|>", "[SEP]".
+        if names_secret(name) and isinstance(flags[name], str) and not flags[name].startswith(("<", "[")):
+            raise ConfigError(
+                f"model_kwargs: {name!r} is a secret, and would be in the process list and in files. Export it in the "
+                "environment instead, which servers inherit: HF_TOKEN for the model hub."
+            )
 
 
 def _check_url(url: Key) -> None:

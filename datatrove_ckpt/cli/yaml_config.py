@@ -144,6 +144,11 @@ def _construct(cls: Any, arguments: Any, label: str) -> Any:
     parameters, open_ended = _parameters(cls)
     if not open_ended:
         _refuse_unknown(arguments or {}, list(parameters), label)
+    if "api_key_env" in parameters and (arguments or {}).get("api_key"):
+        raise ConfigError(
+            f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
+            "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
+        )
     anything = (Any, False)
     values = {k: _value(parameters.get(k, anything)[0], v, label, k) for k, v in (arguments or {}).items()}
     missing = [f'"{key}"' for key, (_, required) in parameters.items() if required and key not in values]

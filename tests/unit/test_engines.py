@@ -295,6 +295,12 @@ def test_a_missing_server_script_is_named() -> None:
         engine_command(config("custom", model_kwargs={"server_script": "/nowhere.py"}), 1, KEY)
 
 
+def test_a_flag_that_is_a_secret_is_refused_and_a_models_token_is_none() -> None:
+    with pytest.raises(ConfigError, match="model_kwargs: 'hf_token' is a secret, and would be in the process list"):
+        InferenceConfig("vllm", "m", model_kwargs={"hf_token": "hunter2"})
+    InferenceConfig("vllm", "m", model_kwargs={"hf-token": True, "stop-token": "<|end|>", "max-tokens": "3"})
+
+
 def test_secrets_in_flags_are_not_shown() -> None:
     argv = ("x", "--hf-token=abc", "--admin-api-key", "def", "--max-num-batched-tokens=5", "--seed", "1")
     shown = redacted_command(argv)

@@ -233,7 +233,11 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          f'{RUNNER}.config: server_type: "vlm" is not one of llamacpp, vllm, sglang, endpoint, dummy, custom, '
          'did you mean "vllm"?'),
         ("model_name_or_path: m}", "api_key: 12345, model_name_or_path: m}",
-         f"{RUNNER}.config: api_key: *** is not a str or null."),
+         f"{RUNNER}.config.api_key: a key does not belong into a file. Export it where the tasks run, such as "
+         "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."),
+        ("model_name_or_path: m}", "model_kwargs: {hf-token: hunter2}, model_name_or_path: m}",
+         f"{RUNNER}.config: model_kwargs: 'hf-token' is a secret, and would be in the process list and in files. "
+         "Export it in the environment instead, which servers inherit: HF_TOKEN for the model hub."),
         ("model_name_or_path: m}", "model_name_or_path: 7}", f"{RUNNER}.config: model_name_or_path: 7 is not a str."),
         ("server_type: dummy, model_name_or_path: m", "use_chat: 3",
          f"{RUNNER}.config: use_chat: 3 is not true or false."),

@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import sqlite3
+import stat
 import threading
 import weakref
 from collections import OrderedDict
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 # A chunk that waits for one slow document keeps its journal open, and there may be as many such chunks as documents in
 # progress. This is far below every default limit on open files, and far above what a usual records_per_chunk needs.
 MAX_OPEN_FILES = 64
+
+# What may hold prompts, documents or answers is for its owner only; ``chmod`` by the owner stays in force. Everything
+# else (the output, ``last_chunk``, parent folders) follows the user's umask.
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+PUBLIC_FILE, PUBLIC_FOLDER = 0o666, 0o777
 
 
 @contextmanager
@@ -63,6 +69,12 @@ def _advice(error: Exception) -> str:
     return "Check the disk and run the same command again; everything saved so far is kept."
 
 
+def copy_mode(path: Path, fd: int) -> None:
+    """Gives an open file the mode of another one, if that exists and the file system has modes."""
+    with suppress(OSError):
+        os.fchmod(fd, stat.S_IMODE(path.stat().st_mode))
+
+
 class Disk:
     """The effects. Paths are absolute. Nothing is buffered here, so an effect that has returned survives kill -9."""
 
@@ -72,15 +84,15 @@ class Disk:
 
     # effects -------------------------------------------------------------------------------------------------
 
-    def make_dir(self, path: Path) -> None:
-        """Makes one folder. An existing folder is fine."""
+    def make_dir(self, path: Path, mode: int = PRIVATE_FOLDER) -> None:
+        """Makes one folder. An existing folder is fine, and keeps its mode."""
         with explained("make the folder", path):
-            path.mkdir(exist_ok=True)
+            path.mkdir(mode, exist_ok=True)
 
-    def create(self, path: Path) -> int:
-        """Makes an empty file in place of any old one. Returns its descriptor."""
+    def create(self, path: Path, mode: int = PRIVATE_FILE) -> int:
+        """Makes an empty file in place of any old one, whose mode it keeps. Returns its descriptor."""
         with explained("create", path):
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
 
     def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
         """Writes all of ``data`` to the descriptor."""
@@ -148,12 +160,12 @@ class Disk:
             self.write(fd, data, path)
             return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
 
-    def make_dirs(self, path: Path) -> None:
-        """Makes the folder and its missing parents. All of them survive power loss."""
+    def make_dirs(self, path: Path, mode: int = PUBLIC_FOLDER) -> None:
+        """Makes the folder and its missing parents, which are public. All of them survive power loss."""
         if path.is_dir():
             return
         self.make_dirs(path.parent)
-        self.make_dir(path)
+        self.make_dir(path, mode)
         self.sync_dir(path.parent)
 
     def detach(self, path: Path) -> None:
@@ -163,11 +175,16 @@ class Disk:
                 data = path.read_bytes()
             self.replace(path, data)
 
-    def replace(self, path: Path, data: bytes) -> None:
-        """Replaces the file's content. A crash leaves the old content or the new, never a mixture."""
+    def replace(self, path: Path, data: bytes, mode: int = PRIVATE_FILE) -> None:
+        """Replaces the file's content. A crash leaves the old content or the new, never a mixture.
+
+        Args:
+            mode: of a file that was not there. A file that is replaced keeps its mode.
+        """
         new = path.with_name(path.name + ".new")
-        fd = self.create(new)
+        fd = self.create(new, mode)
         try:
+            copy_mode(path, fd)
             self.write(fd, data, new)
         finally:
             os.close(fd)
@@ -186,7 +203,7 @@ class Disk:
             _, oldest = self._open.popitem(last=False)
             os.close(oldest)
         with explained("open", path):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE_FILE)
         self._open[path] = fd
         return fd
 
@@ -239,13 +256,16 @@ class AppendFile:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that is written once, from start to end, and knows its size in bytes and its xxh128."""
+    """A new file of the output, which is written once, from start to end, and knows its size and its xxh128.
+
+    Its mode follows the user's umask, as that of any writer's file. Until it is published, its folder is private.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         self._hash = xxhash.xxh3_128()
-        self._fd = disk.create(path)
+        self._fd = disk.create(path, PUBLIC_FILE)
 
     def writable(self) -> bool:
         return True
@@ -331,7 +351,7 @@ class Lock:
     def _acquire(self) -> int:
         while True:
             with explained("open", self.path):
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

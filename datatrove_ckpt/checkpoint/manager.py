@@ -78,7 +78,7 @@ class CheckpointManager:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
         folder = self._folder
-        files.disk.make_dirs(folder)
+        files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(self._last_chunk.parent)
         finished = not (folder / LOCK).exists()  # a rank that completes removes its lock
         lock = files.Lock(folder / LOCK)

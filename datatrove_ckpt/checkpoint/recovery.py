@@ -99,7 +99,7 @@ def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache,
 
 def write_last_chunk(path: Path, chunk_index: int) -> None:
     """Writes the file for people and other tools. Recovery does not depend on it."""
-    files.disk.replace(path, b"%d\n" % chunk_index)
+    files.disk.replace(path, b"%d\n" % chunk_index, files.PUBLIC_FILE)
 
 
 def _resume_point(log: CommitLog) -> ResumePoint:

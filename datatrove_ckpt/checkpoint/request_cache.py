@@ -9,6 +9,7 @@ called. Losing the last commits loses answers, never consistency.
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import sqlite3
 import tempfile
@@ -120,6 +121,8 @@ class RequestCache:
 
     def _open(self) -> sqlite3.Connection:
         # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
+        # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the database.
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
         connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
         try:
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")

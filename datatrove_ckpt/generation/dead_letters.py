@@ -140,7 +140,7 @@ class Retry:
         # Count this rank's passes only: the last pass of the folder may belong to another rank.
         used = [number for number, retry in enumerate(passes, 1) if retry._input.exists()]
         retry = cls(root, 1 + max(used, default=0), rank)
-        files.disk.make_dirs(retry._folder)
+        files.disk.make_dirs(retry._folder, files.PRIVATE_FOLDER)
         files.disk.replace(retry._input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
         return retry
 

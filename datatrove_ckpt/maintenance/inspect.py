@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -148,17 +149,32 @@ def find_ranks(checkpoints: Path) -> list[RankFolder]:
     """All ranks that have a folder, those of ``checkpoints`` itself first.
 
     Raises:
-        ConfigError: there is no rank.
+        ConfigError: there is no rank, or this user may not read one.
     """
-    found = list(_ranks("", checkpoints))
-    for retry in sorted(checkpoints.glob(RETRIES)):
-        found += _ranks(retry.name, retry)
+    try:
+        found = list(_ranks("", checkpoints))
+        for retry in sorted(checkpoints.glob(RETRIES)):
+            found += _ranks(retry.name, retry)
+        for rank in found:
+            _check_readable(rank.folder)
+    except PermissionError as error:
+        raise ConfigError(
+            f"{error.filename}: permission denied. Checkpoints are private, because they hold documents and answers. "
+            f"Run this command as the user who made them, or ask that user for: chmod -R g+rX {checkpoints}"
+        ) from None
     if not found:
         raise ConfigError(
             f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "
             "checkpoints_local_dir names."
         )
     return found
+
+
+def _check_readable(folder: Path) -> None:
+    """Raises PermissionError if a file that tells the state of the rank cannot be read."""
+    for name in (RUN, COMMITS, *(journal_path(folder, index).name for index in journal_indices(folder))):
+        with suppress(FileNotFoundError), (folder / name).open("rb"):
+            pass
 
 
 def _ranks(root: str, folder: Path) -> Iterable[RankFolder]:

@@ -105,6 +105,7 @@ def _blank(path: Path, ranges: list[tuple[int, int]]) -> None:
         return
     new = path.with_name(path.name + ".new")
     fd = files.disk.create(new)
+    files.copy_mode(path, fd)
     try:
         for block in _blanked(path, ranges):
             files.disk.write(fd, block, new)

@@ -9,6 +9,7 @@ URL holds none.
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -51,9 +52,13 @@ class ObjectStore:
         with file_system_call():
             self._fs, root = url_to_fs(self.url, **options)
         self._root = root.rstrip("/")
+        self._is_local = bool(options)
 
     def put(self, name: str, data: bytes) -> None:
         with file_system_call():
+            if self._is_local and not Path(self._root).exists():  # it holds prompts and answers
+                Path(self._root).parent.mkdir(parents=True, exist_ok=True)
+                Path(self._root).mkdir(mode=0o700, exist_ok=True)
             effects.put(self._fs, self._path(name), data)
 
     def copy(self, name: str, to: str) -> None:

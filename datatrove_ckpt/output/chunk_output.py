@@ -107,7 +107,7 @@ class ChunkOutput:
         """
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
-        files.disk.make_dirs(self._target.staging)
+        files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)
 
     def stop(self) -> None:
         """Ends the wait for an upload under way. The next process uploads that chunk again."""

@@ -188,8 +188,8 @@ class InferenceServer(Server):
             self._log_path = Path(name)
         else:
             self._log_path = Path(self.config.server_log_folder) / f"server_{self.name}.log"
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            _make_private_folder(self._log_path.parent)
+        descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_start = os.fstat(descriptor).st_size
         return descriptor
 
@@ -286,6 +286,12 @@ async def _answers(session: aiohttp.ClientSession, url: str, headers: HiddenDict
                 return response.status == 200
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
+
+
+def _make_private_folder(folder: Path) -> None:
+    """Makes the folder of the logs, which may show prompts. An existing folder keeps its mode."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ CkptError
 ├── DocumentError
 │   ├── DocumentFailed         a rollout raised, or one of its requests could not be answered
 │   ├── DocumentNotSerializable  a document holds a value that cannot be kept or written
+│   ├── InvalidFileName        a document's metadata gives a file name that no output file can have
 │   ├── TooManyDeadLetters     more documents failed than max_dead_letters allows
 │   └── OutputFailed           a finished chunk could not be written or published
 ├── TooManyOpenFiles           the limit on open files was reached (ulimit -n)
@@ -89,6 +90,13 @@ class DocumentFailed(DocumentError):
 
 class DocumentNotSerializable(DocumentError):
     """A document holds a value that the journal cannot keep. The message names the document and the value."""
+
+
+class InvalidFileName(DocumentError):
+    """A document's metadata gives a file name outside the output folder, or one that no file system takes.
+
+    The message names the document and the field. Correct the document, or choose another ``output_filename``.
+    """
 
 
 class TooManyDeadLetters(DocumentError):

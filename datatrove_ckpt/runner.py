@@ -42,6 +42,7 @@ from datatrove_ckpt.mirror.object_store import check_url
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput, check_rank_in_template, check_writer
+from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import enough_open_files
@@ -246,7 +247,8 @@ class InferenceRunner(PipelineStep):
                 with preemption.interruptible():
                     output.prepare()
             preemption.raise_if_stop_requested()
-            main = self._generate(data, rank, checkpoint, progress, preemption)
+            names = output.names if output is not None else FileNames(self.output_writer, rank)
+            main = self._generate(data, rank, checkpoint, progress, preemption, names)
             event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
             completed = True
         except BaseExceptionGroup as group:
@@ -273,7 +275,8 @@ class InferenceRunner(PipelineStep):
         self, root: Path, rank: int, world_size: int, prefix: str = ""
     ) -> tuple[CheckpointManager, ChunkOutput]:
         folder = rank_folder(root, rank)
-        output = ChunkOutput(self.output_writer, rank, folder, prefix)
+        checkpoints = Path(self.checkpoints_local_dir or "").absolute()
+        output = ChunkOutput(self.output_writer, rank, folder, prefix, checkpoints)
         manager = CheckpointManager(
             root,
             rank,
@@ -301,7 +304,13 @@ class InferenceRunner(PipelineStep):
         return RemoteMirror(f"{self.checkpoints_remote_dir}/{below}", folder, self.mirror_seconds)
 
     async def _generate(
-        self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: Progress, preemption: Preemption
+        self,
+        data: Iterable[Document],
+        rank: int,
+        checkpoint: Checkpoint,
+        progress: Progress,
+        preemption: Preemption,
+        names: FileNames,
     ) -> None:
         point = checkpoint.resumed
         if not point.is_fresh:
@@ -331,6 +340,7 @@ class InferenceRunner(PipelineStep):
                     metadata_key=self.metadata_key,
                     failures=failures,
                     preemption=preemption,
+                    check_document=names.check,
                 )
                 await scheduler.run(documents)
         finally:

@@ -19,8 +19,9 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
 from datatrove_ckpt.documents import decode
-from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.file_managers import RemoteFiles
+from datatrove_ckpt.output.names import FileNames
 
 _FAST_STOP_SECONDS = 1.0
 
@@ -52,6 +53,8 @@ class OpenNullCheckpoint:
         if not writer.output_folder.is_local():
             files = writer.output_mg
             writer.output_mg = RemoteFiles(files.fs, files.mode, files.compression)
+        self._names = FileNames(writer, rank)
+        self._names.use_in(writer)
         self._writer = writer
         self._stops_fast = False
         self._rank = rank
@@ -134,7 +137,9 @@ class OpenNullCheckpoint:
     def _write(self, slot: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)
         try:
-            self._writer.write(document, rank=self._rank, chunk_index=f"{slot.chunk_index:05d}")
+            self._writer.write(document, rank=self._rank, chunk_index=self._names.chunk_field(slot.chunk_index))
+        except CkptError:
+            raise
         except Exception as error:
             raise OutputFailed(
                 f"Document {document.id!r} (number {slot.ordinal} of this rank) could not be written by "

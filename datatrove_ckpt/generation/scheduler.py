@@ -96,6 +96,7 @@ class Scheduler:
         metadata_key: str,
         failures: Failures,
         preemption: Preemption,
+        check_document: Callable[[Document, int], None],
     ) -> None:
         self.rollout_fn = rollout_fn
         self.config = config
@@ -105,6 +106,7 @@ class Scheduler:
         self._metadata_key = metadata_key
         self._failures = failures
         self._preemption = preemption
+        self._check_document = check_document
         self.drain = Drain()
         self._rollouts = config.rollouts_per_document
         self._document_limit = asyncio.Semaphore(config.max_concurrent_documents or 1)
@@ -254,6 +256,8 @@ class Scheduler:
             self._raise_if_stopping()
             kept = [result for result in results if result is not None]
             document.metadata[self._metadata_key] = kept
+            if kept:
+                self._check_document(document, slot.chunk_index)
             data = encode(document) if kept else b"null"
         except (Exception, asyncio.CancelledError) as error:
             answers.raise_fatal()

@@ -8,21 +8,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.layout import retry_folder
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
-from datatrove_ckpt.output.chunk_output import STAGING
+from datatrove_ckpt.output.names import STAGING, output_pattern, rank_and_chunk
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 _BLOCK = 1 << 20
-_NUMBERS = {"rank": r"\d{5,}", "chunk_index": r"(?:retry\d+_)?\d{5,}"}
 
 
 def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
@@ -171,7 +168,7 @@ class _Uncommitted:
 
     def check(self, path: str) -> None:
         for match in (match for pattern in self._patterns if (match := pattern.fullmatch(path))):
-            key, chunk_index = _rank_and_chunk(match.groupdict())
+            key, chunk_index = rank_and_chunk(match)
             state = self._states.get(key)
             if state == "damaged":
                 return  # the owner is unknown; the damage itself is reported
@@ -188,38 +185,3 @@ def _template(rank: RankFolder) -> str:
         return str(rank.identity.get("output_filename", ""))
     except CheckpointCorrupt:
         return ""
-
-
-def _rank_and_chunk(names: dict[str, str]) -> tuple[tuple[str, int], int]:
-    """The rank's key and the chunk index in a file's name."""
-    retry, _, index = names["chunk_index"].rpartition("_")
-    root = retry_folder(Path(), int(retry.removeprefix("retry"))).name if retry else ""
-    return (root, int(names.get("rank") or 0)), int(index)
-
-
-def output_pattern(template: str) -> re.Pattern[str]:
-    """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are named retry1_00000."""
-    folder, slash, name = template.rpartition("/")
-    seen: set[str] = set()
-    # A writer with max_file_size puts a number in front of each name.
-    return re.compile(rf"{_expression(folder + slash, seen)}(?:\d{{3,}}_)?{_expression(name, seen)}")
-
-
-def _expression(template: str, seen: set[str]) -> str:
-    parts, end = [], 0
-    for match in Template.pattern.finditer(template):
-        parts.append(re.escape(template[end : match.start()]))
-        parts.append(_field(match["named"] or match["braced"], seen))
-        end = match.end()
-    return "".join([*parts, re.escape(template[end:])])
-
-
-def _field(name: str | None, seen: set[str]) -> str:
-    if name is None:
-        return re.escape("$")
-    if name not in _NUMBERS:
-        return ".*"
-    if name in seen:
-        return f"(?P={name})"
-    seen.add(name)
-    return f"(?P<{name}>{_NUMBERS[name]})"

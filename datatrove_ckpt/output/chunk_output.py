@@ -24,11 +24,9 @@ from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.output.adapter import use_shallow_adapter
 from datatrove_ckpt.output.file_managers import StagedFiles, missing_codec
+from datatrove_ckpt.output.names import STAGING, FileNames
 from datatrove_ckpt.output.upload import RemoteFolder
 from datatrove_ckpt.redaction import check_no_secrets
-
-STAGING = ".datatrove-ckpt-staging"
-"""The hidden folder below a local output folder, and the prefix of probes below a remote one."""
 
 
 def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
@@ -49,6 +47,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     check_no_secrets(writer.output_folder, "output_writer")
     if advice := missing_codec(writer.output_mg.compression, template):
         raise ConfigError(f"output_writer: compression: {advice}")
+    if not writer.output_filename.is_valid():
+        raise ConfigError(f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write $$.")
     if checkpoints and not _template_uses(writer, "chunk_index"):
         raise ConfigError(
             f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "
@@ -83,10 +83,13 @@ class ChunkOutput:
         rank: the rank, for the writer's filename template.
         scratch: the folder below which files for a remote output folder are staged.
         prefix: stands before the chunk index in file names.
+        checkpoints: ``checkpoints_local_dir``.
     """
 
-    def __init__(self, writer: DiskWriter, rank: int, scratch: Path, prefix: str = "") -> None:
-        self._prefix = prefix
+    def __init__(
+        self, writer: DiskWriter, rank: int, scratch: Path, prefix: str = "", checkpoints: Path | None = None
+    ) -> None:
+        self.names = FileNames(writer, rank, prefix, checkpoints)
         self._writer = writer
         self._rank = rank
         self._target: _Target
@@ -139,11 +142,13 @@ class ChunkOutput:
 
     def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
         writer = _fresh_copy(self._writer, staged)
+        self.names.use_in(writer)
+        chunk_field = self.names.chunk_field(chunk_index)
         for finished in documents:
             document = None
             try:
                 document = decode(finished.document)
-                writer.write(document, rank=self._rank, chunk_index=f"{self._prefix}{chunk_index:05d}")
+                writer.write(document, rank=self._rank, chunk_index=chunk_field)
             except CkptError:
                 raise
             except Exception as error:

@@ -57,6 +57,12 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
     def _create(self, filename: str) -> _StagedStream:
         path = self._folder / filename
         files.disk.make_dirs(path.parent)
+        if path.exists():
+            raise OutputFailed(
+                f"{filename} and another name of this chunk are one file on this file system, which ignores upper and "
+                "lower case or how Unicode is composed. Give the documents names that differ in more than that, or "
+                "choose another output_filename or file system."
+            )
         return _StagedStream(path, filename, self)
 
     def abandon(self) -> None:

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.formatting import byte_size, duration
-from datatrove_ckpt.output.chunk_output import STAGING
+from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, find_mount, traits
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,

@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, StorageFailed
-from datatrove_ckpt.maintenance.verify_output import output_pattern
+from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
     CrashingDisk,
     FakeServer,

@@ -1,0 +1,203 @@
+"""The names of output files: filled in from documents, checked, and recognised in a listing.
+
+``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours: metadata of these names never replaces them. Every
+other field comes from a document's metadata, which is not trusted. A name that such a field makes must stay inside the
+output folder, must not be one of our own folders, and must fit a file system; a value with "/" is a subfolder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.errors import InvalidFileName
+
+STAGING = ".datatrove-ckpt-staging"
+"""The hidden folder below a local output folder, and the prefix of probes below a remote one."""
+
+_OURS = frozenset({"rank", "chunk_index", "id"})
+_MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
+_MOST_BYTES = 1024  # of a key on S3
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+_SHOWN = 120
+
+_RANK = r"\d{5,}"
+_RETRY = r"(?:retry\d+_)?"
+_CHUNK = r"\d{5,}"
+_ANY_CHUNK = r"\d+"  # datatrove's own InferenceRunner does not pad the number
+
+FillTemplate = Callable[..., str]
+"""datatrove's ``_get_output_filename(document, rank, **fields)``."""
+
+
+def fields_of_documents(template: Template) -> list[str]:
+    """The placeholders that a document fills in: all but the rank and the chunk index."""
+    return [name for name in template.get_identifiers() if name not in ("rank", "chunk_index")]
+
+
+class FileNames:
+    """The names of one rank's output files.
+
+    Args:
+        prefix: stands before the chunk index.
+        checkpoints: ``checkpoints_local_dir``. No document may name a file in it.
+    """
+
+    def __init__(self, writer: DiskWriter, rank: int, prefix: str = "", checkpoints: Path | None = None) -> None:
+        template = writer.output_filename
+        self.template: str = template.template
+        self.fields = fields_of_documents(template)
+        self._rank = rank
+        self._prefix = prefix
+        self._fill = _original(writer)
+        self._number = len("000_") if writer.max_file_size > 0 else 0
+        self._reserved = [(STAGING,), *_checkpoints_below(writer, checkpoints)]
+        neutral = dict.fromkeys(self.fields, "x") | {"rank": "00000", "chunk_index": "00000"}
+        self._odd_parts_of_template = _odd_parts(template.substitute(neutral))
+
+    def chunk_field(self, chunk_index: int) -> str:
+        """The value of ``${chunk_index}``."""
+        return f"{self._prefix}{chunk_index:05d}"
+
+    def check(self, document: Document, chunk_index: int) -> None:
+        """Checks the name of the file that the document goes to.
+
+        Raises:
+            InvalidFileName: it cannot be the name of an output file.
+        """
+        if self.fields:
+            self._checked(document, self._rank, chunk_index=self.chunk_field(chunk_index))
+
+    def use_in(self, writer: DiskWriter) -> None:
+        """Makes the writer take its file names from here."""
+
+        def fill(document: Document, rank: int | str = 0, **fields: Any) -> str:  # Any: as in datatrove
+            return self._checked(document, rank, **fields)
+
+        fill.original = self._fill  # type: ignore[attr-defined]
+        writer._get_output_filename = fill
+
+    def _checked(self, document: Document, rank: int | str, **fields: Any) -> str:
+        try:
+            name = self._fill(_without_our_names(document), rank, **fields)
+        except KeyError as error:
+            raise InvalidFileName(
+                f"Document {document.id!r} has no metadata {error.args[0]!r}, which output_filename {self.template!r} "
+                "needs. Set it in a step before this one or in the rollout, or choose another output_filename."
+            ) from error
+        if self.fields and (problem := self._problem(document, name)):
+            values = ", ".join(f"{field} = {_short(self._value(document, field))}" for field in self.fields)
+            raise InvalidFileName(
+                f"Document {document.id!r}: with its {values}, output_filename {self.template!r} gives the file name "
+                f"{_short(name)}, which {problem}. Correct the documents (a step before this one can), or choose "
+                'another output_filename. on_document_error="dead_letter" sets such documents aside.'
+            )
+        return name
+
+    def _problem(self, document: Document, name: str) -> str | None:
+        """Why this cannot be the name of an output file; None if it can."""
+        values = "".join(str(self._value(document, field)) for field in self.fields)
+        if _CONTROL.search(values):
+            return "has a control character or a backslash"
+        try:
+            parts = [part.encode() for part in name.split("/")]
+        except UnicodeEncodeError:
+            return "has characters that are no Unicode text"
+        if _odd_parts(name) > self._odd_parts_of_template:
+            return 'leaves the output folder, or has an empty part, "." or ".."'
+        if (longest := max(map(len, parts)) + self._number) > _MOST_BYTES_OF_A_PART:
+            return f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file systems"
+        if len(name.encode()) > _MOST_BYTES:
+            return f"is longer than {_MOST_BYTES} bytes"
+        folded = tuple(part.casefold() for part in name.split("/") if part != ".")
+        if any(folded[: len(reserved)] == reserved for reserved in self._reserved):
+            return "is in a folder of the checkpoint or of files that are being written"
+        return None
+
+    def _value(self, document: Document, field: str) -> object:
+        return document.id if field == "id" else document.metadata.get(field)
+
+
+def _original(writer: DiskWriter) -> FillTemplate:
+    """The writer's own method: a writer that several ranks use in turn has the one of the rank before."""
+    method: FillTemplate = writer._get_output_filename
+    return getattr(method, "original", method)
+
+
+def _without_our_names(document: Document) -> Document:
+    if _OURS.isdisjoint(document.metadata):
+        return document
+    metadata = {key: value for key, value in document.metadata.items() if key not in _OURS}
+    return Document(document.text, document.id, document.media, metadata)
+
+
+def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tuple[str, ...]]:
+    """The checkpoint's place below a local output folder."""
+    if checkpoints is None or not writer.output_folder.is_local():
+        return []
+    folder = Path(writer.output_folder.resolve_paths("")).absolute()
+    if not checkpoints.is_relative_to(folder):
+        return []
+    return [tuple(part.casefold() for part in checkpoints.relative_to(folder).parts)]
+
+
+def _odd_parts(name: str) -> int:
+    return sum(part in ("", ".", "..") for part in name.split("/"))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# recognising names ---------------------------------------------------------------------------------------------------
+
+
+def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
+    """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are named retry1_00000.
+
+    Args:
+        any_writer: also names that datatrove's own InferenceRunner gives.
+    """
+    chunk = _RETRY + (_ANY_CHUNK if any_writer else _CHUNK)
+    numbers = {"rank": _RANK, "chunk_index": chunk}
+    folder, slash, name = template.rpartition("/")
+    seen: set[str] = set()
+    # A writer with max_file_size puts a number in front of each name.
+    text = rf"{_expression(folder + slash, numbers, seen)}(?:\d{{3,}}_)?{_expression(name, numbers, seen)}"
+    return re.compile(text, re.DOTALL)
+
+
+def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
+    """The rank's key (folder of the retry or "", and rank) and the chunk index in a name that matched a pattern."""
+    names = match.groupdict()
+    retry, _, index = names["chunk_index"].rpartition("_")
+    root = layout.retry_folder(Path(), int(retry.removeprefix("retry"))).name if retry else ""
+    return (root, int(names.get("rank") or 0)), int(index)
+
+
+def _expression(template: str, numbers: dict[str, str], seen: set[str]) -> str:
+    parts, end = [], 0
+    for match in Template.pattern.finditer(template):
+        parts.append(re.escape(template[end : match.start()]))
+        parts.append(_field(match["named"] or match["braced"], numbers, seen))
+        end = match.end()
+    return "".join([*parts, re.escape(template[end:])])
+
+
+def _field(name: str | None, numbers: dict[str, str], seen: set[str]) -> str:
+    if name is None:
+        return re.escape("$")
+    if name not in numbers:
+        return ".*"
+    if name in seen:
+        return f"(?P={name})"
+    seen.add(name)
+    return f"(?P<{name}>{numbers[name]})"

@@ -1,0 +1,167 @@
+"""File names hold what documents say, which is not trusted: they stay in the folder, and rank and chunk are ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.errors import ConfigError, InvalidFileName, OutputFailed
+from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import ask, config, documents, runner
+
+BY_LANGUAGE = "${lang}/${rank}_${chunk_index}.jsonl"
+
+
+def writer(folder: Path, template: str) -> JsonlWriter:
+    return JsonlWriter(str(folder / "output"), template, compression=None)
+
+
+def without_checkpoints(folder: Path, server: FakeServer, output_writer: JsonlWriter) -> InferenceRunner:
+    return InferenceRunner(ask, config(server), output_writer, records_per_chunk=2)
+
+
+def ids(folder: Path) -> dict[str, list[str]]:
+    return {name: [orjson.loads(line)["id"] for line in data.splitlines()] for name, data in outputs(folder).items()}
+
+
+def about(number: int, **metadata: Any) -> Document:
+    return Document(text=f"text {number}", id=f"id {number}", metadata=metadata)
+
+
+# rank and chunk are ours ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(
+    tmp_path: Path, server: FakeServer, checkpoints: bool
+) -> None:
+    output = writer(tmp_path, "${rank}_${chunk_index}_${id}.jsonl")
+    make = runner if checkpoints else without_checkpoints
+    for rank in range(2):
+        make(tmp_path, server, output_writer=output).run([about(rank, rank=7, chunk_index="x", id="other")], rank, 2)
+    found_ids = ids(tmp_path / "output")
+    assert found_ids == {"00000_00000_id 0.jsonl": ["id 0"], "00001_00000_id 1.jsonl": ["id 1"]}
+    line = orjson.loads((tmp_path / "output" / "00000_00000_id 0.jsonl").read_bytes())
+    assert line["metadata"]["rank"] == 7, "the document keeps what it says"
+
+
+def test_several_ranks_with_metadata_named_rank_lose_nothing_with_another_writer(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    import pyarrow.parquet
+
+    for rank in range(2):
+        output = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet", expand_metadata=True)
+        runner(tmp_path, server, output_writer=output).run([about(rank, rank=7)], rank, 2)
+    found = [pyarrow.parquet.read_table(path)["id"].to_pylist() for path in sorted((tmp_path / "output").iterdir())]
+    assert found == [["id 0"], ["id 1"]]
+
+
+# names stay inside ---------------------------------------------------------------------------------------------------
+
+OUTSIDE = {
+    "../../x": "leaves the output folder",
+    "/x": "leaves the output folder",
+    "a/../b": "leaves the output folder",
+    "..": "leaves the output folder",
+    ".": "leaves the output folder",
+    "": "has an empty part",
+    "a//b": "has an empty part",
+    "s3://bucket/x": "has an empty part",
+    "a\0b": "has a control character",
+    "a\nb": "has a control character",
+    "..\\x": "has a control character or a backslash",
+    "x" * 256: "has a part of 256 bytes",
+    "é" * 128: "has a part of 256 bytes",
+    "/".join(["x" * 200] * 6): "is longer than 1024 bytes",
+    STAGING: "is in a folder",
+    STAGING.upper(): "is in a folder",
+    f"{STAGING}/x": "is in a folder",
+}
+
+
+@pytest.mark.parametrize("lang", OUTSIDE, ids=ascii)
+def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_field(
+    tmp_path: Path, server: FakeServer, lang: str
+) -> None:
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(InvalidFileName) as failed:
+        runner(folder, server, output_writer=writer(folder, BY_LANGUAGE)).run([about(0, lang=lang)])
+    message = str(failed.value)
+    assert message.startswith("Document 'id 0': with its lang = ")
+    assert OUTSIDE[lang] in message
+    assert "on_document_error=" in message
+    assert outputs(tmp_path)
+    assert all(name.startswith("a/b/checkpoints/") for name in outputs(tmp_path))
+
+
+@pytest.mark.parametrize("lang", ["../../x", "/x", ""])
+def test_without_checkpoints_a_name_that_leaves_the_folder_stops_the_rank(
+    tmp_path: Path, server: FakeServer, lang: str
+) -> None:
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(InvalidFileName, match="leaves the output folder"):
+        without_checkpoints(folder, server, writer(folder, BY_LANGUAGE)).run([about(0, lang=lang)])
+    assert outputs(tmp_path) == {}
+
+
+def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    step = runner(tmp_path, server, output_writer=writer(tmp_path, BY_LANGUAGE), on_document_error="dead_letter")
+    step.run([about(0, lang="en"), about(1), about(2, lang="../x"), about(3, lang="en/uk")])
+    assert ids(tmp_path / "output") == {"en/00000_00000.jsonl": ["id 0"], "en/uk/00000_00001.jsonl": ["id 3"]}
+    letters = (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
+    errors = {letter["id"]: letter for letter in map(orjson.loads, letters)}
+    assert errors["id 1"]["error"].startswith("Document 'id 1' has no metadata 'lang', which output_filename")
+    assert "'../x/00000_00001.jsonl', which leaves" in errors["id 2"]["error"]
+    assert {letter["kind"] for letter in errors.values()} == {"InvalidFileName"}
+
+
+def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    output = JsonlWriter(str(tmp_path), "${lang}/chunk_${chunk_index}.jsonl", compression=None)
+    with pytest.raises(InvalidFileName, match="is in a folder of the checkpoint"):
+        runner(tmp_path, server, output_writer=output).run([about(0, lang="checkpoints/00000")])
+
+
+def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        document.metadata["lang"] = "\ud800"
+        return True
+
+    with pytest.raises(InvalidFileName, match="has characters that are no Unicode text"):
+        runner(tmp_path, server, rollout, output_writer=writer(tmp_path, BY_LANGUAGE)).run(documents(1))
+
+
+def test_unusual_names_that_stay_inside_are_kept(tmp_path: Path, server: FakeServer) -> None:
+    names = ["a b", "zh/简体", "..x", "x..", "~", "$HOME", "{}", "*", "a:b", "é", "e\u0301", "x" * 241]
+    found = [about(number, lang=lang) for number, lang in enumerate(names)]
+    output = writer(tmp_path, "${lang}_${chunk_index}.jsonl")
+    runner(tmp_path, server, output_writer=output, records_per_chunk=20).run(found)
+    assert sorted(ids(tmp_path / "output")) == sorted(f"{name}_00000.jsonl" for name in names)
+
+
+def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(tmp_path: Path) -> None:
+    output = writer(tmp_path, BY_LANGUAGE)
+    staged = StagedFiles(tmp_path / "staging", output.output_mg)
+    staged.get_file("en/0.jsonl").write(b"x")
+    (tmp_path / "staging" / "EN").symlink_to("en")  # as a file system that ignores case
+    with pytest.raises(OutputFailed, match=r"EN/0\.jsonl and another name of this chunk are one file"):
+        staged.get_file("EN/0.jsonl")
+    staged.abandon()
+
+
+def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(ConfigError, match=r"has a \$ that starts no \$\{field\}; write \$\$"):
+        runner(tmp_path, server, output_writer=writer(tmp_path, "$ ${rank}_${chunk_index}.jsonl"))
+    output = writer(tmp_path, "$$_${rank}_${chunk_index}.jsonl")
+    runner(tmp_path, server, output_writer=output).run(documents(1))
+    assert list(ids(tmp_path / "output")) == ["$_00000_00000.jsonl"]

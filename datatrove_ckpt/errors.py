@@ -8,6 +8,7 @@ CkptError
 │   ├── CheckpointLocked       another process works on this rank
 │   │   └── Fenced             another process took over this rank while this one was running
 │   └── StorageFailed          the disk refused a write, a sync or a rename
+├── InputError                an input file is damaged or cut off, or holds no document; names the file
 ├── DocumentError
 │   ├── DocumentFailed         a rollout raised, or one of its requests could not be answered
 │   ├── DocumentNotSerializable  a document holds a value that cannot be kept or written
@@ -74,6 +75,13 @@ class StorageFailed(CheckpointError):
     """The disk refused a write, a sync or a rename. Everything saved before is safe.
 
     Correct the cause (a full disk, missing permissions, a lost mount), then run the same command again.
+    """
+
+
+class InputError(CkptError):
+    """An input file is damaged or cut off, or none of its lines is a document. The message names the file.
+
+    The rank is not complete. Correct the setting or the file, and run the same command again.
     """
 
 

@@ -5,12 +5,14 @@
     tables.py          ParquetReader, IpcReader
     positions.py       how a position gets from a document to the checkpoint and back
     inputs.py          checks that the input is still the one that the position was made for
+    compressed.py      compressed files as streams; a damaged one is an error
+    no_documents.py    explains an input that has rows but no document
 
 This package may import ``errors`` and ``redaction``.
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the
-file, unless it continues the old one: new files after the current one, or a plain JSONL file that grew at its end.
+file, unless it continues the old one: new files after the current one, or a JSONL file that changed after the position.
 
     reader         resumes at                                     skips earlier documents by
     JsonlReader    byte offset and line number                    seeking; gzip, zstd...: decompressing, not parsing

@@ -24,13 +24,16 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten
+from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileState,
     Position,
     PositionedDocument,
     ReaderStart,
+    Skipped,
     State,
+    saved_skipped,
     start_reader,
 )
 from datatrove_ckpt.redaction import check_no_secrets, check_options
@@ -43,8 +46,8 @@ Row: TypeAlias = dict[str, Any]
 Adapter: TypeAlias = Callable[..., Row]
 """datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
 
-ReadResult: TypeAlias = tuple[Document, FilePosition]
-"""A document, and the place in the file right after it."""
+ReadResult: TypeAlias = tuple[Document | Skipped, FilePosition]
+"""A document, or why a line or row is none, and the place in the file right after it."""
 
 RowShard: TypeAlias = tuple[int, int]
 """(index, count): every ``count``-th line or row of a file, from ``index`` on."""
@@ -115,6 +118,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
         Raises:
             CheckpointMismatch: the input is not a continuation of the one that the state was made for.
+            InputError: a file is damaged or cut off, or no row of any file is a document.
         """
         if data:
             yield from data
@@ -135,11 +139,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         Resumes from the state that ``load_state_dict`` got. The state is taken by this call, not at the first document.
         """
         state = self._take_state()
+        start = ReaderStart(state=state, skipped=saved_skipped(state))
         inputs = self._list_inputs(0, 1, fresh=state is None)
         if len(inputs.names) >= count:
             inputs = Inputs(self.data_folder, inputs.names[index::count])
-            return self._documents(inputs, ReaderStart(state=state), [index, count], ALL_ROWS)
-        return self._documents(inputs, ReaderStart(state=state), [index, count, "rows"], (index, count))
+            return self._documents(inputs, start, [index, count], ALL_ROWS)
+        return self._documents(inputs, start, [index, count, "rows"], (index, count))
 
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
         """datatrove's method of this name, but the document has a slot for its position."""
@@ -191,14 +196,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _documents(
         self, inputs: Inputs, start: ReaderStart, shard: ShardKey, row_shard: RowShard
     ) -> Iterator[Document]:
-        state = self._check_state(start.state, shard)
         self._start_state = start.state
-        digest = inputs.check_before(state) if state else Digest()
-        file_position: FilePosition = ()
-        if state:
-            file_position = tuple(state["at"])
-            self._check_current_file(inputs, digest.files, state["file"], file_position)
-        documents, skipped = (state["documents"], self.skip) if state else (0, 0)
+        state = self._check_state(start.state, shard)
+        digest, file_position = self._check_read_files(inputs, state)
+        documents, passed = (state["documents"], self.skip) if state else (0, 0)
+        found, skipped_lines = state is not None, {}
         with self._progress_bars(len(inputs.names)) as (documents_bar, files_bar):
             for index in range(digest.files, len(inputs.names)):
                 if self.limit != -1 and documents >= self.limit:
@@ -207,23 +209,32 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self.stat_update("input_files")
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
                 file = self._file_state(start, shard, digest, inputs, index)
-                before = documents
+                before, skipped_before = documents, start.skipped
                 for document, after in self._read(name, size, file_position, row_shard):
-                    if skipped < self.skip:
-                        skipped += 1
+                    if isinstance(document, Skipped):
+                        start.skipped = start.skipped.plus(document)
+                        continue
+                    found = True
+                    if passed < self.skip:
+                        passed += 1
                         continue
                     documents += 1
-                    document.position = self._position = (start.number, documents, file, after)
+                    document.position = self._position = (start.number, documents, file, after, start.skipped)
                     self.update_doc_stats(document)
                     yield document
                     documents_bar.update()
                     if documents == self.limit:
                         break
+                if start.skipped != skipped_before:
+                    skipped_lines[name] = start.skipped.damaged > skipped_before.damaged
                 files_bar.update()
                 self.stat_update("documents", value=documents - before, unit="input_file")
                 digest.add(name, size)
                 file_position = ()
         start.earlier.append(str(digest))
+        if not found and row_shard == ALL_ROWS:
+            for name, damaged in skipped_lines.items():
+                refuse_file_without_documents(self, name, damaged)
 
     @contextmanager
     def _progress_bars(self, files: int) -> Iterator[tuple[tqdm, tqdm]]:
@@ -241,11 +252,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _file_state(self, start: ReaderStart, shard: ShardKey, digest: Digest, inputs: Inputs, index: int) -> FileState:
         name, size = inputs.names[index], inputs.size(index)
-        current = {
-            "name": shorten(name),
-            "size": size,
-            "hash": fingerprint(self.data_folder, name, size, whole=not self._may_grow(name)),
-        }
+        current = {"name": shorten(name), "size": size}
+        if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
+            current["hash"] = fingerprint(self.data_folder, name, size, whole=True)
         read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
         return FileState(self._reader_state(start.number) | read)
 
@@ -281,15 +290,25 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 )
         return state if "file" in state else None
 
+    def _check_read_files(self, inputs: Inputs, state: State | None) -> tuple[Digest, FilePosition]:
+        """The files that were read to their end, and the place in the one after them. Raises as ``run`` does."""
+        if state is None:
+            return Digest(), ()
+        digest, file_position = inputs.check_before(state), tuple(state["at"])
+        self._check_current_file(inputs, digest.files, state["file"], file_position)
+        return digest, file_position
+
     def _check_current_file(self, inputs: Inputs, index: int, then: State, file_position: FilePosition) -> None:
-        name = inputs.names[index]
-        size, may_grow = inputs.known_size(index), self._may_grow(name)
-        if size < then["size"] or (size > then["size"] and not may_grow):
-            raise CheckpointMismatch(f"The input file {name!r} had {then['size']} bytes, and has {size}. {REMEDY}")
-        if fingerprint(self.data_folder, name, then["size"], whole=not may_grow) != then["hash"]:
-            raise CheckpointMismatch(f"The content of the input file {name!r} has changed. {REMEDY}")
-        if may_grow:
-            self._check_grown(name, size, file_position)
+        name, size = inputs.names[index], inputs.known_size(index)
+        may_grow = self._may_grow(name)
+        if may_grow and self._check_read_part(name, file_position):
+            return
+        kept = size >= then["size"] if may_grow else size == then["size"]
+        same = kept and fingerprint(self.data_folder, name, then["size"], whole=not may_grow) == then["hash"]
+        if same or (not may_grow and self._check_read_part(name, file_position)):
+            return
+        what = f"had {then['size']} bytes, and has {size}" if not kept else "has changed"
+        raise CheckpointMismatch(f"The input file {name!r} {what}. {REMEDY}")
 
     def _check_finished_input(self, inputs: Inputs, finished_digest: str) -> None:
         """For a reader that had finished before the state was saved, and so yields nothing now.
@@ -308,14 +327,19 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     @abstractmethod
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
-        """The documents of one file after ``file_position``, each with the place right after it."""
+        """The documents and skipped rows of one file after ``file_position``, each with the place right after it."""
 
     def _may_grow(self, name: str) -> bool:
         """Whether a longer file may be a continuation of the one that was read."""
         return False
 
-    def _check_grown(self, name: str, size: int, file_position: FilePosition) -> None:
-        """Refuses a file whose bytes before ``file_position`` are not those that were read."""
+    def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
+        """Refuses a file whose content before ``file_position`` is not what was read.
+
+        False: this cannot be told, because the format or an old position has no hashes of the content. The file must
+        then be the same as a whole.
+        """
+        return False
 
 
 def permutation(count: int, seed: int, *key: object) -> list[int]:

@@ -4,9 +4,10 @@ Files are read as bytes, 1 MiB and the rest of its last line at a time. Lines en
 ``\\n``, ``\\r\\n`` or a lone ``\\r``. ``bytes.splitlines`` knows these three, but not the Unicode line ends that
 ``str.splitlines`` knows. All lines are counted, also blank and damaged ones, because the number is the default id.
 
-A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash of the line). Only the last line is
-hashed, while it is in the processor's cache. Together with the file's beginning the hash shows whether a file that grew
-is unchanged up to the position.
+A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash is that of the last
+line, which is still in the processor's cache, and of the file's first 64 kB as far as they come before the position. It
+shows whether a file that has changed is unchanged up to the position: what was not read yet may be corrected. Release
+0.1.0 hashed the line alone, and wrote four numbers.
 
 No index is used for gzip or zstd. A state is too small for one, and an index beside the input would have to be written,
 found and trusted. Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s if ``isal`` is installed,
@@ -20,23 +21,24 @@ import io
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from typing import IO, ClassVar, Literal, cast
+from typing import IO, ClassVar, Literal
 
 import orjson
 from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import jsonl as datatrove_jsonl
-from fsspec.compression import compr
-from fsspec.utils import infer_compression
 from loguru import logger
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
 from datatrove_ckpt.readers.base import Adapter, ReadResult, Row, RowShard, SeekingReader, permutation
+from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.inputs import REMEDY
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, Skipped
 
 _BLOCK = 2**20
+_HEAD = 2**16
+_WITH_HEAD = 1
 
 
 class DamagedLine(DocumentError):
@@ -107,19 +109,26 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
         offset, number = file_position[:2] if file_position else (0, 0)
         index, count = row_shard
-        with self._open(name, offset) as file:
+        with self._open(name) as file:
+            head = xxh3_64(self._skip(file, offset, name))
             if offset and self._codec(name) is None:
-                offset += _skip_late_line_end(file, offset)
+                late_line_end = _read_late_line_end(file, offset)
+                head.update(late_line_end[: max(0, _HEAD - offset)])
+                offset += len(late_line_end)
+            head_hash = head.intdigest()
             for lines in _line_blocks(file):
                 for line in lines:
                     start = offset
                     offset += len(line)
                     number += 1
+                    if start < _HEAD:
+                        head.update(line[: _HEAD - start])
+                        head_hash = head.intdigest()
                     if count > 1 and (number - 1) % count != index:
                         continue
                     document = self._parse(line, name, number - 1)
                     if document is not None:
-                        yield document, (offset, number, start, xxh3_64_intdigest(line))
+                        yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
 
     def _read_shuffled(
         self, name: str, size: int, file_position: FilePosition, row_shard: RowShard, seed: int
@@ -127,7 +136,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         """Plain files. A position is (blocks started, lines yielded of the last of them)."""
         blocks_started, lines_done = file_position or (1, 0)
         order = permutation(-(-size // _BLOCK), seed, name)
-        with self._open(name, 0) as file:
+        with self._open(name) as file:
             for turn in range(blocks_started - 1, len(order)):
                 start, lines = _block(file, order[turn])
                 key = (seed, order[turn])
@@ -143,7 +152,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         Where a block starts alone decides which lines are in it, so resuming at its start finds the same lines.
         """
         offset, lines_done = file_position or (0, 0)
-        with self._open(name, offset) as file:
+        with self._open(name) as file:
+            self._skip(file, offset, name)
             for lines in _line_blocks(file):
                 key = (seed, offset)
                 for document, after in self._shuffle_lines(lines, name, offset, key, lines_done, row_shard):
@@ -153,7 +163,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _shuffle_lines(
         self, lines: list[bytes], name: str, start: int, key: tuple[int, int], lines_done: int, row_shard: RowShard
-    ) -> Iterator[tuple[Document, int]]:
+    ) -> Iterator[tuple[Document | Skipped, int]]:
         """The block's documents in shuffled order, each with the number of lines that are done then."""
         offsets = list(accumulate(map(len, lines), initial=start))
         order = permutation(len(lines), key[0], name, key[1])
@@ -166,21 +176,23 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             if document is not None:
                 yield document, turn + 1
 
-    def _parse(self, line: bytes, name: str, id_in_file: int | str) -> Document | None:
+    def _parse(self, line: bytes, name: str, id_in_file: int | str) -> Document | Skipped | None:
+        """The document of a line, or why it has none; None for a blank line."""
         with self.track_time():
             try:
                 data = orjson.loads(line)
                 if not isinstance(data, dict):
                     self._damaged(name, id_in_file, f"{type(data).__name__} instead of an object")
-                    return None
+                    return Skipped.DAMAGED
                 for media in data.get("media", []):
                     if media["media_bytes"] is not None:
                         media["media_bytes"] = base64.decodebytes(media["media_bytes"].encode("ascii"))
-                return self.get_document_from_dict(data, name, id_in_file)
+                return self.get_document_from_dict(data, name, id_in_file) or Skipped.WITHOUT_TEXT
             except (EOFError, orjson.JSONDecodeError) as error:
-                if line.strip():
-                    self._damaged(name, id_in_file, error)
-                return None
+                if not line.strip():
+                    return None
+                self._damaged(name, id_in_file, error)
+                return Skipped.DAMAGED
 
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> None:
         self.stat_update("damaged_lines")
@@ -195,62 +207,64 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     # Files ---------------------------------------------------------------------------------------------------------
 
     def _codec(self, name: str) -> str | None:
-        codec: str | None = infer_compression(name) if self.compression == "infer" else self.compression
-        return codec
+        return codec_of(name, self.compression)
 
     @contextmanager
-    def _open(self, name: str, offset: int) -> Iterator[IO[bytes]]:
-        """The decompressed file, from ``offset`` on."""
+    def _open(self, name: str) -> Iterator[IO[bytes]]:
+        """The decompressed file."""
         codec = self._codec(name)
         with ExitStack() as stack:
             file = stack.enter_context(self.data_folder.open(name, "rb", compression=None))
-            if codec is None:
-                file.seek(offset)
-            else:
+            if codec is not None and file.read(1):
+                file.seek(0)
+                stack.enter_context(naming_damage(name))
                 # Decompressors may return less than requested, and not all have a readline().
-                file = stack.enter_context(io.BufferedReader(_decompressed(file, codec), _BLOCK))
-                while offset:
-                    skipped = len(file.read(min(offset, _BLOCK)))
-                    if not skipped:
-                        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {REMEDY}")
-                    offset -= skipped
-            yield file
+                file = stack.enter_context(io.BufferedReader(decompressed(file, codec, name), _BLOCK))
+            yield file  # a file of 0 bytes is empty, also where its compression would need a header
 
     def _may_grow(self, name: str) -> bool:
         # Growth would reorder all shuffled blocks, and compressed data does not end at a line's end.
         return self.shuffle_seed is None and self._codec(name) is None
 
-    def _check_grown(self, name: str, size: int, file_position: FilePosition) -> None:
-        offset, _, start, line_hash = file_position
-        if size < offset:
-            raise CheckpointMismatch(f"The input file {name!r} had {offset} bytes or more, and has {size}. {REMEDY}")
-        line = self.data_folder.cat_file(name, start=start, end=offset)
-        if xxh3_64_intdigest(line) & PLAIN_INTEGER != line_hash:
+    def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
+        if self.shuffle_seed is not None or len(file_position) < 4:
+            return False
+        offset, _, start, line_hash, *with_head = file_position
+        is_plain = self._codec(name) is None
+        with self._open(name) as file:
+            head = self._skip(file, start, name)
+            line = _read_exactly(file, offset - start, name)
+            head += line[: max(0, _HEAD - start)]
+            following = b"" if line.endswith((b"\n", b"\r")) else file.read(1)
+        if xxh3_64_intdigest(line, xxh3_64_intdigest(head) if with_head else 0) & PLAIN_INTEGER != line_hash:
             raise CheckpointMismatch(
-                f"The input file {name!r} has changed before byte {offset}, the saved position. {REMEDY}"
+                f"The input file {name!r} has changed before byte {offset}{'' if is_plain else ' of its content'}, the "
+                f"saved position. {REMEDY}"
             )
-        continued = (
-            b"" if line.endswith((b"\n", b"\r")) else self.data_folder.cat_file(name, start=offset, end=offset + 1)
-        )
-        if continued not in (b"", b"\n", b"\r"):
+        if following not in ((b"", b"\n", b"\r") if is_plain else (b"",)):
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
                 f"and has grown. {REMEDY}"
             )
+        return bool(with_head)
+
+    def _skip(self, file: IO[bytes], offset: int, name: str) -> bytes:
+        """Goes from the beginning of the content to ``offset``. Returns its first bytes, at most 64 kB of them."""
+        head = _read_exactly(file, min(offset, _HEAD), name)
+        if self._codec(name) is None:
+            file.seek(offset)
+            return head
+        left = offset - len(head)
+        while left > 0:
+            left -= len(_read_exactly(file, min(left, _BLOCK), name))
+        return head
 
 
-def _decompressed(file: IO[bytes], codec: str) -> io.RawIOBase:
-    if codec == "zstd":
-        try:
-            from zstandard import ZstdDecompressor
-        except ImportError:
-            pass  # fsspec knows other packages
-        else:
-            # fsspec's own call would silently end after the first frame.
-            return cast("io.RawIOBase", ZstdDecompressor().stream_reader(file, read_across_frames=True))
-    if codec not in compr:
-        raise ValueError(f"Compression type {codec} is not available: its library is not installed.")
-    return cast("io.RawIOBase", compr[codec](file, mode="r"))
+def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
+    data = file.read(count) if count else b""
+    if len(data) < count:
+        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {REMEDY}")
+    return data
 
 
 def _line_blocks(file: IO[bytes]) -> Iterator[list[bytes]]:
@@ -273,8 +287,8 @@ def _block(file: IO[bytes], number: int) -> tuple[int, list[bytes]]:
     return start, block.splitlines(keepends=True)
 
 
-def _skip_late_line_end(file: IO[bytes], offset: int) -> int:
-    """Skips the end of a line that had none when it was read as the last one. Returns the length of the line end."""
+def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
+    """Reads the end of a line that had none when it was read as the last one."""
     file.seek(offset - 1)
     last, following = file.read(1), file.read(2)
     length = 0
@@ -283,4 +297,4 @@ def _skip_late_line_end(file: IO[bytes], offset: int) -> int:
     elif last not in (b"\n", b"\r") and following[:1] == b"\r":
         length = 2 if following == b"\r\n" else 1
     file.seek(offset + length)
-    return length
+    return following[:length]

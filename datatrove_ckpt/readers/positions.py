@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from enum import Enum
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from datatrove.data import Document
 
@@ -37,15 +38,49 @@ class FileState:
 
     def state(self, position: Position) -> State:
         """The reader's state at the position, which is in this file."""
-        _, documents, _, file_position = position
-        return self.shared | {"documents": documents, "at": [number & PLAIN_INTEGER for number in file_position]}
+        _, documents, _, file_position, skipped = position
+        at = [number & PLAIN_INTEGER for number in file_position]
+        return self.shared | {"documents": documents, "at": at, "skipped": skipped.to_json()}
 
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self
 
 
-Position: TypeAlias = tuple[int, int, FileState, FilePosition]
-"""Number of the reader, number of documents it has yielded, file, place in the file.
+class Skipped(Enum):
+    """Why a line or row became no document. A format yields it in place of the document."""
+
+    DAMAGED = "damaged"
+    WITHOUT_TEXT = "without_text"
+
+
+class SkippedLines(NamedTuple):
+    """How many lines or rows of the input became no document, up to a position. Blank lines are not counted.
+
+    ``damaged``: not a JSON object. ``without_text``: no text under ``text_key``, or none from the adapter.
+    ``at_least``: there may be more, because a release that did not count them saved an earlier position.
+    """
+
+    damaged: int = 0
+    without_text: int = 0
+    at_least: bool = False
+
+    def plus(self, reason: Skipped) -> SkippedLines:
+        """One more."""
+        return self._replace(**{reason.value: getattr(self, reason.value) + 1})
+
+    def to_json(self) -> list[int]:
+        """The arguments; without the last if it is False."""
+        return list(self) if self.at_least else [self.damaged, self.without_text]
+
+    def __str__(self) -> str:
+        """For a closing line: "3 damaged lines and 2 rows without text"; empty if there are none."""
+        parts = [f"{self.damaged} damaged line{'s' * (self.damaged != 1)}"] if self.damaged else []
+        parts += [f"{self.without_text} row{'s' * (self.without_text != 1)} without text"] if self.without_text else []
+        return ("at least " if self.at_least and parts else "") + " and ".join(parts)
+
+
+Position: TypeAlias = tuple[int, int, FileState, FilePosition, SkippedLines]
+"""Number of the reader, number of documents it has yielded, file, place in the file, lines skipped so far.
 
 Within one run, ``<`` orders positions as they were read: the first two numbers decide.
 """
@@ -84,7 +119,7 @@ class Reading:
 
     def __init__(self, state: State | None = None) -> None:
         self._state = state
-        self._readers_started = 0
+        self.starts: list[ReaderStart] = []
         self._skipped_a_reader = False
         self._resumed = False
         self._earlier: list[str] = []
@@ -101,19 +136,27 @@ class Reading:
         if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
                 f"The saved position belongs to reader {(self._state or {})['number']} of the pipeline (counted from "
-                f"0), but only {self._readers_started} of its readers can seek. Restore the pipeline, or start with "
+                f"0), but only {len(self.starts)} of its readers can seek. Restore the pipeline, or start with "
                 "another checkpoints_local_dir."
             )
         return self._resumed
 
     def start_reader(self) -> ReaderStart:
         """How the reader that starts now starts."""
-        number, self._readers_started = self._readers_started, self._readers_started + 1
+        number = len(self.starts)
         resuming = -1 if self._state is None else int(self._state.get("number", 0))
         self._resumed |= number == resuming
         self._skipped_a_reader |= number < resuming
         state = self._state if number == resuming else None
-        return ReaderStart(number, state, self._earlier, self._finished_digest(number, resuming))
+        start = ReaderStart(number, state, self._earlier, self._finished_digest(number, resuming))
+        start.skipped = saved_skipped(state) if state is not None else self.skipped
+        self.starts.append(start)
+        return start
+
+    @property
+    def skipped(self) -> SkippedLines:
+        """How many lines the readers have skipped so far, in this attempt and the earlier ones."""
+        return self.starts[-1].skipped if self.starts else SkippedLines()
 
     def _finished_digest(self, number: int, resuming: int) -> str | None:
         if number >= resuming:
@@ -140,22 +183,30 @@ class ReaderStart:
         state: where to resume, or None.
         earlier: the digest of what each reader before this one has read. A reader adds its own when it has finished.
         finished_digest: the digest of what this reader read, if it had finished before the state was saved; else None.
+        skipped: lines skipped so far by this reader and those before it. The reader adds to it.
     """
 
     number: int = 0
     state: State | None = None
     earlier: list[str] = field(default_factory=list)
     finished_digest: str | None = None
+    skipped: SkippedLines = field(default_factory=SkippedLines)
 
 
 def start_reader(loaded: State | None) -> ReaderStart:
     """Called by each reader when it starts. ``loaded`` is the state that its ``load_state_dict`` got."""
     if not _thread.readings:
-        return ReaderStart(state=loaded)
+        return ReaderStart(state=loaded, skipped=saved_skipped(loaded))
     start = _thread.readings[-1].start_reader()
     if loaded is not None and start.state is None and start.finished_digest is None:
-        start.state = loaded
+        start.state, start.skipped = loaded, saved_skipped(loaded)
     return start
+
+
+def saved_skipped(state: State | None) -> SkippedLines:
+    if state is None or "file" not in state:  # the state before the first document
+        return SkippedLines()
+    return SkippedLines(*state["skipped"]) if "skipped" in state else SkippedLines(at_least=True)
 
 
 class _ThreadReadings(threading.local):

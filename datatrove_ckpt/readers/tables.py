@@ -14,14 +14,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import IO, TYPE_CHECKING, ClassVar, TypeAlias
 
 from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, ReadResult, Row, RowShard, SeekingReader, permutation
-from datatrove_ckpt.readers.positions import FilePosition
+from datatrove_ckpt.readers.compressed import naming_damage
+from datatrove_ckpt.readers.positions import FilePosition, Skipped
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     Batch: TypeAlias = pa.RecordBatch | pa.Table
 
 _CONVERTED_ROWS = 1000
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class _TableReader(SeekingReader):
@@ -55,7 +57,7 @@ class _TableReader(SeekingReader):
             first_number = number if row_shard == ALL_ROWS else None
             documents = self._convert(batch, rows, name, group, first_number)
             for document, row in documents:
-                number += 1
+                number += document is not Skipped.WITHOUT_TEXT
                 yield document, (group, row + 1, number)
 
     def _read_shuffled(
@@ -77,18 +79,19 @@ class _TableReader(SeekingReader):
 
     def _convert(
         self, batch: Batch, rows: Sequence[int], name: str, group: int, number: int | None
-    ) -> list[tuple[Document, int]]:
+    ) -> list[tuple[Document | Skipped, int]]:
         """The documents of a batch, each with its row. ``number`` is the first document's, for default ids.
 
         If ``number`` is None, default ids are made of group and row.
         """
-        documents: list[tuple[Document, int]] = []
+        documents: list[tuple[Document | Skipped, int]] = []
         with self.track_time("batch"):
             for row, data in zip(rows, batch.to_pylist(), strict=True):
-                id_in_file = f"@{group}.{row}" if number is None else number + len(documents)
+                id_in_file = f"@{group}.{row}" if number is None else number
                 document = self.get_document_from_dict(data, name, id_in_file)
-                if document is not None:
-                    documents.append((document, row))
+                documents.append((document or Skipped.WITHOUT_TEXT, row))
+                if number is not None:
+                    number += document is not None
         return documents
 
 
@@ -144,7 +147,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _open(self, name: str) -> Iterator[pq.ParquetFile]:
         import pyarrow.parquet as pq
 
-        with self.data_folder.open(name, "rb") as file, pq.ParquetFile(file) as parquet_file:
+        with naming_damage(name), self.data_folder.open(name, "rb") as file, pq.ParquetFile(file) as parquet_file:
             yield parquet_file
 
     @property
@@ -231,12 +234,13 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         """From the ``first``-th turn on, counted from 0: turn, number of the record batch, record batch."""
         import pyarrow as pa
 
-        with self.data_folder.open(name, "rb") as file:
+        with naming_damage(name), self.data_folder.open(name, "rb") as file:
             if self.stream:
                 with pa.ipc.open_stream(file) as stream:
                     for number, batch in enumerate(stream):
                         if number >= first:
                             yield number, number, batch
+                    _check_end_of_stream(file)
                 return
             with pa.ipc.open_file(file) as reader:
                 count = reader.num_record_batches
@@ -253,6 +257,16 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
         for turn, number, batch in self._groups(name, started - 1, seed):
             yield turn + 1, number, batch
+
+
+def _check_end_of_stream(file: IO[bytes]) -> None:
+    """pyarrow takes a stream that was cut between two batches for a whole one, and reads the first of several."""
+    if file.read(1):
+        raise EOFError("other bytes follow the end of its stream")
+    size = file.tell()
+    file.seek(max(0, size - len(_END_OF_STREAM)))
+    if file.read() != _END_OF_STREAM:
+        raise EOFError("the end of its stream is missing")
 
 
 def _take_shard(rows: Sequence[int], batch: Batch, group: int, row_shard: RowShard) -> tuple[Sequence[int], Batch]:

@@ -180,7 +180,7 @@ def plain(documents: Any) -> list[dict[str, Any]]:
         {"skip": 1000},
         {"recursive": False},
         {"glob_pattern": "*[ac0-2].*"},
-        {"default_metadata": {"lang": "de", "default": True}, "text_key": "lang", "id_key": "text"},
+        {"default_metadata": {"lang": "de", "default": True}, "text_key": "text", "id_key": "number"},
         pytest.param(
             {"adapter": lambda self, data, path, at: {"text": path, "id": f"{at}", "metadata": data}}, id="adapter"
         ),
@@ -518,8 +518,8 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "renamed to the end": (lambda f: (f / "f1.jsonl").rename(f / "z.jsonl"), "'f1.jsonl'.* is gone"),
     "current renamed": (lambda f: (f / "f3.jsonl").rename(f / "f3a.jsonl"), "'f3.jsonl'.*has another name"),
     "two changes": (lambda f: ((f / "f1.jsonl").unlink(), (f / "f2.jsonl").write_text("")), "at 'f2.jsonl'"),
-    "current shrunk": (lambda f: os.truncate(f / "f3.jsonl", 40), "'f3.jsonl' had 48 bytes, and has 40"),
-    "current changed": (lambda f: overwrite(f / "f3.jsonl", b"3.0", b"3.x"), "content of .*'f3.jsonl' has changed"),
+    "current shrunk": (lambda f: os.truncate(f / "f3.jsonl", 20), "'f3.jsonl' ends before the saved position"),
+    "current changed": (lambda f: overwrite(f / "f3.jsonl", b"3.0", b"3.x"), "'f3.jsonl' has changed before byte 32"),
 }
 
 
@@ -582,9 +582,13 @@ def test_a_current_file_with_other_content_of_the_same_size_is_refused(tmp_path:
     write(tmp_path, kind)
     documents = list(reader(tmp_path.as_posix(), kind).run())
     first = sorted(path for path in tmp_path.iterdir() if path.is_file())[0]
-    content = bytearray(first.read_bytes())
-    content[-12] ^= 1
-    first.write_bytes(content)
+    if kind.startswith("jsonl"):
+        codec = {"jsonl": None, "jsonl gzip": "gzip", "jsonl zstd": "zstd"}[kind]
+        first.write_bytes(COMPRESS[codec](b"".join(ODD_LINES).replace(b"plain", b"Plain")))
+    else:
+        content = bytearray(first.read_bytes())
+        content[-12] ^= 1
+        first.write_bytes(content)
     fresh = reader(tmp_path.as_posix(), kind)
     fresh.load_state_dict(state_of(documents[1]))
     with pytest.raises(CheckpointMismatch, match=f"'{first.name}' has changed"):
@@ -626,7 +630,7 @@ def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
         resume(tmp_path, state)
 
 
-@pytest.mark.parametrize("kind", ["jsonl gzip", "jsonl zstd", "arrows"])
+@pytest.mark.parametrize("kind", ["parquet", "arrows"])
 def test_a_file_of_another_kind_may_not_grow(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     documents = list(reader(tmp_path.as_posix(), kind).run())

@@ -1,0 +1,136 @@
+"""Compressed files as streams of bytes. A file that is damaged, or cut off anywhere, is an error that names it.
+
+fsspec's zstd stream ends without an error where the file ends, also in the middle of a frame, and after the first of
+several frames. So zstd is decompressed here, frame by frame. gzip, bz2 and xz streams notice a missing end, but their
+errors do not name the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, cast
+
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
+
+from datatrove_ckpt.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+# Compressed bytes per call. Small, because one block of 4 bytes may become 128 kB.
+_ZSTD_BYTES = 2**14
+# Names that fsspec does not know unless the library is installed: it would read such a file as if it were text.
+_CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
+_INSTALL = {
+    "zstd": "pip install 'datatrove-ckpt[zstd]'",
+    "lz4": "pip install lz4",
+    "snappy": "pip install python-snappy",
+}
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
+_LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", "pyarrow"}
+
+
+def codec_of(name: str, compression: str | None) -> str | None:
+    """The name of a file's compression; None if it has none. ``compression``: the reader's argument of this name."""
+    if compression != "infer":
+        return compression
+    found: str | None = infer_compression(name)
+    return found or next((codec for suffix, codec in _CODECS_BY_SUFFIX.items() if name.endswith(suffix)), None)
+
+
+def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
+    """The content of a compressed file.
+
+    Raises:
+        ConfigError: the library for this compression is not installed.
+    """
+    if codec == "zstd":
+        try:
+            import zstandard  # noqa: F401
+        except ImportError:
+            pass  # fsspec knows other packages
+        else:
+            return _ZstdFile(file)
+    if codec not in compr:
+        install = _INSTALL.get(codec, "install its library")
+        raise ConfigError(
+            f"The input file {name!r} is compressed with {codec}, which this Python cannot read: {install}."
+        )
+    return cast("io.RawIOBase", compr[codec](file, mode="r"))
+
+
+@contextmanager
+def naming_damage(name: str) -> Iterator[None]:
+    """Turns what a decompressor, or pyarrow, raises into an error that names the file.
+
+    Raises:
+        InputError: the file is damaged or cut off.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_damage(error):
+            raise
+        raise InputError(
+            f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete copy and run the same "
+            "command again: what was read of it before must be the same, and is kept."
+        ) from error
+
+
+def _is_damage(error: Exception) -> bool:
+    # bz2 raises a plain OSError. An OSError of the operating system has an errno.
+    return (
+        isinstance(error, _DAMAGE)
+        or (type(error) is OSError and error.errno is None)
+        or type(error).__module__.partition(".")[0] in _LIBRARIES
+    )
+
+
+class _ZstdFile(io.RawIOBase):
+    """All frames of a zstd file.
+
+    Raises:
+        EOFError: the file ends within a frame.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        import zstandard
+
+        self._file = file
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame = self._new_frame()
+        self._started = False
+        self._waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        target = memoryview(buffer).cast("B")
+        while not self._waiting and self._fill():
+            pass
+        size = min(len(target), len(self._waiting))
+        target[:size], self._waiting = self._waiting[:size], self._waiting[size:]
+        return size
+
+    def _fill(self) -> bool:
+        """Decompresses the next bytes, which may result in none. False: the file has ended."""
+        data = b""
+        if self._frame.eof:
+            data = self._frame.unused_data
+            self._frame, self._started = self._new_frame(), False
+        data = data or self._file.read(_ZSTD_BYTES)
+        if not data:
+            if self._started:
+                raise EOFError("the last zstd frame is incomplete")
+            return False
+        self._started = True
+        self._waiting = memoryview(self._frame.decompress(data))
+        return True

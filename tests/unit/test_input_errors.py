@@ -1,0 +1,278 @@
+"""Input that cannot be what the user meant, because it holds no document or is cut off. The errors name the file."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from datatrove.data import Document
+from fsspec.compression import compr
+from fsspec.utils import compressions
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.readers import (
+    DamagedLine,
+    IpcReader,
+    JsonlReader,
+    ParquetReader,
+    Reading,
+    SeekingReader,
+    position_state,
+)
+
+LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.compress,
+}
+
+
+def zstd_in_blocks(content: bytes) -> tuple[bytes, int]:
+    """One frame, and the length of its first half, which ends between two blocks."""
+    target = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(target, closefd=False) as writer:
+        writer.write(content[: len(content) // 2])
+        writer.flush(zstandard.FLUSH_BLOCK)
+        half = target.tell()
+        writer.write(content[len(content) // 2 :])
+    return target.getvalue(), half
+
+
+def texts(reader: SeekingReader) -> list[str]:
+    return [document.text for document in reader.run()]
+
+
+def read_until(error: type[Exception], reader: SeekingReader) -> list[Document]:
+    """The documents before the error."""
+    read: list[Document] = []
+    with suppress(error):
+        read.extend(reader.run())
+        pytest.fail(f"no {error.__name__}")
+    assert read
+    return read
+
+
+def read_in(reading: Reading, reader: SeekingReader) -> list[Document]:
+    documents = []
+    stream = reader.run()
+    while True:
+        with reading:
+            document = next(stream, None)
+        if document is None:
+            return documents
+        documents.append(document)
+
+
+# No documents ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        pytest.param(
+            b"".join(LINES),
+            {"text_key": "txt"},
+            r"'a.jsonl' in .*No row has a text under text_key='txt'. The first row has the keys 'text', 'id'",
+            id="wrong text_key",
+        ),
+        pytest.param(json.dumps([{"text": "a"}]).encode(), {}, r"JSON array: write one object per line", id="array"),
+        pytest.param(json.dumps([{"text": "a"}], indent=1).encode(), {}, r"JSON array", id="indented array"),
+        pytest.param(b"Once upon a time\n", {}, r"begins with 'Once upon a time'", id="plain text"),
+        pytest.param(b"id,text\n1,a\n", {}, r"begins with 'id,text'. .*another reader", id="CSV"),
+        pytest.param(gzip.compress(LINES[0]), {}, r"compressed with gzip.*end in .gz", id="gzip by another name"),
+        pytest.param(zstandard.compress(LINES[0]), {"compression": None}, r"compressed with zstd", id="zstd as plain"),
+        pytest.param(
+            b"".join(LINES),
+            {"adapter": lambda self, data, path, at: {"text": ""}},
+            r"adapter found no text",
+            id="adapter",
+        ),
+    ],
+)
+def test_lines_that_are_no_documents_are_an_error_that_shows_them(
+    tmp_path: Path, content: bytes, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        list(JsonlReader(tmp_path.as_posix(), **options).run())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_table_without_the_text_column_is_an_error_that_names_its_columns(
+    tmp_path: Path, kind: str, metadata: bool
+) -> None:
+    table = pa.table({"content": ["a", "b"], "lang": ["en", "de"]})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet")
+        reader: SeekingReader = ParquetReader(tmp_path.as_posix(), read_metadata=metadata)
+    else:
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+        reader = IpcReader(tmp_path.as_posix())
+    with pytest.raises(InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"):
+        list(reader.run())
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b'{"text": "", "id": 1}\n{"text": null}\n'])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2", ".xz"])
+def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suffix: str) -> None:
+    compress = COMPRESS.get(suffix[1:], bytes) if content else bytes
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(content))
+    assert texts(JsonlReader(tmp_path.as_posix())) == []
+
+
+def test_one_document_among_a_million_bad_lines_is_enough_and_so_is_a_document_that_skip_passes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"bad\n" * 3 + LINES[0])
+    (tmp_path / "b.txt").write_bytes(b"a stray file\n")
+    assert texts(JsonlReader(tmp_path.as_posix())) == ["0"]
+    assert texts(JsonlReader(tmp_path.as_posix(), skip=1)) == []
+    assert texts(JsonlReader(tmp_path.as_posix(), limit=0)) == []
+
+
+def test_a_rank_of_stray_files_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES[0])
+    (tmp_path / "b.txt").write_bytes(b"a stray file\n")
+    with pytest.raises(InputError, match=r"'b.txt'.*'a stray file'.*move the file out of the folder"):
+        list(JsonlReader(tmp_path.as_posix()).run(None, 1, 2))
+
+
+# Damaged files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_compressed_file_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
+    whole = COMPRESS[suffix](b"".join(LINES))
+    for size in (len(whole) // 2, len(whole) - 1):
+        (tmp_path / f"a.jsonl.{suffix}").write_bytes(whole[:size])
+        with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: "):
+            list(JsonlReader(tmp_path.as_posix()).run())
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_compressed_file_with_other_bytes_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
+    content = bytearray(COMPRESS[suffix](b"".join(LINES)))
+    content[len(content) // 2] ^= 255
+    content[:4] = content[:4] if suffix != "zst" else b"none"
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
+    with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: "):
+        list(JsonlReader(tmp_path.as_posix()).run())
+
+
+def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    content, half = zstd_in_blocks(b"".join(LINES))
+    path.write_bytes(content)
+    assert len(texts(JsonlReader(tmp_path.as_posix()))) == 2000
+    for cut in (content[:half], content + content[:half], content[:half] + content):
+        path.write_bytes(cut)
+        with pytest.raises(InputError, match=r"'a.jsonl.zst' is damaged or cut off"):
+            list(JsonlReader(tmp_path.as_posix()).run())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows"])
+def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"text": [str(i) for i in range(1000)]})
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with (pa.ipc.new_stream if kind == "arrows" else pa.ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=100)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    folder = tmp_path.as_posix()
+    reader = ParquetReader(folder) if kind == "parquet" else IpcReader(folder, stream=kind == "arrows")
+    with pytest.raises(InputError, match=rf"'a.{kind}' is damaged or cut off: "):
+        list(reader.run())
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(tmp_path: Path, suffix: str) -> None:
+    lines = [b'{"text": "%d", "filler": "%s"}\n' % (i, b"x" * 5000) for i in range(500)]
+    whole, path = COMPRESS[suffix](b"".join(lines)), tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(whole[: len(whole) - 100])
+    reader = JsonlReader(tmp_path.as_posix())
+    read = read_until(InputError, reader)
+    path.write_bytes(whole)
+    reader.load_state_dict(position_state(read[-1]) or {})
+    assert [document.text for document in read] + texts(reader) == [str(i) for i in range(500)]
+    path.write_bytes(COMPRESS[suffix](b"".join(lines).replace(b'"7"', b'"8"')))
+    reader.load_state_dict(position_state(read[-1]) or {})
+    with pytest.raises(CheckpointMismatch, match=rf"'a.jsonl.{suffix}' has changed before byte \d+ of its content"):
+        texts(reader)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path: Path, size: int) -> None:
+    lines = [b'{"text": "%d", "filler": "%s"}\n' % (i, b"x" * size) for i in range(6)]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join([*lines[:3], b"torn\n", *lines[4:]]))
+    reader = JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True)
+    read = read_until(DamagedLine, reader)
+    path.write_bytes(b"".join(lines))
+    reader.load_state_dict(position_state(read[-1]) or {})
+    assert texts(reader) == ["3", "4", "5"]
+    path.write_bytes(b"".join(lines[:3] + lines[5:]))  # now shorter than it was
+    reader.load_state_dict(position_state(read[-1]) or {})
+    assert texts(reader) == ["5"]
+
+
+def test_without_zstandard_a_zstd_file_is_an_error_that_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fsspec is when neither zstandard nor another library for zstd is installed."""
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(LINES[0]))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.delitem(compr, "zstd")
+    monkeypatch.delitem(compressions, "zst")
+    with pytest.raises(
+        ConfigError, match=r"'a.jsonl.zst' is compressed with zstd.* pip install 'datatrove-ckpt\[zstd\]'"
+    ):
+        list(JsonlReader(tmp_path.as_posix()).run())
+
+
+# Skipped lines are counted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_skipped_lines_count_once_wherever_a_run_was_stopped(tmp_path: Path, kind: str, seed: int | None) -> None:
+    rows = [{"text": "" if i % 3 == 0 else str(i), "id": str(i)} for i in range(30)]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+        reader: SeekingReader = ParquetReader(tmp_path.as_posix(), shuffle_seed=seed, batch_size=4)
+        expected = (0, 10)
+    else:
+        content = b"".join(
+            json.dumps(row).encode() + (b"\nbad\n\n" if i % 10 == 0 else b"\n") for i, row in enumerate(rows)
+        )
+        (tmp_path / f"a.{kind}").write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+        reader, expected = JsonlReader(tmp_path.as_posix(), shuffle_seed=seed), (3, 10)
+    reading = Reading()
+    documents = read_in(reading, reader)
+    assert len(documents) == 20
+    assert reading.skipped == (*expected, False)
+    for document in documents:
+        state = json.loads(json.dumps(position_state(document)))
+        resumed = Reading(state)
+        read_in(resumed, reader)
+        assert resumed.skipped == (*expected, False)
+    del state["skipped"]  # as release 0.1.0 wrote it
+    old = Reading(state)
+    read_in(old, reader)
+    assert old.skipped.at_least

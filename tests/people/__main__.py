@@ -1,0 +1,64 @@
+"""``python -m tests.people --seconds 600 --seed 0``: searches for broken promises, and prints each kind once."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from tests.people.commands import Commands
+from tests.people.operations import Operation
+from tests.people.search import explore, sequence, try_sequence
+from tests.people.world import Tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.people", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to search")
+    parser.add_argument("--seed", type=int, default=0, help="the first sequence; the others follow")
+    parser.add_argument("--sequences", type=int, help="how many sequences to try, instead of --seconds")
+    parser.add_argument("--replay", metavar="OPERATIONS", help="carry out these in the world of --seed")
+    arguments = parser.parse_args()
+    with Commands() as commands:
+        if arguments.replay is not None:
+            return _replay(commands, arguments.seed, arguments.replay)
+        return _search(commands, arguments)
+
+
+def _replay(commands: Commands, seed: int, text: str) -> int:
+    operations = [Operation.parse(word) for word in text.split()] or sequence(seed)
+    found = try_sequence(commands, seed, operations)
+    print(found or "no promise is broken")
+    return found is not None
+
+
+def _search(commands: Commands, arguments: argparse.Namespace) -> int:
+    started_at, tally = time.monotonic(), Tally()
+
+    def seeds() -> Iterator[int]:
+        for number in itertools.count():
+            if number == arguments.sequences:
+                return
+            if arguments.sequences is None and time.monotonic() - started_at > arguments.seconds:
+                return
+            yield arguments.seed + number
+
+    kinds: Counter[tuple[str, ...]] = Counter()
+    for found in explore(commands, seeds(), tally):
+        kinds[found.signature] += 1
+        if kinds[found.signature] == 1:
+            print(f"{len(kinds)}. {found}\n", flush=True)
+    seconds = time.monotonic() - started_at
+    print(
+        f"{tally.sequences} sequences, {tally.operations} operations, {tally.runs} runs ({tally.successes} with exit "
+        f"code 0), {tally.finished_in_order} finished in order, {seconds:.0f} s, {sum(kinds.values())} failures:"
+    )
+    for signature, number in kinds.most_common():
+        print(f"  {number:4}  {signature[0]}: {', '.join(signature[1:])}")
+    return 1 if kinds else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,195 @@
+"""Changes of the settings, of the input, and of the endpoint, and the way back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from tests.people.endpoint import Outage
+from tests.people.inputs import DROPPED, LEAVES, REJECTED, Form, InputFile, Row
+from tests.people.operations import action
+from tests.people.world import World
+
+_STATUSES = (503, 503, 429, 500, 502, 401, 403, 404, 402, 405, 421)
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+@action(weight=3)
+def change_tasks(world: World, chance: random.Random) -> str:
+    tasks = chance.choice([number for number in (0, 1, 2, 3, 4, 5) if number != world.settings.tasks])
+    world.settings = replace(world.settings, tasks=tasks)
+    return f"tasks: {tasks}"
+
+
+@action(weight=3)
+def change_model(world: World, chance: random.Random) -> str:
+    world.settings = replace(world.settings, model="model-b" if world.settings.model == "model-a" else "model-a")
+    return f"model_name_or_path: {world.settings.model}"
+
+
+@action(weight=3)
+def change_prompt(world: World, chance: random.Random) -> str:
+    prompt = chance.choice(
+        [text for text in ("Say: {text}", "Repeat {text}", "{text}") if text != world.settings.prompt]
+    )
+    world.settings = replace(world.settings, prompt=prompt)
+    return f"prompt: {prompt!r}"
+
+
+@action()
+def change_text_key(world: World, chance: random.Random) -> str:
+    world.settings = replace(world.settings, text_key="content" if world.settings.text_key == "text" else "text")
+    return f"text_key: {world.settings.text_key}"
+
+
+@action()
+def change_on_document_error(world: World, chance: random.Random) -> str:
+    now = "stop" if world.settings.on_document_error == "dead_letter" else "dead_letter"
+    world.settings = replace(world.settings, on_document_error=now)
+    return f"on_document_error: {now}"
+
+
+@action(weight=1)
+def change_records_per_chunk(world: World, chance: random.Random) -> str:
+    world.settings = replace(world.settings, records_per_chunk=world.settings.records_per_chunk % 4 + 1)
+    return f"records_per_chunk: {world.settings.records_per_chunk}"
+
+
+@action(weight=1)
+def change_retry_errors(world: World, chance: random.Random) -> str:
+    world.settings = replace(world.settings, retry_errors=not world.settings.retry_errors)
+    return f"retry_errors: {world.settings.retry_errors}"
+
+
+# Input ---------------------------------------------------------------------------------------------------------------
+
+
+@action(weight=3)
+def add_file(world: World, chance: random.Random) -> str:
+    name = chance.choice(
+        [name for name in ("0.jsonl", "bb.jsonl", "y.jsonl", "z.jsonl") if name not in world.inputs] or ["z.jsonl"]
+    )
+    world.add_file(name, world.rows(chance, chance.randint(1, 5)))
+    return f"add input {name} with {len(world.inputs[name].rows)} documents"
+
+
+@action(weight=3)
+def append_rows(world: World, chance: random.Random) -> str:
+    number = chance.randint(1, 4)
+    rows = world.rows(chance, number)
+    return _edit(world, chance, f"append {number} documents", lambda file: file.with_rows(file.rows + rows))
+
+
+@action()
+def remove_file(world: World, chance: random.Random) -> str:
+    name = _some_input(world, chance)
+    if not name:
+        return ""
+    del world.inputs[name]
+    return f"remove input {name}"
+
+
+@action()
+def remove_row(world: World, chance: random.Random) -> str:
+    def without(file: InputFile) -> InputFile:
+        place = chance.randrange(len(file.rows)) if file.rows else 0
+        return file.with_rows(file.rows[:place] + file.rows[place + 1 :])
+
+    return _edit(world, chance, "remove a document", without)
+
+
+@action()
+def edit_row(world: World, chance: random.Random) -> str:
+    """Makes one text longer: an edit that keeps the file's size is beyond what a check without reading can see."""
+
+    def edited(file: InputFile) -> InputFile:
+        rows = list(file.rows)
+        if rows:
+            place = chance.randrange(len(rows))
+            rows[place] = replace(rows[place], text=rows[place].text + " " + "y" * chance.randint(1, 2000))
+        return file.with_rows(tuple(rows))
+
+    return _edit(world, chance, "edit a document", edited)
+
+
+@action()
+def compress_input(world: World, chance: random.Random) -> str:
+    form: Form = chance.choice(("gz", "zst"))
+    return _edit(world, chance, f"compress ({form})", lambda file: replace(file, form=form))
+
+
+@action()
+def cut_compressed_input(world: World, chance: random.Random) -> str:
+    form: Form = chance.choice(("cut gz", "cut zst", "cut zst"))
+    return _edit(world, chance, f"compress and lose the end ({form})", lambda file: replace(file, form=form))
+
+
+@action()
+def input_as_array(world: World, chance: random.Random) -> str:
+    form: Form = chance.choice(("array", "array", "plain text"))
+    return _edit(world, chance, f"write as {form}", lambda file: replace(file, form=form))
+
+
+@action(weight=1)
+def damage_line(world: World, chance: random.Random) -> str:
+    return _edit(world, chance, "add half a line", lambda file: replace(file, damaged=file.damaged + 1))
+
+
+@action(weight=3)
+def add_odd_document(world: World, chance: random.Random) -> str:
+    name = _some_input(world, chance)
+    if not name:
+        return ""
+    what, extra = chance.choice(
+        (
+            (REJECTED, {}),
+            (REJECTED, {}),
+            (DROPPED, {}),
+            (LEAVES, {}),
+            ("rank 7", {"rank": 7}),
+            ("rank 0", {"rank": "00000"}),
+            ("chunk 0", {"chunk_index": 0}),
+        )
+    )
+    (row,) = world.rows(chance, 1)
+    row = Row(row.id, f"{what} {row.text}", extra)
+    place = chance.randint(0, len(world.inputs[name].rows))
+    rows = world.inputs[name].rows
+    world.inputs[name] = world.inputs[name].with_rows((*rows[:place], row, *rows[place:]))
+    return f"add to {name}: {what}"
+
+
+def _edit(world: World, chance: random.Random, what: str, edit: Callable[[InputFile], InputFile]) -> str:
+    name = _some_input(world, chance)
+    if not name:
+        return ""
+    world.inputs[name] = edit(world.inputs[name])
+    return f"input {name}: {what}"
+
+
+def _some_input(world: World, chance: random.Random) -> str:
+    return chance.choice(sorted(world.inputs) or [""])
+
+
+# The endpoint --------------------------------------------------------------------------------------------------------
+
+
+@action(weight=3)
+def outage(world: World, chance: random.Random) -> str:
+    status, after = chance.choice(_STATUSES), chance.choice((0, 0, 1, 3, 7))
+    world.endpoint.outage = Outage(status, after)
+    return f"after {after} requests the endpoint answers {status}"
+
+
+@action(weight=1)
+def endpoint_away(world: World, chance: random.Random) -> str:
+    world.away = True
+    return "the endpoint is away"
+
+
+@action(weight=6)
+def put_back(world: World, chance: random.Random) -> str:
+    world.put_back()
+    return "settings and input as at the beginning; the endpoint is well"

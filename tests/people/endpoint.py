@@ -1,0 +1,53 @@
+"""The server that the commands ask: FakeServer with outages, and with a trap at a number of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datatrove_ckpt.testing import FakeServer
+from tests.people.inputs import REJECTED, answer_of
+
+
+@dataclass
+class Outage:
+    """From the n-th request on, every answer has this HTTP status. ``after`` counts down."""
+
+    status: int
+    after: int
+
+
+class Endpoint:
+    """A FakeServer whose answers follow from model and question alone.
+
+    Attributes:
+        outage: the outage under way or to come; None: the server is well.
+        requests: requests so far.
+        trap: called once, in the server's thread, before the request with this number since ``set_trap`` is answered.
+    """
+
+    def __init__(self) -> None:
+        self.outage: Outage | None = None
+        self.requests = 0
+        self._trap: Callable[[], None] | None = None
+        self._trap_at = 0
+        self.server = FakeServer(answer=self._answer, status=self._status)
+
+    def set_trap(self, at: int, trap: Callable[[], None] | None) -> None:
+        self._trap_at = self.requests + at
+        self._trap = trap
+
+    def _status(self, payload: dict[str, Any], times: int) -> int | None:
+        self.requests += 1
+        if self._trap is not None and self.requests >= self._trap_at:
+            trap, self._trap = self._trap, None
+            trap()
+        if self.outage is not None:
+            self.outage.after -= 1
+            if self.outage.after < 0:
+                return self.outage.status
+        return 400 if REJECTED in payload["messages"][-1]["content"] else None
+
+    def _answer(self, payload: dict[str, Any], times: int) -> str:
+        return answer_of(payload["model"], payload["messages"][-1]["content"])

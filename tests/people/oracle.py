@@ -1,0 +1,172 @@
+"""The oracle: exit code 0 means that every document is there, and that every number in the closing line is true.
+
+It reads the output, the dead letters and the terminal as a user would, and knows nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.people.commands import Ended
+from tests.people.inputs import Expected
+
+_CLOSING = re.compile(
+    r"(?P<written>\d+) of (?P<read>\d+) documents? (?:are|is) in (?P<files>\d+) files? in (?P<folder>\S+?) "
+    r"\((?P<dropped>\d+) dropped, (?P<dead>\d+) dead letters?[^)]*\)"
+    r".*?(?P<requests>\d+) requests? with (?P<prompt_tokens>\d+) prompt and (?P<completion_tokens>\d+) completion"
+)
+_UNREAD = re.compile(r"(\d+) (?:[a-z]+ )*lines?\b")
+
+
+class Failure(Exception):
+    """The program broke a promise.
+
+    Args:
+        kind: a short name of the promise. Two failures of one kind probably have one cause.
+        text: what was found.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.args[0]}"
+
+
+def check_end(ended: Ended) -> None:
+    """What holds for every command, whatever its exit code.
+
+    Raises:
+        Failure: it did not end, showed a traceback, or was ended by a signal of its own making.
+    """
+    if ended.code is None:
+        raise Failure("hang", f"it was killed after {ended.seconds:.0f} s\n{_tail(ended.terminal)}")
+    if "Traceback (most recent call last)" in ended.terminal:
+        raise Failure("traceback", _tail(ended.terminal[ended.terminal.index("Traceback (most") :]))
+
+
+def check_success(
+    expected: Expected,
+    output: Path,
+    checkpoints: Path,
+    terminal: str,
+    requests: tuple[int, int],
+) -> None:
+    """What exit code 0 of a run promises.
+
+    Args:
+        requests: fewest and most requests that the closing line may say.
+
+    Raises:
+        Failure: the promise is broken.
+    """
+    if expected.impossible:
+        raise Failure("impossible", f"exit code 0, although {expected.impossible}\n{_last_line(terminal)}")
+    written = _documents(output)
+    dead = _dead_letters(checkpoints)
+    try:
+        _check_documents(expected, written, dead)
+        _check_numbers(expected, output, terminal, requests)
+    except Failure as failure:
+        raise Failure(failure.kind, f"{failure.args[0]}\n{_last_line(terminal)}") from None
+
+
+def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: dict[str, str]) -> None:
+    times = Counter(str(document["id"]) for document in written)
+    if strangers := sorted(times.keys() - expected.rows.keys()):
+        raise Failure("stranger", f"the output holds documents that are not in the input: {_few(strangers)}")
+    if twice := sorted(id for id, number in times.items() if number > 1):
+        raise Failure("twice", f"documents are in the output more than once: {_few(twice)}")
+    if blamed := sorted(dead.keys() - expected.ids("dead")):
+        raise Failure("blamed", f"{len(blamed)} dead letters of healthy documents; {blamed[0]}: {dead[blamed[0]]}")
+    if missing := sorted(expected.ids("written") - times.keys()):
+        raise Failure("missing", f"documents are not in the output: {_few(missing)}")
+    if silent := sorted(expected.ids("dead") - dead.keys()):
+        raise Failure("missing", f"documents are neither in the output nor dead letters: {_few(silent)}")
+    if kept := sorted(times.keys() - expected.ids("written")):
+        raise Failure("stranger", f"documents are in the output that were dropped or rejected: {_few(kept)}")
+    for document in written:
+        results = document["metadata"].get("rollout_results") or [{}]
+        if results[0].get("text") != expected.answers[str(document["id"])]:
+            raise Failure("wrong answer", f"{document['id']}: {results[0].get('text')!r}")
+        if document["text"] != expected.rows[str(document["id"])].text:
+            raise Failure("wrong text", f"{document['id']}: {document['text']!r}")
+
+
+def _check_numbers(expected: Expected, output: Path, terminal: str, requests: tuple[int, int]) -> None:
+    closing = _CLOSING.search(_last_line(terminal))
+    if closing is None:
+        raise Failure("closing line", "there is none")
+    asked = [id for id, row in expected.rows.items() if row.outcome != "dead"]
+    true = {
+        "written": len(expected.ids("written")),
+        "read": len(expected.rows),
+        "files": len(_files(output)),
+        "dropped": len(expected.ids("dropped")),
+        "dead": len(expected.ids("dead")),
+        "prompt_tokens": sum(len(expected.questions[id].split()) for id in asked),
+        "completion_tokens": sum(len(expected.answers[id].split()) for id in asked),
+    }
+    for name, number in true.items():
+        if int(closing[name]) != number:
+            raise Failure("closing line", f"{name}: it says {closing[name]}, the truth is {number}")
+    if not requests[0] <= int(closing["requests"]) <= requests[1]:
+        raise Failure(
+            "closing line", f"it says {closing['requests']} requests, the truth is {requests[0]} to {requests[1]}"
+        )
+    if Path(closing["folder"]).resolve() != output.resolve():
+        raise Failure("closing line", f"it names the folder {closing['folder']}")
+    unread = [int(number) for number in _UNREAD.findall(terminal[_last_line_at(terminal) :])]
+    if expected.unread_lines and expected.unread_lines not in unread:
+        raise Failure("unread lines", f"{expected.unread_lines} lines hold no document; the closing line does not say")
+
+
+def _documents(output: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in _files(output):
+        for line in path.read_bytes().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                raise Failure("unreadable output", f"{path.name} has a line that is no JSON") from None
+    return found
+
+
+def _files(output: Path) -> list[Path]:
+    """The files that a user sees: staged ones are hidden."""
+    return sorted(
+        path
+        for path in output.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(output).parts)
+    )
+
+
+def _dead_letters(checkpoints: Path) -> dict[str, str]:
+    letters = {}
+    for path in checkpoints.glob("[0-9]*/dead_letters.jsonl"):
+        for line in path.read_bytes().splitlines():
+            letter = json.loads(line)
+            letters[str(letter["id"])] = str(letter["error"])
+    return letters
+
+
+def _last_line_at(terminal: str) -> int:
+    found = list(re.finditer(r"^\d+ of \d+ documents?\b", terminal, re.MULTILINE))
+    return found[-1].start() if found else len(terminal.rstrip()) - len(terminal.rstrip().rpartition("\n")[2])
+
+
+def _last_line(terminal: str) -> str:
+    return terminal[_last_line_at(terminal) :].strip()
+
+
+def _tail(text: str, lines: int = 25) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def _few(ids: list[str]) -> str:
+    return f"{', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''} ({len(ids)})"

@@ -1,0 +1,111 @@
+"""Ways to run the job: to its end, killed, stopped, twice at once, on a full disk, while its output changes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import shlex
+import signal
+import threading
+
+from tests.people.commands import Ended, Running
+from tests.people.operations import action
+from tests.people.tampering import cut_output_file, double_output_file, remove_output_file, swap_output_files
+from tests.people.world import World
+
+
+@action(weight=8, run=True)
+def run(world: World, chance: random.Random) -> str:
+    return _said("run", world.run())
+
+
+@action(weight=4, run=True)
+def run_killed(world: World, chance: random.Random) -> str:
+    at = chance.randint(1, 15)
+    ended = world.run(at=at, trap=lambda running: running[0].signal(signal.SIGKILL))
+    return _said(f"run, kill -9 at request {at}", ended)
+
+
+@action(run=True)
+def run_stopped(world: World, chance: random.Random) -> str:
+    number, at = chance.choice((signal.SIGTERM, signal.SIGINT)), chance.randint(1, 15)
+    return _said(
+        f"run, {number.name} at request {at}", world.run(at=at, trap=lambda running: running[0].signal(number))
+    )
+
+
+@action(run=True)
+def run_killed_at_a_time(world: World, chance: random.Random) -> str:
+    seconds = chance.uniform(0, 0.2)
+    timers: list[threading.Timer] = []
+
+    def started(running: list[Running]) -> None:
+        timers.append(threading.Timer(seconds, running[0].signal))
+        timers[0].start()
+
+    ended = world.run(at=1, trap=started)
+    for timer in timers:
+        timer.join()
+    return _said(f"run, kill -9 {seconds:.3f} s after the first request", ended)
+
+
+@action(run=True)
+def run_on_a_full_disk(world: World, chance: random.Random) -> str:
+    size = chance.choice((0, 4, 8, 16, 32)) * 1024 + chance.randrange(4096)
+    return _said(f"run, no file larger than {size} bytes", world.run(file_size=size))
+
+
+@action(run=True)
+def run_two(world: World, chance: random.Random) -> str:
+    return _said("run two at once", world.run(copies=2))
+
+
+@action(run=True)
+def run_while_output_changes(world: World, chance: random.Random) -> str:
+    at, done = chance.randint(3, 20), []
+    action = chance.choice((remove_output_file, cut_output_file, swap_output_files, double_output_file))
+    ended = world.run(at=at, trap=lambda running: done.append(action(world, chance)))
+    return _said(f"run; at request {at}: {done[0] if done and done[0] else 'nothing'}", ended)
+
+
+@action(weight=3, run=True)
+def do_what_it_says(world: World, chance: random.Random) -> str:
+    """The command that the last message names, then the job again."""
+    advice = re.search(r"datatrove-ckpt (?:repair|verify)( [^\s`'\"]+)+", world.last_terminal)
+    if advice is None:
+        return ""
+    argv = _command_of(advice[0])
+    ended = world.command(argv)
+    return f"{shlex.join(['datatrove-ckpt', *argv])}: {_exit(ended)}; " + _said("run", world.run())
+
+
+def _command_of(advice: str) -> list[str]:
+    """The arguments of a command inside a sentence: it ends with the last path or option."""
+    words = advice.split()[1:]
+    kept = words[:1]
+    for before, word in itertools.pairwise(words):
+        if not (word.startswith("--") or "/" in word or word.rstrip(".,:;") in ("checkpoints", "logs")):
+            break
+        kept.append(word.rstrip(".,:;"))
+        if before.endswith((".", ":", ";")):
+            break
+    return kept
+
+
+def _said(what: str, ended: list[Ended]) -> str:
+    return f"{what}: {', '.join(_exit(end) for end in ended)}"
+
+
+def _exit(ended: Ended) -> str:
+    errors = [line for line in ended.terminal.splitlines() if line.startswith("error: ")]
+    return f"exit {ended.code}" + (f" ({errors[-1]})" if errors else "")
+
+
+@action(weight=1)
+def look(world: World, chance: random.Random) -> str:
+    """Commands that only read."""
+    if not world.checkpoints.exists():
+        return ""
+    argv = chance.choice((["status", "checkpoints"], ["verify", "checkpoints", "--full"], ["verify", "checkpoints"]))
+    return f"{shlex.join(argv)}: {_exit(world.command(argv))}"

@@ -1,0 +1,129 @@
+"""What people do to output, checkpoints and logs by hand, between two runs or during one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.people.operations import action
+from tests.people.world import World
+
+
+@action()
+def remove_output_file(world: World, chance: random.Random) -> str:
+    return _touch_output(world, chance, "remove", lambda path: path.unlink())
+
+
+@action()
+def cut_output_file(world: World, chance: random.Random) -> str:
+    def cut(path: Path) -> None:
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:-1]))
+
+    return _touch_output(world, chance, "remove the last line of", cut)
+
+
+@action()
+def swap_output_files(world: World, chance: random.Random) -> str:
+    files = world.output_files()
+    if len(files) < 2:
+        return ""
+    one, other = chance.sample(files, 2)
+    contents = one.read_bytes(), other.read_bytes()
+    other.write_bytes(contents[0])
+    one.write_bytes(contents[1])
+    world.touched()
+    return f"swap output {one.name} and {other.name}"
+
+
+@action()
+def double_output_file(world: World, chance: random.Random) -> str:
+    files = world.output_files()
+    if len(files) < 2:
+        return ""
+    one, other = chance.sample(files, 2)
+    shutil.copyfile(one, other)
+    world.touched()
+    return f"copy output {one.name} over {other.name}"
+
+
+@action(weight=1)
+def remove_output(world: World, chance: random.Random) -> str:
+    return _remove(world, world.output)
+
+
+@action()
+def remove_checkpoints(world: World, chance: random.Random) -> str:
+    return _remove(world, world.checkpoints)
+
+
+@action()
+def remove_rank_folder(world: World, chance: random.Random) -> str:
+    ranks = sorted(world.checkpoints.glob("[0-9]*"))
+    return _remove(world, chance.choice(ranks)) if ranks else ""
+
+
+@action()
+def remove_logs(world: World, chance: random.Random) -> str:
+    if not world.logs.exists():
+        return ""
+    shutil.rmtree(world.logs)
+    return "remove logs"
+
+
+@action()
+def copy_checkpoints(world: World, chance: random.Random) -> str:
+    if not world.checkpoints.exists():
+        return ""
+    shutil.rmtree(world.kept, ignore_errors=True)
+    shutil.copytree(world.checkpoints, world.kept)
+    return "copy checkpoints"
+
+
+@action()
+def bring_back_checkpoints(world: World, chance: random.Random) -> str:
+    if not world.kept.exists():
+        return ""
+    shutil.rmtree(world.checkpoints, ignore_errors=True)
+    shutil.copytree(world.kept, world.checkpoints)
+    world.touched()
+    return "bring back the copy of checkpoints"
+
+
+@action(weight=1)
+def cut_commits(world: World, chance: random.Random) -> str:
+    logs = sorted(world.checkpoints.glob("[0-9]*/commits.jsonl"))
+    if not logs:
+        return ""
+    log = chance.choice(logs)
+    lines = log.read_bytes().splitlines(keepends=True)
+    removed = chance.randint(1, len(lines)) if lines else 0
+    log.write_bytes(b"".join(lines[: len(lines) - removed]))
+    world.touched()
+    return f"remove the last {removed} lines of {log.relative_to(world.folder)}"
+
+
+def _touch_output(world: World, chance: random.Random, what: str, change: Callable[[Path], None]) -> str:
+    files = world.output_files()
+    if not files:
+        return ""
+    path = chance.choice(files)
+    change(path)
+    world.touched()
+    return f"{what} output {path.name}"
+
+
+def _remove(world: World, folder: Path) -> str:
+    if not folder.exists():
+        return ""
+    shutil.rmtree(folder)
+    world.touched()
+    return f"remove {folder.relative_to(world.folder)}"
+
+
+@action(weight=2)
+def start_over(world: World, chance: random.Random) -> str:
+    world.start_over()
+    return "remove output, checkpoints and logs"

@@ -1,0 +1,297 @@
+"""World: a folder with input, a YAML file, checkpoints, logs and output, and the endpoint: what people work with."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from tests.people.commands import Commands, Ended, Running
+from tests.people.endpoint import Endpoint
+from tests.people.inputs import LEAVES, REJECTED, Expected, InputFile, Row, expected, write_inputs
+from tests.people.oracle import Failure, check_end, check_success
+
+LIMIT = 60.0  # seconds that a command may take, on a busy machine
+NOWHERE = "http://127.0.0.1:9"  # port 9 is discard, which nobody serves
+_PATIENCE = "server_patience_seconds"
+_ROLLOUT = """\
+import sys
+from dataclasses import dataclass
+
+from datatrove_ckpt.rollouts import PromptRollout
+
+
+@dataclass
+class Picky(PromptRollout):
+    async def __call__(self, document, generate, **shared):
+        if "LEAVE" in document.text:
+            sys.exit(0)
+        answer = await PromptRollout.__call__(self, document, generate)
+        return None if "DROP" in document.text else answer
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What people change in the YAML file."""
+
+    tasks: int = 1
+    model: str = "model-a"
+    prompt: str = "Say: {text}"
+    text_key: str = "text"
+    on_document_error: str = "stop"
+    records_per_chunk: int = 3
+    max_concurrent_generations: int = 2
+    retry_errors: bool = False
+
+
+@dataclass
+class Tally:
+    """What was tried."""
+
+    sequences: int = 0
+    operations: int = 0
+    runs: int = 0
+    successes: int = 0
+    finished_in_order: int = 0
+
+
+class World:
+    """A job as people have it, and what they may do with it.
+
+    Attributes:
+        settings, inputs: what the YAML file and the input folder hold at the next run.
+        away: the YAML file names an address where nobody serves.
+        began_with: settings and input at the run that made the checkpoints; None: there are none.
+        in_order: whether that run, continued with these settings and this input, must be able to finish: nobody has
+            touched checkpoints or output, and no run has gone on with anything else.
+    """
+
+    def __init__(self, folder: Path, commands: Commands, chance: random.Random, tally: Tally | None = None) -> None:
+        self.folder = folder
+        self.endpoint = Endpoint()
+        self.tally = tally or Tally()
+        self.away = False
+        self.began_with: tuple[Settings, dict[str, InputFile]] | None = None
+        self.in_order = True
+        self.disturbed = False
+        self.last_terminal = ""
+        self._commands = commands
+        self._next_id = 0
+        self._requests_before = 0
+        self.settings = Settings(
+            tasks=chance.choice((1, 1, 2, 3)),
+            on_document_error=chance.choice(("stop", "dead_letter")),
+            records_per_chunk=chance.randint(1, 4),
+            max_concurrent_generations=chance.randint(1, 4),
+        )
+        self.inputs: dict[str, InputFile] = {}
+        for name in "abcd"[: chance.randint(1, 4)]:
+            self.add_file(f"{name}.jsonl", self.rows(chance, chance.randint(1, 7)))
+        (folder / "terminals").mkdir(parents=True)
+        (folder / "picky.py").write_text(_ROLLOUT)
+
+    def __enter__(self) -> Self:
+        self.endpoint.server.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.endpoint.server.__exit__(kind, error, trace)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name} {getattr(self.settings, field.name)!r}"
+            for field in fields(Settings)
+            if getattr(self.settings, field.name) != field.default
+        ]
+        files = [f"{file.file_name} with {len(file.rows)} documents" for file in self.inputs.values()]
+        return f"a job: {', '.join([*changed, *files])}"
+
+    # The folder ------------------------------------------------------------------------------------------------------
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def kept(self) -> Path:
+        """A copy of the checkpoints, made by hand."""
+        return self.folder / "copy of checkpoints"
+
+    def output_files(self) -> list[Path]:
+        return sorted(path for path in self.output.glob("*") if path.is_file())
+
+    def rows(self, chance: random.Random, number: int) -> tuple[Row, ...]:
+        """New documents. Lengths vary widely, so that no two files have one size by chance."""
+        rows = []
+        for _ in range(number):
+            self._next_id += 1
+            rows.append(Row(f"doc-{self._next_id}", f"text {self._next_id} " + "x" * chance.randrange(1000)))
+        return tuple(rows)
+
+    def add_file(self, name: str, rows: tuple[Row, ...]) -> None:
+        self.inputs[name] = InputFile(name, rows)
+
+    def start_over(self) -> None:
+        """What people do when they want a new run: all that the old one wrote is removed."""
+        for folder in (self.output, self.checkpoints, self.logs, self.kept):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.began_with, self.in_order, self.disturbed = None, True, False
+        self._requests_before = self.endpoint.requests
+
+    def put_back(self) -> None:
+        """Settings and input as at the beginning of the run; the endpoint is there and well."""
+        if self.began_with is not None:
+            self.settings, inputs = self.began_with
+            self.inputs = dict(inputs)
+        self.away, self.endpoint.outage = False, None
+
+    def touched(self) -> None:
+        """Somebody touched checkpoints or output: the run may have to be refused from now on."""
+        self.in_order = False
+
+    # Runs ------------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        *,
+        at: int = 0,
+        trap: Callable[[list[Running]], None] | None = None,
+        file_size: int | None = None,
+        copies: int = 1,
+    ) -> list[Ended]:
+        """Runs the job, and holds every end against the oracle.
+
+        Args:
+            at: number of the request before whose answer ``trap`` is called with the commands under way.
+            file_size: the largest file that can be written, in bytes.
+            copies: how many commands to start at once.
+        """
+        write_inputs(self.folder / "input", self.inputs)
+        (self.folder / "job.yaml").write_text(json.dumps(self._yaml()))
+        now = self.settings, dict(self.inputs)
+        had_begun = any(self.checkpoints.glob("*/run.json"))
+        requests = self.endpoint.requests
+        running: list[Running] = []
+        self.endpoint.set_trap(at, (lambda: trap(running)) if trap is not None else None)
+        for _ in range(copies):
+            running.append(self._start(["run", "job.yaml"], file_size))
+        ended = [command.wait(LIMIT) for command in running]
+        self.endpoint.set_trap(0, None)
+        self.tally.runs += copies
+        self.last_terminal = "\n".join(end.terminal for end in ended)
+        if any(end.code != 0 for end in ended):
+            self.disturbed = True
+        if not had_begun and any(self.checkpoints.glob("*/run.json")):
+            self.began_with = now
+        elif self.began_with not in (None, now) and self.endpoint.requests > requests:
+            self.in_order = False  # it went on with what is new
+        self._check(ended, may_be_killed=trap is not None)
+        return ended
+
+    def command(self, argv: list[str]) -> Ended:
+        """Another command of ``datatrove-ckpt``."""
+        ended = self._start(argv).wait(LIMIT)
+        check_end(ended)
+        return ended
+
+    def truth(self) -> Expected:
+        settings = self.settings
+        impossible = ""
+        if settings.text_key != "text":
+            impossible = f"no line has the key {settings.text_key!r}"
+        elif settings.tasks < 1:
+            impossible = f"there are {settings.tasks} tasks"
+        elif not self.inputs:
+            impossible = "there is no input"
+        return expected(self.inputs, settings.model, settings.prompt, impossible)
+
+    def must_finish(self) -> bool:
+        """Whether a run in order can reach its end: nothing in settings or input forbids it."""
+        if self.began_with is None or not self.in_order:
+            return False
+        settings, inputs = self.began_with
+        rows = [row for file in inputs.values() for row in file.rows]
+        return (
+            settings.tasks > 0
+            and settings.text_key == "text"
+            and all(file.is_readable for file in inputs.values())
+            and any(rows)
+            and not any(LEAVES in row.text for row in rows)
+            and (settings.on_document_error != "stop" or not any(REJECTED in row.text for row in rows))
+        )
+
+    def _check(self, ended: list[Ended], may_be_killed: bool) -> None:
+        for end in ended:
+            check_end(end)
+        for end in ended:
+            if end.code == 0:
+                self.tally.successes += 1
+                truth = self.truth()
+                asked = len(truth.rows)
+                sent = self.endpoint.requests - self._requests_before
+                most = sent if self.disturbed else asked
+                check_success(truth, self.output, self.checkpoints, end.terminal, (min(asked, most), most))
+            elif end.code is not None and end.code < 0 and not may_be_killed:
+                raise Failure("died", f"signal {-end.code} ended it")
+
+    def _start(self, argv: list[str], file_size: int | None = None) -> Running:
+        return self._commands.start(argv, self.folder, self.folder / "terminals", file_size)
+
+    def _yaml(self) -> dict[str, Any]:
+        settings = self.settings
+        config: dict[str, Any] = {
+            "server_type": "endpoint",
+            "endpoint_url": NOWHERE if self.away else self.endpoint.server.url,
+            "model_name_or_path": settings.model,
+            "max_concurrent_generations": settings.max_concurrent_generations,
+            "request_max_attempts": 2,
+            "server_ready_max_attempts": 1,
+            "server_ready_delay_sec": 0.3,
+        }
+        runner: dict[str, Any] = {
+            "rollout_fn": {"class_path": "picky.Picky", "init_args": {"prompt": settings.prompt}},
+            "config": config,
+            "output_writer": {
+                "class_path": "JsonlWriter",
+                "init_args": {
+                    "output_folder": "output",
+                    "output_filename": "${rank}_chunk_${chunk_index}.jsonl",
+                    "compression": None,
+                },
+            },
+            "checkpoints_local_dir": "checkpoints",
+            "records_per_chunk": settings.records_per_chunk,
+            "on_document_error": settings.on_document_error,
+            "retry_errors": settings.retry_errors,
+            "drain_seconds": 1,
+        }
+        if _PATIENCE in {field.name for field in fields(InferenceConfig)}:
+            config[_PATIENCE] = 1
+        elif _PATIENCE in inspect.signature(InferenceRunner).parameters:
+            runner[_PATIENCE] = 1
+        reader = {"data_folder": "input", "text_key": settings.text_key}
+        pipeline = [
+            {"class_path": "JsonlReader", "init_args": reader},
+            {"class_path": "InferenceRunner", "init_args": runner},
+        ]
+        executor = {"tasks": settings.tasks, "workers": 1, "logging_dir": "logs", "pipeline": pipeline}
+        return {"executor": {"class_path": "LocalPipelineExecutor", "init_args": executor}}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tests.people.endpoint import Outage
-from tests.people.inputs import DROPPED, LEAVES, REJECTED, Form, InputFile, Row
+from tests.people.inputs import DROPPED, LEAVES, RAISES, REJECTED, UNWRITABLE, Form, InputFile, Row
 from tests.people.operations import action
-from tests.people.world import World
+from tests.people.world import Settings, World
 
 _STATUSES = (503, 503, 429, 500, 502, 401, 403, 404, 402, 405, 421)
 
@@ -61,6 +61,16 @@ def change_records_per_chunk(world: World, chance: random.Random) -> str:
 def change_retry_errors(world: World, chance: random.Random) -> str:
     world.settings = replace(world.settings, retry_errors=not world.settings.retry_errors)
     return f"retry_errors: {world.settings.retry_errors}"
+
+
+@action(weight=1)
+def spell_folder(world: World, chance: random.Random) -> str:
+    """Names a folder by a variable or by ~: it must be the same folder, or be refused."""
+    place = chance.choice(("$JOB/", "${JOB}/", "~/"))
+    name = chance.choice(("output_folder", "checkpoints_folder", "logging_dir"))
+    folder = getattr(Settings(), name)
+    world.settings = replace(world.settings, **{name: place + folder})
+    return f"{name}: {place}{folder}"
 
 
 # Input ---------------------------------------------------------------------------------------------------------------
@@ -148,13 +158,18 @@ def add_odd_document(world: World, chance: random.Random) -> str:
             (REJECTED, {}),
             (DROPPED, {}),
             (LEAVES, {}),
+            (RAISES, {}),
+            (UNWRITABLE, {}),
             ("rank 7", {"rank": 7}),
             ("rank 0", {"rank": "00000"}),
             ("chunk 0", {"chunk_index": 0}),
+            ("outside", {"lang": "../outside"}),
+            ("outside", {"lang": str(world.folder / "outside")}),
+            ("two levels", {"lang": "de/at"}),
         )
     )
     (row,) = world.rows(chance, 1)
-    row = Row(row.id, f"{what} {row.text}", extra)
+    row = Row(row.id, f"{what} {row.text}", {**row.extra, **extra})
     place = chance.randint(0, len(world.inputs[name].rows))
     rows = world.inputs[name].rows
     world.inputs[name] = world.inputs[name].with_rows((*rows[:place], row, *rows[place:]))

@@ -33,6 +33,7 @@ import datatrove_ckpt.readers
 import datatrove_ckpt.rollouts
 
 with contextlib.suppress(ImportError):
+    import uvloop  # noqa: F401
     import zstandard  # noqa: F401
 
 

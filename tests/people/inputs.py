@@ -17,6 +17,8 @@ Form = Literal["lines", "gz", "zst", "array", "plain text", "cut gz", "cut zst"]
 REJECTED = "REJECT"  # the server answers 400 to a question with this word
 DROPPED = "DROP"  # the rollout returns None for a document with this word
 LEAVES = "LEAVE"  # the rollout calls sys.exit(0)
+RAISES = "RAISE"  # the rollout raises an exception that cannot be printed
+UNWRITABLE = "UNWRITABLE"  # the rollout puts an object into the metadata that nobody can write
 
 SUFFIX: dict[Form, str] = {"gz": ".gz", "cut gz": ".gz", "zst": ".zst", "cut zst": ".zst"}
 
@@ -32,9 +34,18 @@ class Row:
     @property
     def outcome(self) -> Outcome:
         """What becomes of it if nothing else goes wrong and dead letters are allowed."""
-        if REJECTED in self.text:
+        if any(word in self.text for word in (REJECTED, RAISES, UNWRITABLE)):
             return "dead"
         return "dropped" if DROPPED in self.text else "written"
+
+    @property
+    def is_asked(self) -> bool:
+        """Its rollout sends a request."""
+        return RAISES not in self.text
+
+    @property
+    def is_answered(self) -> bool:
+        return self.is_asked and REJECTED not in self.text
 
     def line(self, text_key: str = "text") -> bytes:
         return json.dumps({"id": self.id, text_key: self.text, **self.extra}).encode() + b"\n"

@@ -19,7 +19,7 @@ _CLOSING = re.compile(
     r"\((?P<dropped>\d+) dropped, (?P<dead>\d+) dead letters?[^)]*\)"
     r".*?(?P<requests>\d+) requests? with (?P<prompt_tokens>\d+) prompt and (?P<completion_tokens>\d+) completion"
 )
-_UNREAD = re.compile(r"(\d+) (?:[a-z]+ )*lines?\b")
+_UNREAD = re.compile(r"(\d+) (?:[a-z]+ )*(?:lines?|rows?)\b")
 
 
 class Failure(Exception):
@@ -102,15 +102,15 @@ def _check_numbers(expected: Expected, output: Path, terminal: str, requests: tu
     closing = _CLOSING.search(_last_line(terminal))
     if closing is None:
         raise Failure("closing line", "there is none")
-    asked = [id for id, row in expected.rows.items() if row.outcome != "dead"]
+    answered = [id for id, row in expected.rows.items() if row.is_answered]
     true = {
         "written": len(expected.ids("written")),
         "read": len(expected.rows),
         "files": len(_files(output)),
         "dropped": len(expected.ids("dropped")),
         "dead": len(expected.ids("dead")),
-        "prompt_tokens": sum(len(expected.questions[id].split()) for id in asked),
-        "completion_tokens": sum(len(expected.answers[id].split()) for id in asked),
+        "prompt_tokens": sum(len(expected.questions[id].split()) for id in answered),
+        "completion_tokens": sum(len(expected.answers[id].split()) for id in answered),
     }
     for name, number in true.items():
         if int(closing[name]) != number:

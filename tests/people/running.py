@@ -69,6 +69,11 @@ def run_while_output_changes(world: World, chance: random.Random) -> str:
     return _said(f"run; at request {at}: {done[0] if done and done[0] else 'nothing'}", ended)
 
 
+@action(run=True)
+def run_retry(world: World, chance: random.Random) -> str:
+    return _said("run --retry-dead-letters", world.run(options=["--retry-dead-letters"]))
+
+
 @action(weight=3, run=True)
 def do_what_it_says(world: World, chance: random.Random) -> str:
     """The command that the last message names, then the job again."""
@@ -80,14 +85,17 @@ def do_what_it_says(world: World, chance: random.Random) -> str:
     return f"{shlex.join(['datatrove-ckpt', *argv])}: {_exit(ended)}; " + _said("run", world.run())
 
 
+_PLACES = ("checkpoints", "logs", "CHECKPOINTS", "LOGGING_DIR")
+
+
 def _command_of(advice: str) -> list[str]:
     """The arguments of a command inside a sentence: it ends with the last path or option."""
     words = advice.split()[1:]
     kept = words[:1]
     for before, word in itertools.pairwise(words):
-        if not (word.startswith("--") or "/" in word or word.rstrip(".,:;") in ("checkpoints", "logs")):
+        if not (word.startswith("--") or "/" in word or word.rstrip(".,:;") in _PLACES):
             break
-        kept.append(word.rstrip(".,:;"))
+        kept.append(word.rstrip(".,:;").replace("CHECKPOINTS", "checkpoints").replace("LOGGING_DIR", "logs"))
         if before.endswith((".", ":", ";")):
             break
     return kept

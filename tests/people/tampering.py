@@ -35,7 +35,7 @@ def swap_output_files(world: World, chance: random.Random) -> str:
     other.write_bytes(contents[0])
     one.write_bytes(contents[1])
     world.touched()
-    return f"swap output {one.name} and {other.name}"
+    return f"swap {_name(world, one)} and {_name(world, other)}"
 
 
 @action()
@@ -46,7 +46,7 @@ def double_output_file(world: World, chance: random.Random) -> str:
     one, other = chance.sample(files, 2)
     shutil.copyfile(one, other)
     world.touched()
-    return f"copy output {one.name} over {other.name}"
+    return f"copy {_name(world, one)} over {_name(world, other)}"
 
 
 @action(weight=1)
@@ -102,7 +102,7 @@ def cut_commits(world: World, chance: random.Random) -> str:
     removed = chance.randint(1, len(lines)) if lines else 0
     log.write_bytes(b"".join(lines[: len(lines) - removed]))
     world.touched()
-    return f"remove the last {removed} lines of {log.relative_to(world.folder)}"
+    return f"remove the last {removed} lines of {_name(world, log)}"
 
 
 def _touch_output(world: World, chance: random.Random, what: str, change: Callable[[Path], None]) -> str:
@@ -112,7 +112,11 @@ def _touch_output(world: World, chance: random.Random, what: str, change: Callab
     path = chance.choice(files)
     change(path)
     world.touched()
-    return f"{what} output {path.name}"
+    return f"{what} {_name(world, path)}"
+
+
+def _name(world: World, path: Path) -> str:
+    return str(path.relative_to(world.folder))
 
 
 def _remove(world: World, folder: Path) -> str:
@@ -120,7 +124,7 @@ def _remove(world: World, folder: Path) -> str:
         return ""
     shutil.rmtree(folder)
     world.touched()
-    return f"remove {folder.relative_to(world.folder)}"
+    return f"remove {_name(world, folder)}"
 
 
 @action(weight=2)

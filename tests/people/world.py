@@ -6,7 +6,7 @@ import inspect
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +15,26 @@ from typing import Any, Self
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from tests.people.commands import Commands, Ended, Running
 from tests.people.endpoint import Endpoint
-from tests.people.inputs import LEAVES, REJECTED, Expected, InputFile, Row, expected, write_inputs
+from tests.people.inputs import LEAVES, UNWRITABLE, Expected, InputFile, Row, expected, write_inputs
 from tests.people.oracle import Failure, check_end, check_success
 
 LIMIT = 60.0  # seconds that a command may take, on a busy machine
+_BY_RANK = "${rank}_chunk_${chunk_index}.jsonl"
+_BY_LANGUAGE = "${lang}/${rank}_chunk_${chunk_index}.jsonl"
 NOWHERE = "http://127.0.0.1:9"  # port 9 is discard, which nobody serves
+_STAGING = ".datatrove-ckpt-staging"
 _PATIENCE = "server_patience_seconds"
 _ROLLOUT = """\
 import sys
+import threading
 from dataclasses import dataclass
 
 from datatrove_ckpt.rollouts import PromptRollout
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("an exception that cannot be printed")
 
 
 @dataclass
@@ -33,6 +42,10 @@ class Picky(PromptRollout):
     async def __call__(self, document, generate, **shared):
         if "LEAVE" in document.text:
             sys.exit(0)
+        if "RAISE" in document.text:
+            raise Unprintable("\\ud800")
+        if "UNWRITABLE" in document.text:
+            document.metadata["lock"] = threading.Lock()
         answer = await PromptRollout.__call__(self, document, generate)
         return None if "DROP" in document.text else answer
 """
@@ -50,6 +63,10 @@ class Settings:
     records_per_chunk: int = 3
     max_concurrent_generations: int = 2
     retry_errors: bool = False
+    output_filename: str = _BY_RANK
+    output_folder: str = "output"
+    checkpoints_folder: str = "checkpoints"
+    logging_dir: str = "logs"
 
 
 @dataclass
@@ -70,6 +87,7 @@ class World:
         settings, inputs: what the YAML file and the input folder hold at the next run.
         away: the YAML file names an address where nobody serves.
         began_with: settings and input at the run that made the checkpoints; None: there are none.
+        disturbed: some requests may have been sent more than once since the run began.
         in_order: whether that run, continued with these settings and this input, must be able to finish: nobody has
             touched checkpoints or output, and no run has gone on with anything else.
     """
@@ -91,6 +109,7 @@ class World:
             on_document_error=chance.choice(("stop", "dead_letter")),
             records_per_chunk=chance.randint(1, 4),
             max_concurrent_generations=chance.randint(1, 4),
+            output_filename=chance.choice((*[_BY_RANK] * 3, _BY_LANGUAGE)),
         )
         self.inputs: dict[str, InputFile] = {}
         for name in "abcd"[: chance.randint(1, 4)]:
@@ -137,14 +156,17 @@ class World:
         return self.folder / "copy of checkpoints"
 
     def output_files(self) -> list[Path]:
-        return sorted(path for path in self.output.glob("*") if path.is_file())
+        return sorted(
+            path for path in self.output.glob("**/*.jsonl") if not path.is_relative_to(self.output / _STAGING)
+        )
 
     def rows(self, chance: random.Random, number: int) -> tuple[Row, ...]:
         """New documents. Lengths vary widely, so that no two files have one size by chance."""
         rows = []
         for _ in range(number):
             self._next_id += 1
-            rows.append(Row(f"doc-{self._next_id}", f"text {self._next_id} " + "x" * chance.randrange(1000)))
+            text = f"text {self._next_id} " + "x" * chance.randrange(1000)
+            rows.append(Row(f"doc-{self._next_id}", text, {"lang": chance.choice(("de", "en"))}))
         return tuple(rows)
 
     def add_file(self, name: str, rows: tuple[Row, ...]) -> None:
@@ -152,8 +174,9 @@ class World:
 
     def start_over(self) -> None:
         """What people do when they want a new run: all that the old one wrote is removed."""
-        for folder in (self.output, self.checkpoints, self.logs, self.kept):
-            shutil.rmtree(folder, ignore_errors=True)
+        for path in self.folder.iterdir():
+            if path.name not in ("input", "picky.py", "terminals"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.began_with, self.in_order, self.disturbed = None, True, False
         self._requests_before = self.endpoint.requests
 
@@ -177,6 +200,7 @@ class World:
         trap: Callable[[list[Running]], None] | None = None,
         file_size: int | None = None,
         copies: int = 1,
+        options: Sequence[str] = (),
     ) -> list[Ended]:
         """Runs the job, and holds every end against the oracle.
 
@@ -184,6 +208,7 @@ class World:
             at: number of the request before whose answer ``trap`` is called with the commands under way.
             file_size: the largest file that can be written, in bytes.
             copies: how many commands to start at once.
+            options: further arguments of the command.
         """
         write_inputs(self.folder / "input", self.inputs)
         (self.folder / "job.yaml").write_text(json.dumps(self._yaml()))
@@ -193,12 +218,12 @@ class World:
         running: list[Running] = []
         self.endpoint.set_trap(at, (lambda: trap(running)) if trap is not None else None)
         for _ in range(copies):
-            running.append(self._start(["run", "job.yaml"], file_size))
+            running.append(self._start(["run", "job.yaml", *options], file_size))
         ended = [command.wait(LIMIT) for command in running]
         self.endpoint.set_trap(0, None)
         self.tally.runs += copies
         self.last_terminal = "\n".join(end.terminal for end in ended)
-        if any(end.code != 0 for end in ended):
+        if options or any(end.code != 0 for end in ended):
             self.disturbed = True
         if not had_begun and any(self.checkpoints.glob("*/run.json")):
             self.began_with = now
@@ -209,6 +234,7 @@ class World:
 
     def command(self, argv: list[str]) -> Ended:
         """Another command of ``datatrove-ckpt``."""
+        self.disturbed = True
         ended = self._start(argv).wait(LIMIT)
         check_end(ended)
         return ended
@@ -236,7 +262,9 @@ class World:
             and all(file.is_readable for file in inputs.values())
             and any(rows)
             and not any(LEAVES in row.text for row in rows)
-            and (settings.on_document_error != "stop" or not any(REJECTED in row.text for row in rows))
+            and not any(UNWRITABLE in row.text for row in rows)
+            and (settings.on_document_error != "stop" or not any(row.outcome == "dead" for row in rows))
+            and not any("/" in row.extra["lang"] for row in rows)
         )
 
     def _check(self, ended: list[Ended], may_be_killed: bool) -> None:
@@ -246,7 +274,7 @@ class World:
             if end.code == 0:
                 self.tally.successes += 1
                 truth = self.truth()
-                asked = len(truth.rows)
+                asked = sum(row.is_asked for row in truth.rows.values())
                 sent = self.endpoint.requests - self._requests_before
                 most = sent if self.disturbed else asked
                 check_success(truth, self.output, self.checkpoints, end.terminal, (min(asked, most), most))
@@ -254,7 +282,8 @@ class World:
                 raise Failure("died", f"signal {-end.code} ended it")
 
     def _start(self, argv: list[str], file_size: int | None = None) -> Running:
-        return self._commands.start(argv, self.folder, self.folder / "terminals", file_size)
+        home = {"HOME": str(self.folder), "JOB": str(self.folder)}
+        return self._commands.start(argv, self.folder, self.folder / "terminals", file_size, home)
 
     def _yaml(self) -> dict[str, Any]:
         settings = self.settings
@@ -273,12 +302,12 @@ class World:
             "output_writer": {
                 "class_path": "JsonlWriter",
                 "init_args": {
-                    "output_folder": "output",
-                    "output_filename": "${rank}_chunk_${chunk_index}.jsonl",
+                    "output_folder": settings.output_folder,
+                    "output_filename": settings.output_filename,
                     "compression": None,
                 },
             },
-            "checkpoints_local_dir": "checkpoints",
+            "checkpoints_local_dir": settings.checkpoints_folder,
             "records_per_chunk": settings.records_per_chunk,
             "on_document_error": settings.on_document_error,
             "retry_errors": settings.retry_errors,
@@ -293,5 +322,5 @@ class World:
             {"class_path": "JsonlReader", "init_args": reader},
             {"class_path": "InferenceRunner", "init_args": runner},
         ]
-        executor = {"tasks": settings.tasks, "workers": 1, "logging_dir": "logs", "pipeline": pipeline}
+        executor = {"tasks": settings.tasks, "workers": 1, "logging_dir": settings.logging_dir, "pipeline": pipeline}
         return {"executor": {"class_path": "LocalPipelineExecutor", "init_args": executor}}

@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, _nothing)
 
 
-_COUNTING = ("tests/crash/", "tests/integration/test_kills.py")
+_COUNTING = ("tests/crash/", "tests/integration/test_kills.py", "tests/integration/test_people.py")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

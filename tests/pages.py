@@ -22,6 +22,7 @@ RUN_ELSEWHERE = {
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
+    "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
 }
 """Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them instead."""

@@ -193,9 +193,10 @@ def _some_input(world: World, chance: random.Random) -> str:
 
 @action(weight=3)
 def outage(world: World, chance: random.Random) -> str:
-    status, after = chance.choice(_STATUSES), chance.choice((0, 0, 1, 3, 7))
-    world.endpoint.outage = Outage(status, after)
-    return f"after {after} requests the endpoint answers {status}"
+    status, after, lasts = chance.choice(_STATUSES), chance.choice((0, 0, 1, 3, 7)), chance.choice((None, None, 1, 4))
+    world.endpoint.outage = Outage(status, after, lasts)
+    until = f" for {lasts} requests" if lasts else ""
+    return f"after {after} requests the endpoint answers {status}{until}"
 
 
 @action(weight=1)

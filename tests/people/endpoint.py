@@ -12,10 +12,24 @@ from tests.people.inputs import REJECTED, answer_of
 
 @dataclass
 class Outage:
-    """From the n-th request on, every answer has this HTTP status. ``after`` counts down."""
+    """Answers with an HTTP status that is not a document's fault.
+
+    Attributes:
+        status: what is answered.
+        after: requests that are still answered well; counts down.
+        lasts: requests that fail before all is well again; None: until somebody ends the outage.
+    """
 
     status: int
     after: int
+    lasts: int | None = None
+
+    def next(self) -> int | None:
+        """The status of the next request; None: it is answered well."""
+        self.after -= 1
+        if self.after >= 0 or (self.lasts is not None and -self.after > self.lasts):
+            return None
+        return self.status
 
 
 class Endpoint:
@@ -43,10 +57,8 @@ class Endpoint:
         if self._trap is not None and self.requests >= self._trap_at:
             trap, self._trap = self._trap, None
             trap()
-        if self.outage is not None:
-            self.outage.after -= 1
-            if self.outage.after < 0:
-                return self.outage.status
+        if self.outage is not None and (status := self.outage.next()) is not None:
+            return status
         return 400 if REJECTED in payload["messages"][-1]["content"] else None
 
     def _answer(self, payload: dict[str, Any], times: int) -> str:

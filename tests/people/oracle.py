@@ -19,6 +19,7 @@ _CLOSING = re.compile(
     r"\((?P<dropped>\d+) dropped, (?P<dead>\d+) dead letters?[^)]*\)"
     r".*?(?P<requests>\d+) requests? with (?P<prompt_tokens>\d+) prompt and (?P<completion_tokens>\d+) completion"
 )
+_VERDICT = re.compile(r"(\d+) documents? \((\d+) written, (\d+) dropped, (\d+) dead letter")
 _UNREAD = re.compile(r"(\d+) (?:[a-z]+ )*(?:lines?|rows?)\b")
 
 
@@ -74,6 +75,20 @@ def check_success(
         _check_numbers(expected, output, terminal, requests)
     except Failure as failure:
         raise Failure(failure.kind, f"{failure.args[0]}\n{_last_line(terminal)}") from None
+
+
+def check_verify(expected: Expected, ended: Ended) -> None:
+    """What ``verify`` must say of a job that has just ended with exit code 0 and that nobody has touched.
+
+    Raises:
+        Failure: it finds a problem, or a number is not true.
+    """
+    if ended.code != 0:
+        raise Failure("verify", f"exit code {ended.code} for a finished job\n{_tail(ended.terminal)}")
+    said = _VERDICT.search(ended.terminal)
+    true = len(expected.rows), *(len(expected.ids(outcome)) for outcome in ("written", "dropped", "dead"))
+    if said is None or tuple(map(int, said.groups())) != true:
+        raise Failure("verify", f"the truth is {true}\n{_tail(ended.terminal)}")
 
 
 def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: dict[str, str]) -> None:

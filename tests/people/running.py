@@ -11,6 +11,7 @@ import threading
 
 from tests.people.commands import Ended, Running
 from tests.people.operations import action
+from tests.people.oracle import check_verify
 from tests.people.tampering import cut_output_file, double_output_file, remove_output_file, swap_output_files
 from tests.people.world import World
 
@@ -116,4 +117,7 @@ def look(world: World, chance: random.Random) -> str:
     if not world.checkpoints.exists():
         return ""
     argv = chance.choice((["status", "checkpoints"], ["verify", "checkpoints", "--full"], ["verify", "checkpoints"]))
-    return f"{shlex.join(argv)}: {_exit(world.command(argv))}"
+    ended = world.command(argv)
+    if argv[0] == "verify" and world.is_finished:
+        check_verify(world.truth(), ended)
+    return f"{shlex.join(argv)}: {_exit(ended)}"

@@ -87,6 +87,7 @@ class World:
         settings, inputs: what the YAML file and the input folder hold at the next run.
         away: the YAML file names an address where nobody serves.
         began_with: settings and input at the run that made the checkpoints; None: there are none.
+        finished_with: settings and input at the last run, if that ended with exit code 0.
         disturbed: some requests may have been sent more than once since the run began.
         in_order: whether that run, continued with these settings and this input, must be able to finish: nobody has
             touched checkpoints or output, and no run has gone on with anything else.
@@ -100,6 +101,7 @@ class World:
         self.began_with: tuple[Settings, dict[str, InputFile]] | None = None
         self.in_order = True
         self.disturbed = False
+        self.finished_with: tuple[Settings, dict[str, InputFile]] | None = None
         self.last_terminal = ""
         self._commands = commands
         self._next_id = 0
@@ -177,7 +179,7 @@ class World:
         for path in self.folder.iterdir():
             if path.name not in ("input", "picky.py", "terminals"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.began_with, self.in_order, self.disturbed = None, True, False
+        self.began_with, self.finished_with, self.in_order, self.disturbed = None, None, True, False
         self._requests_before = self.endpoint.requests
 
     def put_back(self) -> None:
@@ -230,6 +232,7 @@ class World:
         elif self.began_with not in (None, now) and self.endpoint.requests > requests:
             self.in_order = False  # it went on with what is new
         self._check(ended, may_be_killed=trap is not None)
+        self.finished_with = now if all(end.code == 0 for end in ended) else None
         return ended
 
     def command(self, argv: list[str]) -> Ended:
@@ -238,6 +241,11 @@ class World:
         ended = self._start(argv).wait(LIMIT)
         check_end(ended)
         return ended
+
+    @property
+    def is_finished(self) -> bool:
+        """The last run has finished the job as it is now, and nobody has touched what it wrote."""
+        return self.in_order and self.finished_with == (self.settings, self.inputs)
 
     def truth(self) -> Expected:
         settings = self.settings

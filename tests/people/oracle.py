@@ -20,6 +20,8 @@ _CLOSING = re.compile(
     r".*?(?P<requests>\d+) requests? with (?P<prompt_tokens>\d+) prompt and (?P<completion_tokens>\d+) completion"
 )
 _VERDICT = re.compile(r"(\d+) documents? \((\d+) written, (\d+) dropped, (\d+) dead letter")
+# What loguru prints if a log file cannot be written, on a full disk for example. It has no setting for that.
+_LOGURU = re.compile(r"--- Logging error in Loguru Handler.*?--- End of logging error ---", re.DOTALL)
 _UNREAD = re.compile(r"(\d+) (?:[a-z]+ )*(?:lines?|rows?)\b")
 
 
@@ -47,8 +49,9 @@ def check_end(ended: Ended) -> None:
     """
     if ended.code is None:
         raise Failure("hang", f"it was killed after {ended.seconds:.0f} s\n{_tail(ended.terminal)}")
-    if "Traceback (most recent call last)" in ended.terminal:
-        raise Failure("traceback", _tail(ended.terminal[ended.terminal.index("Traceback (most") :]))
+    terminal = _LOGURU.sub("", ended.terminal)
+    if "Traceback (most recent call last)" in terminal:
+        raise Failure("traceback", _tail(terminal[terminal.index("Traceback (most") :]))
 
 
 def check_success(

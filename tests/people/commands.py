@@ -37,6 +37,12 @@ class Ended:
     seconds: float
 
 
+def error_of(ended: Ended) -> str:
+    """The message with which it stopped; "" if there was none."""
+    place = ended.terminal.rfind("error: ")
+    return ended.terminal[place:].strip() if place >= 0 else ""
+
+
 class Running:
     """A command under way, the leader of its own process group."""
 

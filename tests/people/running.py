@@ -8,8 +8,9 @@ import re
 import shlex
 import signal
 import threading
+from dataclasses import replace
 
-from tests.people.commands import Ended, Running
+from tests.people.commands import Ended, Running, error_of
 from tests.people.operations import action
 from tests.people.oracle import check_verify
 from tests.people.tampering import cut_output_file, double_output_file, remove_output_file, swap_output_files
@@ -59,7 +60,21 @@ def run_on_a_full_disk(world: World, chance: random.Random) -> str:
 
 @action(run=True)
 def run_two(world: World, chance: random.Random) -> str:
-    return _said("run two at once", world.run(copies=2))
+    return _said("run two at once", world.run(also=world.settings))
+
+
+@action(run=True)
+def run_two_different(world: World, chance: random.Random) -> str:
+    """Two people with two YAML files, and the same folders."""
+    settings = world.settings
+    what, also = chance.choice(
+        (
+            ("other tasks", replace(settings, tasks=settings.tasks + 1)),
+            ("another model", replace(settings, model="model-c")),
+            ("another prompt", replace(settings, prompt="Ask: {text}")),
+        )
+    )
+    return _said(f"run two at once, the second with {what}", world.run(also=also))
 
 
 @action(run=True)
@@ -78,7 +93,7 @@ def run_retry(world: World, chance: random.Random) -> str:
 @action(weight=3, run=True)
 def do_what_it_says(world: World, chance: random.Random) -> str:
     """The command that the last message names, then the job again."""
-    advice = re.search(r"datatrove-ckpt (?:repair|verify)( [^\s`'\"]+)+", world.last_terminal)
+    advice = re.search(r"datatrove-ckpt repair( [^\s`'\"]+)+", world.last_terminal)
     if advice is None:
         return ""
     argv = _command_of(advice[0])
@@ -107,8 +122,8 @@ def _said(what: str, ended: list[Ended]) -> str:
 
 
 def _exit(ended: Ended) -> str:
-    errors = [line for line in ended.terminal.splitlines() if line.startswith("error: ")]
-    return f"exit {ended.code}" + (f" ({errors[-1]})" if errors else "")
+    error = error_of(ended)
+    return f"exit {ended.code}" + (f" ({error})" if error else "")
 
 
 @action(weight=1)

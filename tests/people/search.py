@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.people import editing, running, tampering  # noqa: F401 (they register their operations)
-from tests.people.commands import Commands
+from tests.people.commands import Commands, error_of
 from tests.people.operations import ACTIONS, RUNS, WEIGHTS, Operation
 from tests.people.oracle import Failure
 from tests.people.world import Tally, World
@@ -103,9 +103,7 @@ def _finish(world: World, steps: list[str]) -> None:
         if ended.code == 0:
             world.tally.finished_in_order += 1
             return
-    raise Failure(
-        "stuck", f"settings, input and endpoint are put back, and {_TRIES} runs fail\n{ended.terminal[-1500:]}"
-    )
+    raise Failure("stuck", f"settings, input and endpoint are put back, and {_TRIES} runs fail\n{error_of(ended)}")
 
 
 def shortest(commands: Commands, found: Found) -> Found:

@@ -201,7 +201,7 @@ class World:
         at: int = 0,
         trap: Callable[[list[Running]], None] | None = None,
         file_size: int | None = None,
-        copies: int = 1,
+        also: Settings | None = None,
         options: Sequence[str] = (),
     ) -> list[Ended]:
         """Runs the job, and holds every end against the oracle.
@@ -209,21 +209,22 @@ class World:
         Args:
             at: number of the request before whose answer ``trap`` is called with the commands under way.
             file_size: the largest file that can be written, in bytes.
-            copies: how many commands to start at once.
+            also: settings of a second command to start at once.
             options: further arguments of the command.
         """
         write_inputs(self.folder / "input", self.inputs)
-        (self.folder / "job.yaml").write_text(json.dumps(self._yaml()))
+        jobs = {"job.yaml": self.settings} | ({"job2.yaml": also} if also is not None else {})
         now = self.settings, dict(self.inputs)
         had_begun = any(self.checkpoints.glob("*/run.json"))
         requests = self.endpoint.requests
         running: list[Running] = []
         self.endpoint.set_trap(at, (lambda: trap(running)) if trap is not None else None)
-        for _ in range(copies):
-            running.append(self._start(["run", "job.yaml", *options], file_size))
+        for name, settings in jobs.items():
+            (self.folder / name).write_text(json.dumps(self._yaml(settings)))
+            running.append(self._start(["run", name, *options], file_size))
         ended = [command.wait(LIMIT) for command in running]
         self.endpoint.set_trap(0, None)
-        self.tally.runs += copies
+        self.tally.runs += len(running)
         self.last_terminal = "\n".join(end.terminal for end in ended)
         if options or any(end.code != 0 for end in ended):
             self.disturbed = True
@@ -231,7 +232,9 @@ class World:
             self.began_with = now
         elif self.began_with not in (None, now) and self.endpoint.requests > requests:
             self.in_order = False  # it went on with what is new
-        self._check(ended, may_be_killed=trap is not None)
+        if also not in (None, self.settings):
+            self.in_order = False  # either may have begun
+        self._check(list(jobs.values()), ended, may_be_killed=trap is not None)
         self.finished_with = now if all(end.code == 0 for end in ended) else None
         return ended
 
@@ -247,8 +250,8 @@ class World:
         """The last run has finished the job as it is now, and nobody has touched what it wrote."""
         return self.in_order and self.finished_with == (self.settings, self.inputs)
 
-    def truth(self) -> Expected:
-        settings = self.settings
+    def truth(self, settings: Settings | None = None) -> Expected:
+        settings = settings or self.settings
         impossible = ""
         if settings.text_key != "text":
             impossible = f"no line has the key {settings.text_key!r}"
@@ -267,7 +270,7 @@ class World:
         return (
             settings.tasks > 0
             and settings.text_key == "text"
-            and all(file.is_readable for file in inputs.values())
+            and all(file.is_readable and (file.rows or not file.damaged) for file in inputs.values())
             and any(rows)
             and not any(LEAVES in row.text for row in rows)
             and not any(UNWRITABLE in row.text for row in rows)
@@ -275,13 +278,13 @@ class World:
             and not any("/" in row.extra["lang"] for row in rows)
         )
 
-    def _check(self, ended: list[Ended], may_be_killed: bool) -> None:
+    def _check(self, jobs: list[Settings], ended: list[Ended], may_be_killed: bool) -> None:
         for end in ended:
             check_end(end)
-        for end in ended:
+        for settings, end in zip(jobs, ended, strict=True):
             if end.code == 0:
                 self.tally.successes += 1
-                truth = self.truth()
+                truth = self.truth(settings)
                 asked = sum(row.is_asked for row in truth.rows.values())
                 sent = self.endpoint.requests - self._requests_before
                 most = sent if self.disturbed else asked
@@ -293,8 +296,7 @@ class World:
         home = {"HOME": str(self.folder), "JOB": str(self.folder)}
         return self._commands.start(argv, self.folder, self.folder / "terminals", file_size, home)
 
-    def _yaml(self) -> dict[str, Any]:
-        settings = self.settings
+    def _yaml(self, settings: Settings) -> dict[str, Any]:
         config: dict[str, Any] = {
             "server_type": "endpoint",
             "endpoint_url": NOWHERE if self.away else self.endpoint.server.url,

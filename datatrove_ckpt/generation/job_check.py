@@ -5,6 +5,7 @@ checkpoint again. Whoever runs an executor calls ``check_job`` first, which look
 
     marker   checkpoint of the rank      what happens
     any      of another run              refused, see ``checkpoint/job.py``
+    yes      none, but in the mirror     it is restored, and then compared
     yes      none                        refused: nothing shows that the rank's documents are in the output
     yes      not finished                the marker is removed, so that the rank runs
     yes      of another run, but empty   the marker is removed, so that the rank runs with the new settings
@@ -14,8 +15,13 @@ checkpoint again. Whoever runs an executor calls ``check_job`` first, which look
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
 from datatrove.executor import LocalPipelineExecutor
@@ -24,7 +30,11 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, some_ranks
 from datatrove_ckpt.checkpoint.layout import RUN, is_finished, journal_indices, rank_folder
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.mirror.restore import restore_rank
+
+# A restore waits for a remote nearly all the time.
+_MIRROR_THREADS = 16
 
 
 @runtime_checkable
@@ -32,6 +42,7 @@ class CheckpointedStep(Protocol):
     """An ``InferenceRunner``, which stands above this room."""
 
     checkpoints_local_dir: str | None
+    checkpoints_remote_dir: str | None
     accept_changes: bool
     retry_dead_letters: bool
 
@@ -46,52 +57,19 @@ def check_job(executor: Any) -> None:
 
     Raises:
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
+        ConfigError: there is no task.
     """
+    if executor.world_size < 1:
+        raise ConfigError(f"{type(executor).__name__}: tasks: must be at least 1; it is {executor.world_size}.")
     if (before := getattr(executor, "depends", None)) is not None:
         check_job(before)
     for step in executor.pipeline:
-        if isinstance(step, CheckpointedStep) and step.checkpoints_local_dir is not None:
+        if not isinstance(step, CheckpointedStep):
+            continue
+        if step.checkpoints_local_dir is None:
+            _check_tasks(executor)
+        else:
             _check_step(executor, step, Path(step.checkpoints_local_dir).absolute())
-
-
-def _check_step(executor: Any, step: CheckpointedStep, root: Path) -> None:
-    ranks, skipped = _local_ranks(executor), _skipped(executor)
-    if _is_elsewhere(executor, root) and len(skipped) < len(ranks):
-        logger.warning(f"{root} is not on this machine, so earlier runs are compared only when the tasks start.")
-        return
-    identity = step.identity(executor.world_size)
-    # A retry takes dead letters with any settings, but each from its own rank.
-    counts = (lambda change: change.field == "tasks") if step.retry_dead_letters else _any
-    found = compare_job(root, identity, None if len(ranks) == executor.world_size else ranks, counts)
-    empty = [rank for rank in skipped if rank in found.empty]
-    skipped = [rank for rank in skipped if rank not in empty]
-    if found.changes:
-        _refuse_changes(root, step, identity, found, skipped, len(ranks))
-    for rank in empty:
-        _remove_marker(executor, rank, f"it did nothing yet, and its settings have changed ({rank_folder(root, rank)})")
-    _check_markers(executor, root, skipped)
-
-
-def _any(change: Change) -> bool:
-    return True
-
-
-def _refuse_changes(
-    root: Path, step: CheckpointedStep, identity: RunIdentity, found: JobChanges, skipped: list[int], tasks: int
-) -> None:
-    """Raises, unless the changes are accepted and there is a task that they can be applied to."""
-    finished = some_ranks([rank for rank in found.ranks if rank in skipped])
-    may_mix = not found.is_layout and len(skipped) < tasks
-    if step.accept_changes and may_mix:
-        if finished:
-            logger.warning(f"Task {finished} is finished with the old settings: its output stays as it is.")
-        return
-    way_out = way_back(found.changes, identity, may_mix)
-    if len(skipped) == tasks:
-        way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
-    elif finished:
-        way_out = f"Task {finished} is finished: its output stays as it is. {way_out}"
-    raise refusal(f"The checkpoints in {root} (task {some_ranks(found.ranks)}) were", found.changes, way_out)
 
 
 def _local_ranks(executor: Any) -> range:
@@ -101,36 +79,110 @@ def _local_ranks(executor: Any) -> range:
 
 
 def _skipped(executor: Any) -> list[int]:
+    """The ranks that datatrove will skip, because they have a completion marker."""
     ranks = _local_ranks(executor)
     incomplete = set(executor.get_incomplete_ranks(ranks))
     return [rank for rank in ranks if rank not in incomplete]
 
 
-def _is_elsewhere(executor: Any, root: Path) -> bool:
-    """Tasks that run on other machines may keep their checkpoints on disks of those."""
-    return not isinstance(executor, LocalPipelineExecutor) and not root.exists()
-
-
-def _check_markers(executor: Any, root: Path, skipped: Iterable[int]) -> None:
-    missing = [rank for rank in skipped if not (rank_folder(root, rank) / RUN).exists()]
-    if missing:
-        markers = executor.logging_dir.resolve_paths("completions")
+def _check_tasks(executor: Any) -> None:
+    """Without a checkpoint, the file that datatrove writes at each start has the number of tasks."""
+    if not _skipped(executor) or not executor.logging_dir.isfile("executor.json"):
+        return
+    with executor.logging_dir.open("executor.json") as file:
+        tasks = json.load(file).get("world_size")
+    if tasks != executor.world_size:
         raise CheckpointMismatch(
-            f"{markers} marks task {some_ranks(missing)} as complete, but {root} holds no checkpoint of "
-            f"{'it' if len(missing) == 1 else 'them'}, so nothing shows that the documents are in the output. If the "
-            "checkpoints were moved or deleted, bring them back. If the markers are of another job, choose another "
-            f"logging_dir. To process {'this task' if len(missing) == 1 else 'these tasks'} from the start, delete the "
-            f"markers ({markers}/{missing[0]:05d} ...) and the output files."
+            f"{executor.logging_dir.resolve_paths('completions')} marks tasks of another run as complete:\n"
+            f"  tasks: {tasks} -> {executor.world_size}\n"
+            "Go on with the old number of tasks, or choose another logging_dir (and output) for the new one."
         )
-    for rank in skipped:
-        folder = rank_folder(root, rank)
-        if not is_finished(folder) or journal_indices(folder):
-            _remove_marker(executor, rank, f"{folder} is not finished")
 
 
-def _remove_marker(executor: Any, rank: int, why: str) -> None:
-    name = f"completions/{rank:05d}"
-    logger.warning(
-        f"Task {rank} runs again although {executor.logging_dir.resolve_paths(name)} marks it as complete: {why}."
-    )
-    executor.logging_dir.rm(name)
+def _check_step(executor: Any, step: CheckpointedStep, root: Path) -> None:
+    skipped = _skipped(executor)
+    with ExitStack() as stack:
+        folder = root
+        # Nodes of a cluster may keep their checkpoints on their own disks, with a mirror.
+        if not isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir and not root.exists():
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+        missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
+        if step.checkpoints_remote_dir and missing:
+            restore = partial(restore_rank, step.checkpoints_remote_dir, folder, retries=False)
+            with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
+                list(pool.map(restore, missing))
+        _Check(executor, step, root, folder, skipped).run()
+
+
+@dataclass
+class _Check:
+    """The comparison for one step.
+
+    Attributes:
+        root: ``checkpoints_local_dir``, for messages.
+        folder: where the checkpoints are read: ``root``, or what was restored from the mirror.
+        skipped: the ranks that have a marker.
+    """
+
+    executor: Any
+    step: CheckpointedStep
+    root: Path
+    folder: Path
+    skipped: list[int]
+
+    def run(self) -> None:
+        tasks, ranks = self.executor.world_size, _local_ranks(self.executor)
+        identity = self.step.identity(tasks)
+        found = compare_job(self.folder, identity, None if len(ranks) == tasks else ranks, self._counts)
+        empty = [rank for rank in self.skipped if rank in found.empty]
+        self.skipped = [rank for rank in self.skipped if rank not in empty]
+        if found.changes:
+            self._refuse(found, identity, len(ranks))
+        self._refuse_missing()
+        for rank in empty:
+            self._remove_marker(rank, "did nothing yet, and its settings have changed")
+        for rank in self.skipped:
+            folder = rank_folder(self.folder, rank)
+            if not is_finished(folder) or journal_indices(folder):
+                self._remove_marker(rank, "is not finished")
+
+    def _counts(self, change: Change) -> bool:
+        """A retry takes dead letters with any settings, but each rank takes its own."""
+        return not self.step.retry_dead_letters or change.field == "tasks"
+
+    def _refuse(self, found: JobChanges, identity: RunIdentity, tasks: int) -> None:
+        """Raises, unless the changes are accepted and there is a task that they can be applied to."""
+        finished = some_ranks([rank for rank in found.ranks if rank in self.skipped])
+        may_mix = not found.is_layout and len(self.skipped) < tasks
+        if self.step.accept_changes and may_mix:
+            if finished:
+                logger.warning(f"Task {finished} is finished with the old settings: its output stays as it is.")
+            return
+        way_out = way_back(found.changes, identity, may_mix)
+        if len(self.skipped) == tasks:
+            way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
+        elif finished:
+            way_out = f"Task {finished} is finished: its output stays as it is. {way_out}"
+        raise refusal(f"The checkpoints in {self.root} (task {some_ranks(found.ranks)}) were", found.changes, way_out)
+
+    def _refuse_missing(self) -> None:
+        missing = [rank for rank in self.skipped if not (rank_folder(self.folder, rank) / RUN).exists()]
+        if missing:
+            markers = self.executor.logging_dir.resolve_paths("completions")
+            mirror = self.step.checkpoints_remote_dir
+            holds = f"neither {self.root} nor {mirror} holds a" if mirror else f"{self.root} holds no"
+            raise CheckpointMismatch(
+                f"{markers} marks task {some_ranks(missing)} as complete, but {holds} checkpoint of it, so nothing "
+                "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
+                "back; if they are on another machine, run this command there. If the markers are of another job, "
+                "choose another logging_dir. To process these tasks from the start, delete their markers "
+                f"({markers}/{missing[0]:05d} ...) and output files."
+            )
+
+    def _remove_marker(self, rank: int, why: str) -> None:
+        name = f"completions/{rank:05d}"
+        logger.warning(
+            f"Task {rank} is marked as complete ({self.executor.logging_dir.resolve_paths(name)}), but its checkpoint "
+            f"{rank_folder(self.root, rank)} {why}. The marker is removed, so the task runs again."
+        )
+        self.executor.logging_dir.rm(name)

@@ -208,6 +208,25 @@ def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(ru
     assert "9 of 9 documents" in run(*settings)
 
 
+def test_a_machine_without_the_folder_compares_what_the_mirror_holds(run: Command) -> None:
+    mirrored = f"--pipeline.1.checkpoints_remote_dir={Path('mirror').absolute()}"
+    run(mirrored)
+    shutil.rmtree("checkpoints")
+    assert OTHER_MODEL.split("=")[1] in run(mirrored, OTHER_MODEL, code=1)
+    shutil.rmtree("checkpoints")
+    assert "tasks: 3 -> 2" in run(mirrored, "--executor.tasks=2", code=1)
+    shutil.rmtree("checkpoints")
+    assert "12 of 12 documents" in run(mirrored)
+    assert not run.server.asked
+
+
+def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Command) -> None:
+    none = "--pipeline.1.checkpoints_local_dir=null"
+    run(none)
+    assert "tasks: 3 -> 2" in run(none, "--executor.tasks=2", code=1)
+    run(none)
+
+
 def test_a_folder_without_job_json_is_compared_too(run: Command) -> None:
     run()
     Path("checkpoints/job.json").unlink()

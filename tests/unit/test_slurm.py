@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,15 @@ import pytest
 from datatrove.io import DataFolder
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
+from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
+from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.overrides import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/slurm.yaml")
@@ -57,6 +64,22 @@ def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 def run(*arguments: str) -> int:
     return main(["run", CONFIG, *arguments])
+
+
+def mark_as_finished(number: int, tasks: int) -> None:
+    """As the first tasks of a job leave their markers and their checkpoints."""
+    commit = seal(Commit(0, 0, DocumentCounts()).to_json()).decode()
+    executor = build(read_config(CONFIG, [f"--executor.tasks={tasks}"]))
+    runs = as_kept(executor.pipeline[1].identity(tasks).fields)
+    for rank in range(number):
+        for file, text in (
+            (f"logs/completions/{rank:05d}", ""),
+            (f"checkpoints/{rank:05d}/run.json", json.dumps(runs)),
+            (f"checkpoints/{rank:05d}/commits.jsonl", commit),
+        ):
+            path = Path("slurm_run", file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
 
 
 def directives(text: str) -> dict[str, str]:
@@ -108,18 +131,52 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
 def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    completions = Path("slurm_run/logs/completions")
-    completions.mkdir(parents=True)
-    for rank in range(3):
-        (completions / f"{rank:05d}").touch()
+    mark_as_finished(3, tasks=5)
     assert run("--executor.tasks=5") == 0
     assert "for 2 of 5 tasks" in capsys.readouterr().out
     assert directives(Path("submitted/7").read_text())["array"] == "0-1%20"
     assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == [3, 4]
     assert run("--executor.tasks=3", "--dry-run") == 0
     assert capsys.readouterr().out.endswith("\n\n# nothing to submit: all 3 tasks are complete\n")
+    mark_as_finished(3, tasks=3)
     assert run("--executor.tasks=3") == 0
     assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
+
+
+def test_markers_of_another_job_are_refused_before_anything_is_submitted(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark_as_finished(3, tasks=3)
+    assert run("--executor.tasks=5") == 1
+    assert "tasks: 3 -> 5" in capsys.readouterr().err
+    shutil.rmtree("slurm_run/checkpoints")
+    assert run("--executor.tasks=5") == 1
+    assert "slurm_run/checkpoints holds no checkpoint of it" in capsys.readouterr().err
+    assert not list(Path("submitted").iterdir())
+
+
+def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark_as_finished(1, tasks=2)
+    folder, url = Path("slurm_run/checkpoints"), str(login_node / "mirror")
+    checkpoint = CheckpointManager(
+        folder.absolute(),
+        0,
+        1,
+        RunIdentity({name: value for name, value in read_run(folder / "00000/run.json").items() if name != "format"}),
+        lambda *arguments: pytest.fail("nothing is written"),
+        mirror=RemoteMirror(f"{url}/00000", folder.absolute() / "00000", 60.0),
+    ).open()
+    checkpoint.close(completed=True)
+    checkpoint.raise_failure()
+    shutil.rmtree(folder)
+    mirrored = f"--pipeline.1.checkpoints_remote_dir={url}"
+    assert run(mirrored, "--executor.tasks=3") == 1
+    assert "tasks: 2 -> 3" in capsys.readouterr().err
+    assert run(mirrored, "--executor.tasks=2") == 0
+    assert "for 1 of 2 tasks" in capsys.readouterr().out
+    assert not folder.exists(), "what was restored is of no use on this machine"
 
 
 def test_without_sbatch_nothing_is_started_and_one_line_says_so(

@@ -86,7 +86,7 @@ class InferenceRunner(PipelineStep):
         drain_signals: names of the signals that ask a rank to stop. Afterwards each is raised again for the handler
             that was there before.
         retry_errors: send requests again that an earlier run recorded as permanent errors.
-        accept_changes: continue with a checkpoint that was made with other settings, and record that in its run.json.
+        accept_changes: continue ranks that are not finished and were started with other settings, and record that.
         checkpoints_remote_dir: any fsspec URL (``s3://...``) or folder, to which the checkpoint is copied while the run
             is on. A node without the local folder resumes from there. Credentials come from the environment.
         mirror_seconds: shortest time between two uploads to ``checkpoints_remote_dir``, and so what a lost node may

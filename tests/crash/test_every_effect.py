@@ -20,6 +20,7 @@ from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, assert_same_output_after_disk_errors
 from datatrove_ckpt.testing.disks import EFFECTS, PowerLossDisk, copy_tree, disk_in_place
 from tests.jobs import documents, runner, the_first_last, writer
@@ -130,6 +131,29 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
         "commit",
     ):
         assert any(point.startswith(step) for point in report.points), step
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("older", [False, True], ids=["", "a folder without job.json"])
+def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder: Path, older: bool) -> None:
+    """And a rank of another job is refused as soon as one holds work."""
+    with FakeServer() as server:
+
+        def attempt(folder: Path) -> None:
+            for rank in range(2):
+                runner(folder, server).run(documents(1), rank=rank, world_size=2)
+
+        def after_crash(folder: Path) -> None:
+            if answered(folder):
+                with pytest.raises(CheckpointMismatch, match="tasks: 2 -> 3"):
+                    runner(folder, server).run(documents(1), rank=2, world_size=3)
+            if older:
+                (folder / "checkpoints" / "job.json").unlink(missing_ok=True)
+
+        report = assert_same_output_after_crash(
+            attempt, folder, recoveries=False, torn=True, after_crash=after_crash, counted=OF_FILES
+        )
+    assert "rename job.json" in report.points
 
 
 def prove_nothing_is_paid_twice(folder: Path) -> None:

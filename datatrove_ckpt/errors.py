@@ -5,6 +5,7 @@ CkptError
 ├── CheckpointError
 │   ├── CheckpointCorrupt      a checkpoint file has a content that no crash can leave; names file and line
 │   ├── CheckpointMismatch     the checkpoint belongs to another run, or the input changed
+│   ├── OutputMismatch         the output folder does not hold what the checkpoint says, and nothing else
 │   ├── CheckpointLocked       another process works on this rank
 │   │   └── Fenced             another process took over this rank while this one was running
 │   └── StorageFailed          the disk refused a write, a sync or a rename
@@ -60,6 +61,13 @@ class CheckpointMismatch(CheckpointError):
     """The checkpoint was made with other settings or from another input. The message names what differs.
 
     Restore the settings or the input, set ``accept_changes``, or use another ``checkpoints_local_dir``.
+    """
+
+
+class OutputMismatch(CheckpointError):
+    """The output folder and the checkpoint differ: committed files are missing or changed, or unknown files are there.
+
+    The message names files, and the command that has missing files made again.
     """
 
 

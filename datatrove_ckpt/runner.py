@@ -199,7 +199,7 @@ class InferenceRunner(PipelineStep):
         elif not self.retry_dead_letters:
             self._restore(rank, preemption)
             root = Path(self.checkpoints_local_dir).absolute()
-            self._process(data, rank, preemption, *self._checkpoint(root, rank, world_size))
+            self._process(data, rank, preemption, *self._checkpoint(root, rank, world_size, preemption))
         else:
             self._retry(rank, world_size, preemption)
 
@@ -222,7 +222,7 @@ class InferenceRunner(PipelineStep):
         if retry is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             return
-        checkpoint, output = self._checkpoint(retry.root, rank, world_size, retry.prefix)
+        checkpoint, output = self._checkpoint(retry.root, rank, world_size, preemption, retry.prefix)
         self._process(retry.documents(), rank, preemption, checkpoint, output)
 
     def _process(
@@ -250,6 +250,9 @@ class InferenceRunner(PipelineStep):
             names = output.names if output is not None else FileNames(self.output_writer, rank)
             main = self._generate(data, rank, checkpoint, progress, preemption, names)
             event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
+            if output is not None:
+                with preemption.interruptible():
+                    output.check_complete()
             completed = True
         except BaseExceptionGroup as group:
             error = _first(group)
@@ -272,11 +275,11 @@ class InferenceRunner(PipelineStep):
         return run_identity(now, made, self.config, self.output_writer, chunk, key, world_size, accept)
 
     def _checkpoint(
-        self, root: Path, rank: int, world_size: int, prefix: str = ""
+        self, root: Path, rank: int, world_size: int, preemption: Preemption, prefix: str = ""
     ) -> tuple[CheckpointManager, ChunkOutput]:
         folder = rank_folder(root, rank)
         checkpoints = Path(self.checkpoints_local_dir or "").absolute()
-        output = ChunkOutput(self.output_writer, rank, folder, prefix, checkpoints)
+        output = ChunkOutput(self.output_writer, rank, folder, checkpoints, prefix)
         manager = CheckpointManager(
             root,
             rank,
@@ -287,6 +290,7 @@ class InferenceRunner(PipelineStep):
             retry_errors=self.retry_errors,
             accept_changes=self.accept_changes,
             mirror=self._mirror(folder),
+            before_first=preemption.interruptible()(output.refuse_existing),
         )
         return manager, output
 

@@ -30,7 +30,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN, journal_path
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN, journal_indices, journal_path
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
@@ -213,11 +213,13 @@ def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: 
 
 
 def _refuse_foreign(folder: Path) -> None:
-    foreign = [name for name in (COMMITS, CACHE, journal_path(folder, 0).name) if (folder / name).exists()]
+    foreign = [name for name in (COMMITS, CACHE) if (folder / name).exists()]
+    foreign += [journal_path(folder, index).name for index in journal_indices(folder)[:1]]
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}: another program made it (datatrove's own "
-            "InferenceRunner?). Choose another checkpoints_local_dir."
+            "InferenceRunner?), and this one cannot continue it. Choose another checkpoints_local_dir, and another "
+            "output_folder if that program's output is there."
         )
 
 

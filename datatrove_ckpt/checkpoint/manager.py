@@ -7,6 +7,7 @@ finished.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class CheckpointManager:
         retry_errors: forget cached permanent errors.
         accept_changes: continue with another identity, and record that.
         mirror: keeps a copy elsewhere.
+        before_first: called before the rank's very first start; an error of it refuses the rank.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class CheckpointManager:
         retry_errors: bool = False,
         accept_changes: bool = False,
         mirror: Mirror | None = None,
+        before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._rank = rank
@@ -70,6 +73,7 @@ class CheckpointManager:
         self._retry_errors = retry_errors
         self._accept_changes = accept_changes
         self._mirror = mirror or NoMirror()
+        self._before_first = before_first
 
     def open(self) -> OpenCheckpoint:
         """Takes the lock, checks the identity, recovers, and starts the threads.
@@ -87,6 +91,8 @@ class CheckpointManager:
             refused = undo.enter_context(ExitStack())
             refused.callback(lock.release, remove=finished)
             claim = RunClaim(folder, self._identity, self._accept_changes)
+            if claim.is_first:
+                self._before_first()
             with self._joined():
                 refused.pop_all()
                 undo.callback(lock.release)

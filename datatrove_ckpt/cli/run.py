@@ -22,6 +22,7 @@ from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build, show
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
 from datatrove_ckpt.runner import InferenceRunner
@@ -69,6 +70,7 @@ def _execute(executor: Any, command: str) -> int:
     interruption = Interruption(signals)
     try:
         with interruption:
+            _check_output(executor, before=True)
             if slurm_submit.submits(executor):
                 print(slurm_submit.submit(executor, checkpoints, command))
                 return 0
@@ -76,6 +78,7 @@ def _execute(executor: Any, command: str) -> int:
                 start_fork_server(signals)
             executor.run()
         _refuse_what_is_left(executor)
+        _check_output(executor, before=False)
     except KeyboardInterrupt:
         return _interrupted(interruption, command)
     except Exception as error:
@@ -102,6 +105,26 @@ def _with_command(error: Exception, command: str) -> Exception:
     """The error with the whole command to type, if it names a flag."""
     flag = _ACCEPT.search(str(error))
     return error if flag is None else CheckpointMismatch(f"{error} The whole command: {command} {flag[0]}")
+
+
+def _check_output(executor: Any, before: bool) -> None:
+    """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
+
+    Raises:
+        OutputMismatch: see ``check_output_of_run``.
+    """
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
+            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
+            here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
+            first = getattr(executor, "local_rank_offset", 0)
+            check_output_of_run(
+                step.output_writer,
+                Path(step.checkpoints_local_dir).absolute(),
+                executor.logging_dir.resolve_paths(""),
+                executor.world_size,
+                first_starts=range(first, first + executor.local_tasks) if here else (),
+            )
 
 
 def _interrupted(interruption: Interruption, command: str) -> int:

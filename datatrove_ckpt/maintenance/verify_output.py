@@ -16,7 +16,8 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
-from datatrove_ckpt.output.names import STAGING, output_pattern, rank_and_chunk
+from datatrove_ckpt.output.committed import size_problem
+from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 _BLOCK = 1 << 20
@@ -77,7 +78,7 @@ def _check_duplicates(report: Report) -> set[str]:
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     for chunk in report.chunks:
         for file in chunk.files:
-            claims[file.path].append(chunk)
+            claims[plain(file.path)].append(chunk)
     for path, claimants in claims.items():
         if len(claimants) > 1:
             names = " and by ".join(str(chunk) for chunk in claimants)
@@ -89,7 +90,7 @@ def _check_duplicates(report: Report) -> set[str]:
 def _check_chunk(report: Report, chunk: CommittedChunk, found: dict[str, int], full: bool) -> None:
     intact = True
     for file in chunk.files:
-        wrong = _wrong(report.folder, file, found.get(file.path), full)
+        wrong = _wrong(report.folder, file, found.get(plain(file.path)), full)
         if wrong is not None:
             kind, text = wrong
             advice = f" To redo it: {report.repair_command}, then run again." if kind in REDO_KINDS else ""
@@ -101,11 +102,8 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: dict[str, int], f
 
 def _wrong(folder: Any, file: OutputFile, size: int | None, full: bool) -> tuple[str, str] | None:
     """The kind and the description of a file's problem; None if it has none."""
-    if size is None:
-        return "missing", "is missing"
     if size != file.size:
-        kind = "truncated" if size < file.size else "grown"
-        return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
+        return size_problem(file, size)
     if not full:
         return None
     try:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -23,6 +24,7 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.output.adapter import use_shallow_adapter
+from datatrove_ckpt.output.committed import FoundFiles, OutputCheck, RankCommits
 from datatrove_ckpt.output.file_managers import StagedFiles, missing_codec
 from datatrove_ckpt.output.names import STAGING, FileNames
 from datatrove_ckpt.output.upload import RemoteFolder
@@ -83,13 +85,13 @@ class ChunkOutput:
         rank: the rank, for the writer's filename template.
         scratch: the folder below which files for a remote output folder are staged.
         prefix: stands before the chunk index in file names.
-        checkpoints: ``checkpoints_local_dir``.
+        checkpoints: ``checkpoints_local_dir``, below which ``scratch`` is.
     """
 
-    def __init__(
-        self, writer: DiskWriter, rank: int, scratch: Path, prefix: str = "", checkpoints: Path | None = None
-    ) -> None:
+    def __init__(self, writer: DiskWriter, rank: int, scratch: Path, checkpoints: Path, prefix: str = "") -> None:
         self.names = FileNames(writer, rank, prefix, checkpoints)
+        self._check = OutputCheck(writer, checkpoints)
+        self._retry = scratch.parent.name if prefix else ""
         self._writer = writer
         self._rank = rank
         self._target: _Target
@@ -101,13 +103,40 @@ class ChunkOutput:
         else:
             self._target = _RemoteTarget(writer.output_folder, scratch)
 
+    def refuse_existing(self) -> None:
+        """Call it before the rank's first start.
+
+        Raises:
+            OutputMismatch: the folder holds files that this rank would write.
+        """
+        commits, found = self._look()
+        self._check.refuse_existing(commits, found, self._retry)
+
+    def check_complete(self) -> None:
+        """Call it when all chunks are committed.
+
+        Raises:
+            OutputMismatch: committed files are missing or changed, or files are there that no commit names.
+        """
+        commits, found = self._look()
+        self._check.refuse_lost([commits], found)
+        self._check.refuse_unknown(commits, found)
+
+    def _look(self) -> tuple[RankCommits, FoundFiles]:
+        commits = RankCommits(self._check.root, self._rank)
+        return commits, self._target.call_to_list(partial(self._check.look, [commits], self._rank))
+
     def prepare(self) -> None:
         """Removes the files that earlier processes staged and did not publish, and makes the staging folder.
 
         Raises:
+            OutputMismatch: files that earlier attempts committed are missing or changed.
             StorageFailed, OutputFailed: the output folder cannot be written to. It is checked here, before the first
                 request is paid for.
         """
+        if RankCommits(self._check.root, self._rank).files:
+            commits, found = self._look()
+            self._check.refuse_lost([commits], found)
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)
@@ -197,6 +226,14 @@ class _Target:
     def stop(self) -> None:
         """Ends the wait in ``publish``."""
 
+    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
+        """Calls what lists the folder.
+
+        Raises:
+            StorageFailed, OutputFailed: it cannot be listed.
+        """
+        raise NotImplementedError
+
     def sync(self, published: list[Path]) -> None:
         """Makes the published names survive a power loss."""
 
@@ -205,6 +242,10 @@ class _LocalTarget(_Target):
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder / STAGING / name)
         self._folder = folder
+
+    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
+        with files.explained("list", self._folder):
+            return call()
 
     def publish(self, staged: Path, name: str) -> Path:
         final = self._folder / name
@@ -229,6 +270,9 @@ class _RemoteTarget(_Target):
         left = self.staging.parent
         found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
         self._remote.prepare(["/".join(parts[2:]) for parts in found] if left.exists() else None)
+
+    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
+        return self._remote.list(call)
 
     def publish(self, staged: Path, name: str) -> Path:
         self._remote.upload(staged, name)

@@ -7,6 +7,7 @@ output folder, must not be one of our own folders, and must fit a file system; a
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,11 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def plain(name: str) -> str:
+    """The name without parts such as "." in it, as a listing has it."""
+    return posixpath.normpath(name)
+
+
 # recognising names ---------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +174,7 @@ def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
     """
     chunk = _RETRY + (_ANY_CHUNK if any_writer else _CHUNK)
     numbers = {"rank": _RANK, "chunk_index": chunk}
-    folder, slash, name = template.rpartition("/")
+    folder, slash, name = plain(template).rpartition("/")
     seen: set[str] = set()
     # A writer with max_file_size puts a number in front of each name.
     text = rf"{_expression(folder + slash, numbers, seen)}(?:\d{{3,}}_)?{_expression(name, numbers, seen)}"

@@ -108,6 +108,14 @@ class RemoteFolder:
         if size >= 2 * PART_BYTES:
             self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
 
+    def list(self, call: Callable[[], T]) -> T:
+        """Calls what lists the folder, with retries.
+
+        Raises:
+            OutputFailed: it cannot be listed.
+        """
+        return self._retry(f"{self._url} cannot be listed", call)
+
     def stop(self) -> None:
         """Ends all waiting in ``upload``, from now on. A request under way ends by itself, or with the process."""
         if not self._stopped.done():

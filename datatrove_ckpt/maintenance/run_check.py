@@ -1,0 +1,50 @@
+"""Compares the output folder with the checkpoints of all ranks, before a job starts and after it has ended.
+
+datatrove skips ranks that are complete, so they do not look at their own files again. A rank that runs does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.checkpoint.layout import RUN, is_finished, journal_indices, rank_folder, rank_numbers
+from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.remote_errors import failure_text
+
+
+def check_output_of_run(
+    writer: DiskWriter, checkpoints: Path, logging_dir: str, tasks: int, first_starts: Iterable[int] = ()
+) -> None:
+    """Lists the output folder once.
+
+    Args:
+        logging_dir: the executor's.
+        tasks: number of tasks of the job.
+        first_starts: ranks that will start for the first time, if they have no checkpoint.
+
+    Raises:
+        OutputMismatch: committed files are missing or changed, or files are there that no checkpoint knows.
+        OutputFailed: the folder cannot be listed.
+        CheckpointCorrupt: a commit log is damaged.
+    """
+    check = OutputCheck(writer, checkpoints, logging_dir)
+    numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
+    commits = {rank: RankCommits(checkpoints, rank) for rank in numbers}
+    try:
+        found = check.look(commits.values())
+    except OSError as error:
+        raise OutputFailed(
+            f"{check.where} cannot be listed: {failure_text(error)}. Correct that and run the same command again."
+        ) from error
+    check.refuse_lost(commits.values(), found)
+    for rank in first_starts:
+        if not (rank_folder(checkpoints, rank) / RUN).exists():
+            check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank), found)
+    for rank_commits in commits.values():
+        if is_finished(rank_commits.folder) and not journal_indices(rank_commits.folder):
+            check.refuse_unknown(rank_commits, found)
+    check.refuse_other_ranks(found, tasks)

@@ -1,0 +1,240 @@
+"""Compares an output folder with what the checkpoints say: every committed file is there, and no unknown one.
+
+Names and sizes are compared, not contents: a file that was replaced by one of the same size is not noticed. ``verify
+--full`` reads the files, and compares their hashes.
+
+    when                                what is refused
+    a rank starts for the first time    any file that its template may have named
+    a rank resumes, or is complete      committed files that are missing or of another size
+    a rank is complete                  files that its template may have named, and no commit does
+
+The last check leaves out templates with fields of documents: another run may have named these files. The first does
+not: then the user chooses.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, journal_indices, rank_folder
+from datatrove_ckpt.errors import OutputMismatch
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.output.listing import list_output
+from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
+
+_SHOWN = 3
+
+
+@dataclass
+class CommittedFile:
+    """A file that a commit names. ``root``: the folder of the retry that wrote it, or ""."""
+
+    root: str
+    rank: int
+    chunk_index: int
+    file: OutputFile
+
+
+class RankCommits:
+    """What the checkpoint of a rank, and those of its retries, say about output files.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+    """
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self.rank = rank
+        self.folder = rank_folder(root, rank)
+        self.files: list[CommittedFile] = []
+        self._unfinished: set[tuple[str, int]] = set()
+        for checkpoint in (root, *sorted(root.glob(RETRIES))):
+            name = "" if checkpoint == root else checkpoint.name
+            folder = rank_folder(checkpoint, rank)
+            if folder.is_dir():
+                self._add(name, read_commits(folder / COMMITS).values())
+                self._unfinished |= {(name, index) for index in journal_indices(folder)}
+
+    def _add(self, root: str, commits: Iterable[Commit]) -> None:
+        self.files += [
+            CommittedFile(root, self.rank, commit.chunk_index, file) for commit in commits for file in commit.files
+        ]
+
+    @cached_property
+    def names(self) -> set[str]:
+        return {plain(committed.file.path) for committed in self.files}
+
+    def is_unfinished(self, root: str, chunk_index: int) -> bool:
+        """Whether the chunk has a journal: its output may be there already, and will be written again."""
+        return (root, chunk_index) in self._unfinished
+
+
+@dataclass
+class FoundFiles:
+    """What lies in an output folder.
+
+    Attributes:
+        sizes: in bytes, by path; None: the store tells no size.
+        by_rank: the files that the template may have named, each with the folder of its retry ("": of no retry).
+    """
+
+    sizes: dict[str, int | None]
+    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+
+    def size(self, file: OutputFile) -> int | None:
+        return self.sizes.get(plain(file.path))
+
+    def is_right(self, file: OutputFile) -> bool:
+        name = plain(file.path)
+        return name in self.sizes and self.sizes[name] in (file.size, None)
+
+
+def size_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
+    """The kind and the description of what is wrong with a file of this size; ``None``: it does not exist."""
+    if size is None:
+        return "missing", "is missing"
+    kind = "truncated" if size < file.size else "grown"
+    return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
+
+
+class OutputCheck:
+    """The checks of one step's output folder.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        logging_dir: the executor's, to be named in the command that repairs; None: no marker was written.
+    """
+
+    def __init__(self, writer: DiskWriter, root: Path, logging_dir: str | None = None) -> None:
+        self.writer = writer
+        self.root = root
+        self.where = str(writer.output_folder.resolve_paths(""))
+        self._logging_dir = logging_dir
+        self._template = writer.output_filename.template
+        self._is_certain = not fields_of_documents(writer.output_filename)
+        self._any_writer = output_pattern(self._template, any_writer=True)
+        self._ours = output_pattern(self._template)
+
+    def look(self, commits: Iterable[RankCommits], rank: int | None = None) -> FoundFiles:
+        """Lists the output folder, see ``list_output``.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        committed = [one.file.path for rank_commits in commits for one in rank_commits.files]
+        found = FoundFiles(list_output(self.writer, committed, rank))
+        inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
+        for name in found.sizes:
+            match = self._any_writer.fullmatch(name)
+            if match is not None and (inside is None or not name.startswith(f"{inside}/")):
+                (root, number), _ = rank_and_chunk(match)
+                found.by_rank[number].append((root, name))
+        return found
+
+    # what is refused -------------------------------------------------------------------------------------------------
+
+    def refuse_lost(self, commits: Iterable[RankCommits], found: FoundFiles) -> None:
+        """Refuses an output folder in which committed files are missing or of another size.
+
+        Raises:
+            OutputMismatch: naming some of them, and the command that has them made again.
+        """
+        files = [one for rank_commits in commits for one in rank_commits.files]
+        wrong = [one for one in files if not found.is_right(one.file)]
+        if not wrong:
+            return
+        shown = [f"{one.file.path} {size_problem(one.file, found.size(one.file))[1]}" for one in wrong[:_SHOWN]]
+        raise OutputMismatch(
+            f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(files)}): "
+            f"{_some(shown, len(wrong))}. Put them back, or have them made again: {self._repair(found)}, then run the "
+            f"same command again{_retry_note(wrong)}. Files of the right size were not read: datatrove-ckpt verify "
+            f"{shlex.quote(str(self.root))} --full does that."
+        )
+
+    def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
+        """Refuses the first start of a rank, or of its retry, into a folder that holds its files already.
+
+        Args:
+            root: the folder of the retry; "": the rank itself.
+
+        Raises:
+            OutputMismatch: naming some of them, and the ways out.
+        """
+        mine = [name for retry, name in found.by_rank[commits.rank] if root in ("", retry)]
+        names = sorted(set(mine) - commits.names)
+        if names:
+            raise OutputMismatch(
+                f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have "
+                f"named for rank {commits.rank} ({_some(names[:_SHOWN], len(names))}), but "
+                f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows none of them. Another "
+                "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
+                "be overwritten, or stand beside the new ones. Choose another output_folder, bring the checkpoint "
+                "back, or delete these files to have everything made again."
+            )
+
+    def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
+        """Refuses to call a rank complete while files of its template are there that no commit names.
+
+        Raises:
+            OutputMismatch: naming some of them.
+        """
+        unknown = {name for _, name in found.by_rank[commits.rank]} - commits.names
+        names = sorted(name for name in unknown if not self._may_be_committed(commits, name))
+        self._refuse_or_warn(names, f"no commit of rank {commits.rank} names")
+
+    def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
+        """Refuses files of ranks that the job does not have: it ran with another number of tasks before.
+
+        Raises:
+            OutputMismatch: naming some of them.
+        """
+        names = sorted(name for rank, files in found.by_rank.items() if rank >= tasks for _, name in files)
+        self._refuse_or_warn(names, f"are of ranks that a job with tasks={tasks} does not have")
+
+    def _refuse_or_warn(self, names: list[str], which: str) -> None:
+        if not names:
+            return
+        what = (
+            f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have named, "
+            f"and that {which}: {_some(names[:_SHOWN], len(names))}."
+        )
+        if self._is_certain:
+            raise OutputMismatch(
+                f"{what} Their documents may be in the output twice. Delete these files, or move them elsewhere, and "
+                "run the same command again: it has nothing else left to do for what is complete."
+            )
+        logger.warning(f"{what} If they are not another run's, delete them: their documents may be there twice.")
+
+    def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
+        match = self._ours.fullmatch(name)
+        if match is None:
+            return False
+        (root, _), chunk_index = rank_and_chunk(match)
+        return commits.is_unfinished(root, chunk_index)
+
+    def _repair(self, found: FoundFiles) -> str:
+        """The command that has lost files made again."""
+        command = ["datatrove-ckpt", "repair", str(self.root)]
+        if not found.sizes:  # the folder may be gone, and then repair wants it named
+            command += ["--output", self.where]
+        if self._logging_dir is not None:
+            command += ["--logging-dir", self._logging_dir]
+        return shlex.join(command)
+
+
+def _retry_note(wrong: list[CommittedFile]) -> str:
+    if all(one.root for one in wrong):
+        return ", with --retry-dead-letters"
+    return ", and with --retry-dead-letters when it is done" if any(one.root for one in wrong) else ""
+
+
+def _some(names: list[str], number: int) -> str:
+    return "; ".join(names) + (f"; and {number - len(names)} more" if number > len(names) else "")

@@ -1,0 +1,127 @@
+"""Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
+
+Locally only the folders are read in which a file of the template may be. On object stores that can list by prefix
+(s3fs, gcsfs, adlfs), only the names of one rank are listed, 1000 per request.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import posixpath
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from string import Template
+
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
+
+from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
+from datatrove_ckpt.remote_errors import failure_text, file_system_call
+
+_NUMBER = "000_"  # in front of the first file of a writer with max_file_size
+
+
+def list_output(writer: DiskWriter, committed: Collection[str], rank: int | None = None) -> dict[str, int | None]:
+    """Returns the size in bytes of each file by its path, as ``plain`` gives it; None: the store tells no size.
+
+    It finds every file that exists among ``committed``, and every other one that the template may have named. It may
+    find more.
+
+    Args:
+        rank: only look for other files of this rank.
+
+    Raises:
+        OSError: the folder cannot be read. One that does not exist holds no files.
+    """
+    folder = writer.output_folder
+    head, everywhere = _head(writer.output_filename, rank)
+    if folder.is_local():
+        root = Path(folder.resolve_paths(""))
+        found: dict[str, int | None] = dict(_scan(root, posixpath.dirname(head), everywhere))
+        return found | dict(_look_at(root, [name for name in committed if plain(name) not in found]))
+    try:
+        with file_system_call():
+            return _list_remote(folder, head, writer.max_file_size > 0, committed)
+    except PermissionError as error:
+        logger.warning(
+            f"{folder.resolve_paths('')} may not be listed ({failure_text(error)}), so its committed files are looked "
+            "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
+        )
+        with file_system_call():
+            return dict(_look_up(folder, committed))
+
+
+def _head(template: Template, rank: int | None) -> tuple[str, bool]:
+    """What all names start with, and whether the folders below that are part of the names, too."""
+    known = {} if rank is None else {"rank": f"{rank:05d}"}
+    mark = "\0"
+    unknown = {name: mark for name in template.get_identifiers() if name not in known}
+    filled = template.substitute(known | unknown)
+    head, _, rest = filled.partition(mark)
+    base = posixpath.dirname(head)
+    head = f"{plain(base)}/{posixpath.basename(head)}" if base else head
+    return head, "/" in rest or bool(fields_of_documents(template))
+
+
+def _scan(root: Path, base: str, everywhere: bool) -> Iterator[tuple[str, int]]:
+    waiting = [base]
+    while waiting:
+        name = waiting.pop()
+        try:
+            entries = list(os.scandir(root / name))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError:
+            if name == base:
+                raise
+            continue  # not a folder of ours
+        for entry in entries:
+            path = posixpath.join(name, entry.name)
+            if entry.is_dir(follow_symlinks=False):
+                waiting += [path] if everywhere and path != STAGING else []
+            elif entry.is_file():
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    yield path, entry.stat().st_size
+
+
+def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Names that the scan has not met: behind a symbolic link, or of an earlier template."""
+    for name in names:
+        try:
+            yield plain(name), (root / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+
+
+def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Iterable[str]) -> dict[str, int | None]:
+    folder.invalidate_cache()
+    found = _find(folder, head, numbered)
+    # Files that an earlier template named, or those with a number other than the first.
+    if any(plain(name) not in found and not plain(name).startswith(head) for name in committed):
+        found |= _find(folder, "", numbered=False)
+    return found
+
+
+def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+    for name in names:
+        # To whom may not list, S3 does not tell a missing file from a forbidden one.
+        with suppress(FileNotFoundError, PermissionError):
+            yield plain(name), folder.info(name).get("size")
+
+
+def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None]:
+    base, start = posixpath.split(head)
+    find = getattr(folder.fs, "_find", folder.fs.find)
+    options = {"prefix": (_NUMBER if numbered else "") + start} if start and _takes_prefix(find) else {}
+    try:
+        listed = folder.find(base, detail=True, **options)
+    except FileNotFoundError:
+        return {}
+    return {path: info.get("size") for path, info in listed.items() if info["type"] != "directory"}
+
+
+def _takes_prefix(find: object) -> bool:
+    return callable(find) and "prefix" in inspect.signature(find).parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl
@@ -16,6 +17,8 @@ from datatrove_ckpt.redaction import EnvironmentSecret, Key, names_secret
 
 Secret = EnvironmentSecret
 """The name in 0.1, by which steps that 0.1 pickled (tasks in a queue) find the class."""
+
+LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
 
 ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"]
 
@@ -125,6 +128,7 @@ class InferenceConfig:
             self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
+        _make_link_key()
 
     def _check_choices(self) -> None:
         if self.server_type not in get_args(ServerType):
@@ -279,6 +283,15 @@ def check_generation_params(key: str, params: object) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _make_link_key() -> None:
+    """Makes the key between the nodes of the tasks that this process submits. Does nothing where there is one.
+
+    Nor on a node of a task: each node would make another one.
+    """
+    if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(LINK_KEY_VARIABLE):
+        os.environ[LINK_KEY_VARIABLE] = secrets.token_hex(32)
 
 
 def _check_flags(flags: dict[str, Any]) -> None:

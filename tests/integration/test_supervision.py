@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Target
-from datatrove_ckpt.inference.servers import pool, server, supervisor
-from datatrove_ckpt.inference.servers.multi_node import HeadNode
+from datatrove_ckpt.inference.servers import node_link, pool, server, supervisor
+from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
+from datatrove_ckpt.inference.servers.server import InferenceServer
 
 # An engine that does what a prompt says. It writes each prompt to ./asked, and its own id to ./engines when it starts.
 # It uses no HTTP library, whose import would take most of the time of these tests.
@@ -704,6 +706,9 @@ runner.run(iter([Document(text=text, id=str(n)) for n, text in enumerate(job["te
 """
 
 
+KEY, KEY_OF_TEST = "DATATROVE_CKPT_LINK_KEY", "known to both"
+
+
 class TwoNodes:
     """A task on two nodes, both of them this machine."""
 
@@ -717,6 +722,7 @@ class TwoNodes:
         monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
         monkeypatch.setenv("TMPDIR", ".")
         monkeypatch.setenv("DATATROVE_NODE_IPS", "127.0.0.1,localhost")
+        monkeypatch.setenv(KEY, KEY_OF_TEST)
 
     def __enter__(self) -> TwoNodes:
         self.nodes = [self._start(rank) for rank in (0, 1)]
@@ -802,11 +808,7 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_write
     assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
 
 
-KEY = "DATATROVE_CKPT_LINK_KEY"
-
-
 def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "known to both")
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         port = json.loads(Path("job.json").read_text())["port"] + 1
@@ -822,7 +824,7 @@ def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pyt
         assert task.codes() == [0, 0], task.log(0)
         assert (len(task.parts(0)), len(task.parts(1))) == (1, 1)
     assert task.log(0).count("Refused a connection from 127.0.0.1") == 3
-    assert "known to both" not in "".join(path.read_text() for path in Path().glob("node*.log"))
+    assert KEY_OF_TEST not in "".join(path.read_text() for path in Path().glob("node*.log"))
 
 
 WORKER_NODE = """
@@ -851,7 +853,9 @@ def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.Mon
     asyncio.run(run())
 
 
-def test_the_head_node_listens_only_on_its_routes_to_the_workers() -> None:
+def test_the_head_node_listens_only_on_its_routes_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, KEY_OF_TEST)
+
     async def run() -> None:
         settings = InferenceConfig("vllm", "m", master_port=server.free_port())
         async with HeadNode(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as head:
@@ -861,6 +865,83 @@ def test_the_head_node_listens_only_on_its_routes_to_the_workers() -> None:
                 pass
 
     asyncio.run(run())
+
+
+async def connected(port: int, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(said)
+    return reader, writer
+
+
+def number_of_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_silent_connections_are_few_and_end_and_a_worker_gets_in_among_them(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    async def run() -> None:
+        settings = InferenceConfig("vllm", "m", master_port=server.free_port())
+        port = settings.master_port + 1
+        async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))) as head:
+            before = number_of_open_files()
+            silent = [await connected(port, b"0" * (number % 2)) for number in range(200)]
+            await until(lambda: len(head._guests) == 32)
+            held = number_of_open_files() - before - len(silent)
+            assert held <= 40, "the head node keeps silent connections"
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)), stderr=asyncio.subprocess.DEVNULL
+            )
+            await until(lambda: len(head._writers) == 1)
+            monkeypatch.setattr(node_link, "_PROOF_TIMEOUT", 0.05)
+            late, late_writer = await connected(port)
+            assert len(await late.read()) == 33  # its challenge, and then the end
+            await until(lambda: len(head._handlers) <= 33)
+            worker.kill()
+            await worker.wait()
+            with pytest.raises(ServerDied, match="is lost"):
+                await head.watch()
+            for writer in (late_writer, *(writer for _, writer in silent)):
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+
+    monkeypatch.setenv(KEY, KEY_OF_TEST)
+    asyncio.run(run())
+    refused = [line for line in log if "Refused a connection from 127.0.0.1" in line]
+    assert 3 < len(refused) < 12
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_key_no_node_serves(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        settings = InferenceConfig("vllm", "m", master_port=server.free_port())
+        monkeypatch.delenv(KEY)  # as if sbatch had not passed it on
+        nodes = Nodes(rank, ("127.0.0.1", "localhost"))
+        start = run_worker_node(settings, 0, nodes) if rank else HeadNode(settings, nodes).__aenter__()
+        with pytest.raises(ServerStartFailed, match="DATATROVE_CKPT_LINK_KEY is not set on this node"):
+            await asyncio.wait_for(start, 5)
+
+    monkeypatch.setenv(KEY, KEY_OF_TEST)
+    asyncio.run(run())
+
+
+def test_the_key_is_made_where_a_run_is_submitted_and_not_on_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> str | None:
+        pickled = pickle.dumps(InferenceConfig("vllm", "m"))
+        key = os.environ.get(KEY)
+        assert not key or key.encode() not in pickled
+        return key
+
+    monkeypatch.setenv(KEY, "")
+    monkeypatch.setenv("DATATROVE_NODE_RANK", "1")
+    assert make() == ""
+    monkeypatch.delenv("DATATROVE_NODE_RANK")
+    made = make()
+    assert len(made or "") == 64
+    assert make() == made
+    launched = InferenceServer(InferenceConfig("dummy", "m"), 0)._environment()
+    assert KEY not in launched
 
 
 def test_the_head_node_fails_when_a_worker_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,36 +13,40 @@ because nothing here can start a node again.
 
 No secret passes through these connections, but a process that can write to them can end the run. So the head node
 listens only on the addresses from which it reaches the workers, and accepts connections from the workers' addresses
-only. Other users of those hosts have the same addresses. So both ends first prove that they know the value of the
-environment variable DATATROVE_CKPT_LINK_KEY, by HMAC-SHA256 of a random number that the other end chose. Where the
-variable is not set, the key of the proof is empty.
+only. Other users of those hosts have the same addresses. So both ends first prove who they are: see ``node_link.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import os
-import secrets
 import socket
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from loguru import logger
 
-from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config import LINK_KEY_VARIABLE, InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.node_link import (
+    HEAD,
+    MAX_LINE,
+    WORKER,
+    Guests,
+    authenticate,
+    read_line,
+    require_link_key,
+)
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.server import InferenceServer
 
-KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
-_PROOF_TIMEOUT = 10.0  # seconds
 _START, _DIED = b"start\n", b"died\n"
-_HEAD, _WORKER = b"head", b"worker"  # the role of the node that makes a proof
 _RETRY_DELAY = 0.5  # seconds
+_LOOKUP_INTERVAL = 10.0  # seconds between two lookups of the workers' addresses
+_LOGGED_REFUSALS = 3  # in a row; from then on each time that their number has doubled
 # TCP keepalive: seconds of silence, seconds between probes, and failed probes after which a host counts as lost. A host
 # that loses power closes no connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -64,12 +68,17 @@ class HeadNode:
         self._started = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._handlers: set[asyncio.Task[None]] = set()
+        self._guests = Guests()
+        self._refusals = 0
+        self._allowed: set[str] = set()
+        self._looked_up_at = -_LOOKUP_INTERVAL
         self._lost_node: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
+        require_link_key()
         try:
             addresses = await _addresses_towards(self.nodes.hosts[1:])
-            self._listener = await asyncio.start_server(self._handle, addresses, self._port)
+            self._listener = await asyncio.start_server(self._handle, addresses, self._port, limit=MAX_LINE)
         except OSError as error:
             raise ServerStartFailed(
                 f"The worker nodes of this task cannot reach its head node: port {self._port} (master_port + 1): "
@@ -83,6 +92,7 @@ class HeadNode:
         self._lost_node.cancel()
         self._listener.close()
         # This ends the handlers, too. Cancelling them instead would log an error (asyncio in 3.11).
+        self._guests.abort()
         for writer in self._writers:
             writer.transport.abort()
         await asyncio.gather(*self._handlers)
@@ -104,43 +114,59 @@ class HeadNode:
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        host = writer.get_extra_info("peername")[0]
-        if host not in await _addresses_of(self.nodes.hosts):
-            writer.close()
-            return
         self._handlers.add(task)
-        if not await _authenticate(reader, writer, _HEAD, _WORKER):
-            logger.warning(f"Refused a connection from {host}: its other end does not know this task's {KEY_VARIABLE}.")
-            writer.close()
-            self._handlers.discard(task)
-            return
+        self._guests.add(writer)
+        host = writer.get_extra_info("peername")[0]
+        try:
+            is_node = await self._may_connect(host) and await authenticate(reader, writer, HEAD, WORKER)
+            if not is_node and self._listener.is_serving():
+                self._refuse(host)
+        finally:
+            self._guests.remove(writer)
+        if is_node:
+            await self._follow(reader, writer, host)
+        writer.close()
+        self._handlers.discard(task)
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
+        """Listen to a worker until its connection closes."""
         self._writers.add(writer)
         _enable_keepalive(writer)
         if self._started:
             writer.write(_START)
-        while await _read_line(reader) == _DIED:
+        while await read_line(reader) == _DIED:
             self.on_worker_death(f"lost its part on node {host}, which ended by itself; see that node's log")
         self._writers.discard(writer)
         if not self._lost_node.done():
             self._lost_node.set_result(f"Node {host}, which serves a part of the model, is lost. See that node's log.")
+
+    async def _may_connect(self, host: str) -> bool:
+        """Whether this is the address of a worker. Strangers cause no more than one lookup in ten seconds."""
+        if host not in self._allowed and time.monotonic() - self._looked_up_at >= _LOOKUP_INTERVAL:
+            self._looked_up_at = time.monotonic()
+            self._allowed |= await _addresses_of(self.nodes.hosts)
+        return host in self._allowed
+
+    def _refuse(self, host: str) -> None:
+        self._refusals += 1
+        if self._refusals <= _LOGGED_REFUSALS or self._refusals & (self._refusals - 1) == 0:
+            logger.warning(
+                f"Refused a connection from {host} to port {self._port} ({self._refusals} so far): its other end is no "
+                f"node of this task, or did not prove that it knows this task's {LINK_KEY_VARIABLE}."
+            )
 
 
 async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> None:
     """Serve this node's part of the model until the head node ends.
 
     Raises:
-        ServerStartFailed: the head node has another link key than this one.
+        ServerStartFailed: the head node has another link key than this one, or this one has none.
     """
+    require_link_key()
     connection = await _connect(config, nodes)
     if connection is None:
         return
     reader, writer = connection
-    if not await _authenticate(reader, writer, _WORKER, _HEAD):
-        writer.close()
-        raise ServerStartFailed(
-            f"The head node, {nodes.head_host}, and this one have different values of {KEY_VARIABLE}. Export one "
-            "value, or none, to all nodes of the task."
-        )
     async with lease_gpus(config) as (lease,):
         server = InferenceServer(config, rank, 0, lease, nodes=nodes)
         try:
@@ -153,7 +179,7 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
 async def _serve_part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: InferenceServer) -> None:
     """(Re)start the server at each command of the head node, and report when it dies; until the connection closes."""
     death: asyncio.Task[None] | None = None
-    command = asyncio.create_task(_read_line(reader))
+    command = asyncio.create_task(read_line(reader))
     try:
         while True:
             await asyncio.wait([task for task in (command, death) if task], return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +197,7 @@ async def _serve_part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
             await server.kill()
             await server.launch()
             death = asyncio.create_task(server.watch())
-            command = asyncio.create_task(_read_line(reader))
+            command = asyncio.create_task(read_line(reader))
     finally:
         for task in (command, death):
             if task is not None:
@@ -180,52 +206,35 @@ async def _serve_part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 
 async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """The connection to the head node. None if the head node never listens: it failed, or has no document left."""
+    """The connection to the head node. None if the head node never listens: it failed, or has no document left.
+
+    Raises:
+        ServerStartFailed: the head node has another link key than this one.
+    """
     window = config.server_ready_max_attempts * config.server_ready_delay_sec
     port = config.master_port + 1
     try:
         async with asyncio.timeout(window):
             while True:
                 with contextlib.suppress(OSError):
-                    reader, writer = await asyncio.open_connection(nodes.head_host, port)
+                    reader, writer = await asyncio.open_connection(nodes.head_host, port, limit=MAX_LINE)
                     _enable_keepalive(writer)
-                    return reader, writer
+                    proven = await authenticate(reader, writer, WORKER, HEAD)
+                    if proven:
+                        return reader, writer
+                    writer.close()
+                    if proven is False:
+                        raise ServerStartFailed(
+                            f"The head node, {nodes.head_host}, and this one have different values of "
+                            f"{LINK_KEY_VARIABLE} (or another program answers on port {port}, master_port + 1). Submit "
+                            "the run again; or, if you start the nodes yourself, export one random value to all of "
+                            "them."
+                        )
                 await asyncio.sleep(_RETRY_DELAY)
     except TimeoutError:
         where = f"{nodes.head_host} on port {port} (master_port + 1)"
         logger.warning(f"The head node did not listen at {where} within {window:g} s, so this node stops.")
         return None
-
-
-async def _authenticate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: bytes, peer: bytes) -> bool:
-    """Whether the other end knows our key. Proves to the other end that we know it, too.
-
-    Args:
-        own, peer: roles of the two ends. They are part of the proofs, so that no proof can be sent back to its maker.
-    """
-    challenge = secrets.token_hex(16).encode()
-    try:
-        async with asyncio.timeout(_PROOF_TIMEOUT):
-            writer.write(challenge + b"\n")
-            peer_challenge = (await _read_line(reader)).strip()
-            writer.write(_proof(own, peer_challenge) + b"\n")
-            return hmac.compare_digest((await _read_line(reader)).strip(), _proof(peer, challenge))
-    except TimeoutError:
-        return False
-
-
-def _proof(role: bytes, challenge: bytes) -> bytes:
-    # The key gets no name of its own: tracebacks show the values of names.
-    digest = hmac.digest(os.environ.get(KEY_VARIABLE, "").encode(), role + b" " + challenge, "sha256")
-    return digest.hex().encode()
-
-
-async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """One line; empty once the connection is closed."""
-    try:
-        return await reader.readline()
-    except (OSError, ValueError):  # ValueError: a line that is too long
-        return b""
 
 
 async def _addresses_towards(hosts: tuple[str, ...]) -> list[str]:

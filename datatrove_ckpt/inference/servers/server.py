@@ -26,7 +26,7 @@ import aiohttp
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
-from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config import LINK_KEY_VARIABLE, InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_log, redacted_command, report
@@ -167,7 +167,7 @@ class InferenceServer(Server):
                     stdin=lifeline_end,
                     stdout=log,
                     stderr=log,
-                    env=HiddenDict({**os.environ, **self._lease.env, **self._command.env}),
+                    env=self._environment(),
                     pass_fds=self._lease.locks,  # held until the last process of the server has ended
                     start_new_session=True,  # Ctrl-C in the terminal is for the runner
                 )
@@ -179,6 +179,12 @@ class InferenceServer(Server):
                 raise limit_reached("No process could be created") from None
             # Without its cause: the frames of that error hold the environment, and tracebacks show it.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
+
+    def _environment(self) -> HiddenDict:
+        """The server's environment: ours without the key between nodes, which no server needs."""
+        ours = HiddenDict({**os.environ, **self._lease.env, **self._command.env})
+        ours.pop(LINK_KEY_VARIABLE, None)
+        return ours
 
     def _open_log(self) -> int:
         """A file descriptor that appends to the server's log."""

@@ -23,7 +23,6 @@ import fcntl
 import os
 import re
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -34,6 +33,8 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.servers.leftovers import end_leftovers
+from datatrove_ckpt.inference.servers.runtime_folder import runtime_folder
 from datatrove_ckpt.redaction import HiddenDict
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -70,11 +71,12 @@ class GpuLease:
 
 @asynccontextmanager
 async def lease_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
-    """One lease per replica.
+    """One lease per replica. First ends what killed runs have left on this node.
 
     Raises:
         ConfigError: there are GPUs, but too few.
     """
+    await asyncio.to_thread(end_leftovers)
     leases = [GpuLease() for _ in range(config.replicas)]
     try:
         await _share_gpus(config, leases)
@@ -194,12 +196,7 @@ def _lock_first_free(folder: Path, visible: list[str], needed: int) -> list[tupl
 
 def _lock_folder() -> Path:
     """One folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
-    job = os.environ.get("SLURM_JOB_ID")
-    folder = Path(tempfile.gettempdir()) / (f"datatrove-ckpt-{os.getuid()}" + (f"-{job}" if job else ""))
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise ConfigError(f"TMPDIR: {folder} belongs to another user; point TMPDIR at a folder of your own.")
-    return folder
+    return runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
 
 
 def _try_lock(path: Path) -> int | None:

@@ -28,12 +28,13 @@ from loguru import logger
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import LINK_KEY_VARIABLE, InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers import guardian
+from datatrove_ckpt.inference.servers import guardian, leftovers
 from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_log, redacted_command, report
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
 from datatrove_ckpt.inference.servers.engines import HOST, EngineCommand, engine_command
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
+from datatrove_ckpt.inference.servers.leftovers import ServerRecord
 from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Key, Redactor, frames_cut
@@ -92,6 +93,7 @@ class InferenceServer(Server):
         # this process is killed.
         self._lifeline: int | None = None
         self._command = EngineCommand((), HiddenDict())
+        self._record: ServerRecord | None = None
         self._log_path: Path | None = None
         self._log_start = 0
 
@@ -147,7 +149,11 @@ class InferenceServer(Server):
         self._on_launch()
         lifeline_end, self._lifeline = os.pipe()
         try:
+            # First the record: this process may be killed at any moment.
+            self._record = await asyncio.to_thread(ServerRecord.create, self.name)
             self._process = await self._spawn(lifeline_end, log)
+            if self._record is not None:
+                self._record = await asyncio.to_thread(self._record.launched, self._process.pid, log)
         finally:
             os.close(lifeline_end)
             os.close(log)
@@ -184,6 +190,8 @@ class InferenceServer(Server):
         """The server's environment: ours without the key between nodes, which no server needs."""
         ours = HiddenDict({**os.environ, **self._lease.env, **self._command.env})
         ours.pop(LINK_KEY_VARIABLE, None)
+        if self._record is not None:
+            ours[leftovers.VARIABLE] = self._record.nonce
         return ours
 
     def _open_log(self) -> int:
@@ -269,6 +277,9 @@ class InferenceServer(Server):
             self._lifeline = None
         if process is not None:
             await self._wait_until_ended(process)
+        if self._record is not None:
+            self._record.remove()
+            self._record = None
         self.urls, self.api_key = [], None
         if self._log_path is not None and self.config.server_log_folder is None:
             self._log_path.unlink(missing_ok=True)
@@ -283,6 +294,8 @@ class InferenceServer(Server):
             code = await process.wait()
         if code < 0:  # the guardian itself was killed: it reports its server's signal n as 128 + n
             await asyncio.to_thread(guardian.kill_session, process.pid)
+            if self._record is not None:
+                await asyncio.to_thread(self._record.kill_processes)
 
 
 async def _answers(session: aiohttp.ClientSession, url: str, headers: HiddenDict) -> bool:

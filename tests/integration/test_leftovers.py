@@ -1,0 +1,264 @@
+"""What a killed run leaves of its server is ended at the next start on the node; nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.inference.servers import leftovers
+from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.guardian import process_table
+from datatrove_ckpt.inference.servers.leftovers import ServerRecord, end_leftovers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfd")
+
+# A server whose descendants stay when it ends: one as it is, one in a session of its own, one without its environment
+# (as of a program that sets its process title), and one with neither, which nothing can tell from another program.
+SERVER = """
+import os, pathlib, subprocess, sys, time
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
+kinds = {"plain": {}, "session": {"start_new_session": True}, "title": {"env": {}},
+         "stranger": {"env": {}, "start_new_session": True, "stdout": -3, "stderr": -3}}
+for kind, options in kinds.items():
+    process = subprocess.Popen(sleep, **options)
+    pathlib.Path("new").write_text(str(process.pid))
+    os.rename("new", f"{kind}.pid")
+time.sleep(300)
+"""
+RUNNER = """
+import asyncio, os, pathlib
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.inference.servers.server import InferenceServer
+async def main():
+    server = InferenceServer(InferenceConfig("custom", "m", model_kwargs={"server_script": "server.py"}), 3)
+    await server.launch()
+    pathlib.Path("new.g").write_text(str(server._process.pid))
+    os.rename("new.g", "guardian.pid")
+    await asyncio.sleep(300)
+asyncio.run(main())
+"""
+OURS = ("plain", "session", "title")
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    return any(process.pid == pid and not process.zombie for process in process_table())
+
+
+class Run:
+    """A process that runs the server above."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "server.py").write_text(SERVER)
+        self.runner = subprocess.Popen([sys.executable, "-c", RUNNER], cwd=folder, stderr=subprocess.DEVNULL)
+        until((folder / "stranger.pid").exists)
+        until((folder / "guardian.pid").exists)
+        self.pids = {name: int((folder / f"{name}.pid").read_text()) for name in (*OURS, "stranger", "guardian")}
+
+    def kill(self) -> None:
+        """Kill runner and guardian together: neither can clean up after the other."""
+        os.kill(self.pids["guardian"], signal.SIGSTOP)
+        self.runner.kill()
+        self.runner.wait()
+        guardian = os.pidfd_open(self.pids["guardian"])
+        os.kill(self.pids["guardian"], signal.SIGKILL)
+        select.select([guardian], [], [], 10)
+        os.close(guardian)
+
+    def alive(self) -> set[str]:
+        return {name for name, pid in self.pids.items() if is_alive(pid)}
+
+    def clean_up(self) -> None:
+        self.runner.kill()
+        self.runner.wait()
+        for name in (*OURS, "stranger"):
+            if is_alive(self.pids[name]):
+                with suppress(ProcessLookupError):
+                    os.kill(self.pids[name], signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    started = Run(tmp_path / "run")
+    yield started
+    started.clean_up()
+
+
+def records() -> list[Path]:
+    return list(leftovers._folder().glob("*.json"))
+
+
+def lease() -> None:
+    async def play() -> None:
+        async with lease_gpus(InferenceConfig("vllm", "m")):
+            pass
+
+    asyncio.run(play())
+
+
+def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(run: Run, log: list[str]) -> None:
+    run.kill()
+    assert run.alive() == {*OURS, "stranger"}
+    lease()
+    assert run.alive() == {"stranger"}
+    (line,) = [line for line in log if "Ended what a killed run had left on this node" in line]
+    assert all(f"process {run.pids[kind]} (" in line for kind in OURS)
+    assert f"of the server of rank_00003, whose runner was process {run.runner.pid}." in line
+    assert not records()
+    log.clear()
+    lease()
+    assert not log
+
+
+def test_a_server_whose_runner_is_alive_is_not_touched(run: Run, log: list[str]) -> None:
+    lease()
+    assert run.alive() == {*OURS, "stranger", "guardian"}
+    assert len(records()) == 1
+    assert not log
+
+
+def test_a_server_whose_guardian_is_alive_is_left_to_it(run: Run) -> None:
+    os.kill(run.pids["guardian"], signal.SIGSTOP)
+    run.runner.kill()
+    run.runner.wait()
+    lease()
+    assert run.alive() == {*OURS, "stranger", "guardian"}
+    os.kill(run.pids["guardian"], signal.SIGCONT)
+    until(lambda: not run.alive())
+    lease()
+    assert not records()
+
+
+def test_a_record_from_elsewhere_is_left_alone(run: Run) -> None:
+    run.kill()
+    (path,) = records()
+    record = ServerRecord.read(path)
+    assert record is not None
+    for elsewhere in ("host", "boot", "pid_namespace"):
+        replace(record, **{elsewhere: "another"})._write()
+        lease()
+        assert run.alive() == {*OURS, "stranger"}
+        assert records() == [path]
+    os.utime(path, (0, 0))
+    lease()
+    assert not records()
+
+
+def test_a_container_with_the_same_folder_ends_nothing(run: Run) -> None:
+    run.kill()
+    end = [sys.executable, "-c", f"from {leftovers.__name__} import end_leftovers; end_leftovers()"]
+    unshare = [shutil.which("unshare") or "unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to make a PID namespace")
+    subprocess.run([*unshare, *end], check=True)
+    assert run.alive() == {*OURS, "stranger"}
+    assert len(records()) == 1
+
+
+def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
+    """As if other processes had taken the numbers of runner, guardian and session."""
+    record = ServerRecord.create("test")
+    assert record is not None
+    with (tmp_path / "log").open("wb") as output:
+        another = subprocess.Popen(["sleep", "300"], stdout=output, stderr=output, start_new_session=True)
+        status = os.fstat(output.fileno())
+    try:
+        log = (status.st_dev, status.st_ino)
+        # The same session: another log, or the same log and started before the record's guardian.
+        for numbers in ({"log": (0, 0)}, {"log": log, "guardian": (another.pid, 2**62)}):
+            given: dict[str, Any] = {"runner": (os.getpid(), 1), "guardian": (another.pid, 1), **numbers}
+            replace(record, **given)._write()
+            end_leftovers()
+            assert another.poll() is None
+        # The proof that the above was near: the same, and nothing that differs.
+        replace(record, runner=(os.getpid(), 1), guardian=(another.pid, 1), log=log)._write()
+        end_leftovers()
+        assert another.wait(10) == -signal.SIGKILL
+    finally:
+        another.kill()
+        another.wait()
+
+
+def test_where_proc_is_hidden_nothing_is_recorded_and_nothing_ended(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.kill()
+    (tmp_path / "proc").mkdir()
+    monkeypatch.setattr(leftovers, "_PROC", tmp_path / "proc")
+    assert ServerRecord.create("test") is None
+    end_leftovers()
+    assert run.alive() == {*OURS, "stranger"}
+    assert len(records()) == 1
+
+
+def test_a_process_that_exists_and_is_not_shown_counts_as_alive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = records()
+    shown = leftovers._stat
+    monkeypatch.setattr(leftovers, "_stat", lambda pid: [] if pid == run.runner.pid else shown(pid))
+    record = ServerRecord.read(path)
+    assert record is not None
+    assert not replace(record, guardian=None).is_abandoned
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}'])
+def test_a_file_that_is_no_record_is_left_alone_until_it_is_old(content: bytes) -> None:
+    path = leftovers._folder() / "x.json"
+    path.write_bytes(content)
+    end_leftovers()
+    assert path.exists()
+    os.utime(path, (0, 0))
+    end_leftovers()
+    assert not path.exists()
+
+
+def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datatrove_ckpt.inference.servers.server import InferenceServer
+
+    async def play() -> None:
+        async with InferenceServer(InferenceConfig("dummy", "m"), 0) as server:
+            (path,) = records()
+            kept = json.loads(path.read_text())
+            assert server._process is not None
+            assert kept["guardian"][0] == server._process.pid
+            assert path.stat().st_mode & 0o077 == 0
+        assert not records()
+
+    asyncio.run(play())
+
+
+def test_a_server_starts_where_no_record_can_be_written(log: list[str]) -> None:
+    folder = leftovers._folder()
+    folder.rmdir()
+    folder.touch()
+    assert ServerRecord.create("test") is None
+    end_leftovers()
+    assert len(log) == 2

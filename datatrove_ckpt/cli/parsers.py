@@ -123,7 +123,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_preflight(commands: Any) -> None:
-    doctor = "check the folders of a YAML file before a job starts"
+    doctor = "check folders, input, servers and limits before a job starts"
     plan = "measure what saving costs here, and suggest how often to save"
     _add_config_command(commands, "doctor", doctor, _DOCTOR_EPILOG)
     parser = _add_config_command(commands, "plan", plan, _PLAN_EPILOG)

@@ -60,7 +60,7 @@ class PreflightCheck:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.state:<8} {self.subject}, {self.what}: {self.message}"
+        return f"{self.state:<8} {self.subject}, {self.what}: {' '.join(self.message.split())}"
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import checks, doctor, plan, probes
 from datatrove_ckpt.preflight.checks import PreflightCheck, check_remote, within
-from datatrove_ckpt.preflight.doctor import Sample, answer_bytes, estimate
 from datatrove_ckpt.preflight.file_systems import FilesystemTraits
+from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import PROBE, RemoteFailed
+from datatrove_ckpt.preflight.space import answer_bytes, estimate
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -246,7 +248,7 @@ def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeSe
     step = runner(tmp_path, server)
     for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
         step.checkpoints_remote_dir = remote  # type: ignore[attr-defined]
-        found = doctor._check_runner("", step, Sample(), ranks=1)
+        found = doctor._check_runner("", step, Sample(), LocalPipelineExecutor([step], logging_dir=str(tmp_path)), 0)
         assert [check.state for check in found if check.subject == "mirror"] == [state]
     assert names(tmp_path) == []
 
@@ -290,7 +292,9 @@ def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
         while server.asked.total() < 6:
             assert running.is_alive()
             running.join(0.01)
-        found = doctor._check_runner("", step, Sample(12, 30.0), ranks=1)
+        found = doctor._check_runner(
+            "", step, Sample(12, 30.0), LocalPipelineExecutor([step], logging_dir=str(tmp_path)), 0
+        )
         server.release()
         running.join()
     assert failures == []

@@ -6,9 +6,11 @@ import asyncio
 import os
 import re
 import time
+from dataclasses import dataclass
 from typing import NoReturn
 
 import aiohttp
+import orjson
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
@@ -87,6 +89,65 @@ class ExternalServers(Server):
 
     async def stop(self) -> None:
         """Does nothing: we did not start these servers."""
+
+
+@dataclass(frozen=True)
+class EndpointAnswer:
+    """What one endpoint answered to GET /v1/models.
+
+    Attributes:
+        url: without credentials and query string.
+        cause: why it cannot be used; "" if it can.
+        refused: it refused the key.
+        models: the names that it lists; None if it lists none of its own accord, as some gateways do.
+    """
+
+    url: str
+    cause: str = ""
+    refused: bool = False
+    models: list[str] | None = None
+
+
+async def ask_endpoints(config: InferenceConfig) -> list[EndpointAnswer]:
+    """Asks each of ``config.endpoint_urls`` once which models it serves.
+
+    Raises:
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
+    """
+    servers = ExternalServers(config)
+    headers = servers.api_key.headers() if servers.api_key is not None else None
+    targets = [url.join("v1/models") for url in servers.urls]
+    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=needs_proxy(servers.urls)) as session:
+        return list(await asyncio.gather(*(_ask(session, target, headers) for target in targets)))
+
+
+async def _ask(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> EndpointAnswer:
+    shown = str(target)
+    try:
+        cause = await _probe(session, target, headers)
+        if cause is not None:
+            return EndpointAnswer(shown, cause)
+        with frames_cut():
+            async with session.get(target.reveal(), headers=headers, allow_redirects=False) as response:
+                status, body = response.status, await response.read()
+    except ServerRefused:
+        return EndpointAnswer(shown, "it refuses this run's API key", refused=True)
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        return EndpointAnswer(shown, target.redactor(headers)(redacted_error(error)) or type(error).__name__)
+    return EndpointAnswer(shown, models=_listed(body) if status == 200 else None)
+
+
+def _listed(body: bytes) -> list[str] | None:
+    """The names in the answer to GET /v1/models; None if it lists none."""
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    data = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(data, list):
+        return None
+    return [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
 
 
 def _with_environment(url: str) -> HiddenUrl:

@@ -1,0 +1,154 @@
+"""Checks of the input before a run: its files, its first documents, and whether each task gets some."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from datatrove.pipeline.readers.base import BaseDiskReader, get_shard_from_paths_file
+
+from datatrove_ckpt.documents import encode
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import byte_size, error_text, plural
+from datatrove_ckpt.preflight.checks import PreflightCheck, within
+from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
+from datatrove_ckpt.preflight.requirements import check_codecs
+
+_SAMPLE_DOCUMENTS = 100
+_SAMPLE_SECONDS = 2.0
+# Files without a document that are read before the input counts as unreadable: the first may be empty.
+_TRIED_FILES = 3
+# Files whose size is asked for; the others count as large as these on average. A remote may need a request for each.
+_MEASURED_FILES = 10_000
+# How much larger compressed input is once it is read: web text in gzip, zstd or Parquet.
+GROWTH = 4
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".parquet")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The first documents of the input.
+
+    Attributes:
+        number: how many were read.
+        mean: their mean size in bytes, as a journal stores them.
+        is_all: the input has no others.
+        input_bytes: size of the whole input, uncompressed; compressed files count ``GROWTH`` times. 0 if unknown.
+        compressed: some of the input is compressed.
+    """
+
+    number: int = 0
+    mean: float = 0.0
+    is_all: bool = False
+    input_bytes: int = 0
+    compressed: bool = False
+
+    @property
+    def documents(self) -> int:
+        """How many documents the whole input has, about; 0 if unknown."""
+        return self.number if self.is_all else round(self.input_bytes / self.mean) if self.mean else 0
+
+
+def check_input(subject: str, reader: Any, tasks: int, waits: bool = False) -> tuple[list[PreflightCheck], Sample]:
+    """Reads the first documents with a copy of the reader. ``waits``: another executor will create the input."""
+    if waits:
+        return [PreflightCheck("ok", subject, "readable", "is not read: another executor will create it.")], Sample()
+    if not isinstance(reader, BaseDiskReader):
+        text = "is not read: only readers of files are tested."
+        return [PreflightCheck("ok", subject, "readable", text)], Sample()
+    where = reader.data_folder.resolve_paths("")
+    try:
+        names = within(REMOTE_SECONDS, lambda: _names(reader), where)
+        check_codecs(where, reader, names)
+        sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names), where)
+    except (RemoteFailed, ConfigError) as error:
+        return [PreflightCheck("problem", subject, "readable", str(error))], Sample()
+    except Exception as error:  # whatever a reader, an adapter or a file system raises
+        text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
+        return [PreflightCheck("problem", subject, "readable", text)], Sample()
+    if not sample.number:
+        text = f"{where} holds no documents for this reader{_first_line(reader, names)}. "
+        text += "Check data_folder, glob_pattern and text_key."
+        return [PreflightCheck("problem", subject, "readable", text)], sample
+    which = "all" if sample.is_all else "the first"
+    text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
+    return [PreflightCheck("ok", subject, "readable", text), _check_shares(subject, len(names), tasks)], sample
+
+
+def _check_shares(subject: str, files: int, tasks: int) -> PreflightCheck:
+    """datatrove deals out whole files."""
+    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
+    if files >= tasks:
+        return PreflightCheck("ok", subject, "shares", f"{text}.")
+    text = f"{tasks - files} of {tasks} tasks have no input: {text}. Set tasks to {files}, or split the input."
+    return PreflightCheck("warning", subject, "shares", text)
+
+
+def _names(reader: Any) -> list[str]:
+    if reader.paths_file:
+        return list(get_shard_from_paths_file(reader.paths_file, 0, 1))
+    if not reader.data_folder.isdir(""):
+        raise ConfigError(f"{reader.data_folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
+    return list(reader.data_folder.list_files(recursive=reader.recursive, glob_pattern=reader.glob_pattern))
+
+
+def _read_some(reader: Any, names: list[str]) -> Sample:
+    sizes: list[int] = []
+    deadline = time.monotonic() + _SAMPLE_SECONDS
+    is_all = _read_files(reader, len(names), lambda document: _take(sizes, document, deadline), lambda: bool(sizes))
+    measured = [reader.data_folder.size(name) or 0 for name in names[:_MEASURED_FILES]]
+    grown = [size * (GROWTH if name.endswith(_COMPRESSED) else 1) for size, name in zip(measured, names, strict=False)]
+    total = round(sum(grown) / max(1, len(grown)) * len(names))
+    compressed = any(name.endswith(_COMPRESSED) for name in names)
+    mean = sum(sizes) / len(sizes) if sizes else 0.0
+    return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed)
+
+
+def _read_files(reader: Any, files: int, take: Callable[[Any], bool], found: Callable[[], bool]) -> bool:
+    """Reads file after file until ``take`` is False. Returns whether all were read.
+
+    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``.
+    """
+    for rank in range(files):
+        if rank >= _TRIED_FILES and not found():
+            return False
+        one = copy.deepcopy(reader)
+        with closing(one.run(None, rank=rank, world_size=files)) as documents:
+            for document in documents:
+                if not take(document):
+                    return False
+            if one.limit >= 0:  # it counts for a task, which has more files than one
+                return False
+    return True
+
+
+def _take(sizes: list[int], document: Any, deadline: float) -> bool:
+    sizes.append(len(encode(document)))
+    return len(sizes) < _SAMPLE_DOCUMENTS and time.monotonic() <= deadline
+
+
+def _first_line(reader: Any, names: list[str]) -> str:
+    """What the first line of a JSONL file looks like, as a clause; "" if it cannot be told."""
+    if not names:
+        return ": no file matches"
+    if "Jsonl" not in type(reader).__name__:
+        return ""
+    try:
+        with reader.data_folder.open(names[0], "rb", compression=getattr(reader, "compression", None)) as file:
+            line = file.readline(1 << 20).strip()
+    except Exception:  # whatever a file system or a decompressor raises; the check says what it knows without this
+        return ""
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        is_array = line.startswith(b"[")
+        kind = "a JSON array over several lines" if is_array else f"no JSON: {line[:60].decode(errors='replace')!r}"
+        return f": the first line of {names[0]} is {kind}; each line must be a JSON object"
+    if not isinstance(found, dict):
+        return f": the first line of {names[0]} is a JSON {type(found).__name__}; each line must be a JSON object"
+    return f": the first line of {names[0]} has the keys {', '.join(map(str, found))}; text_key is {reader.text_key!r}"

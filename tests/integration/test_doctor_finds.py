@@ -1,0 +1,293 @@
+"""What would end a run, or end it with less than all documents, is found by the doctor: one line each, exit code 1."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.preflight import doctor, input_checks, probes, space
+from datatrove_ckpt.preflight.input_checks import Sample
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import runner
+
+JOB = """\
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: 1
+    workers: 1
+    logging_dir: logs
+    pipeline:
+      - {class_path: JsonlReader, init_args: {data_folder: documents}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
+          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake,
+                   default_generation_params: {max_tokens: 100}}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+"""
+
+Doctor = Callable[..., dict[str, tuple[str, str]]]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(3)))
+
+
+@pytest.fixture
+def found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], server: FakeServer
+) -> Iterator[Doctor]:
+    """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by check."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    DataFolder.clear_instance_cache()
+    Path("documents").mkdir()
+    Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}) + "\n")
+    Path("job.yaml").write_text(JOB.replace("URL", server.url))
+
+    def run(*arguments: str) -> dict[str, tuple[str, str]]:
+        code = main(["doctor", "job.yaml", *arguments])
+        said = capfd.readouterr()
+        assert "Traceback" not in said.out + said.err
+        lines = [line.split(": ", 1) for line in said.out.splitlines()[:-1]]
+        checks = {head.split(maxsplit=1)[1]: (head.split()[0], text) for head, text in lines}
+        assert len(checks) == len(lines)
+        assert code == any(state == "problem" for state, _ in checks.values())
+        return checks
+
+    yield run
+    DataFolder.clear_instance_cache()
+
+
+def test_a_job_that_works_has_no_problem(found: Doctor, server: FakeServer) -> None:
+    checks = found()
+    assert {state for state, _ in checks.values()} <= {"ok", "warning"}
+    assert checks["server, endpoint"] == ("ok", f"{server.url}/v1/models answers, and serves fake.")
+    assert checks["input, shares"] == ("ok", "1 file for 1 task.")
+    assert checks["output, space"][0] == "ok"
+    assert "1 document of " in checks["output, space"][1]
+    assert checks["server, open files"][1].startswith("500 requests at once need up to ")
+    assert not server.payloads
+
+
+# endpoint ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_endpoint(found: Doctor) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
+    assert state == "problem"
+    assert text.startswith(f"{url}/v1/models: Cannot connect to host")
+    assert "Start the server, or correct endpoint_url (without /v1)." in text
+
+
+def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
+    from datatrove_ckpt import InferenceConfig
+    from datatrove_ckpt.preflight.job_checks import check_endpoints
+
+    config = InferenceConfig("endpoint", "fake", endpoint_url=[server.url, "http://127.0.0.1:9"])
+    assert [check.state for check in check_endpoints("server", config)] == ["ok", "warning"]
+
+
+def test_a_model_that_the_endpoint_does_not_list(found: Doctor) -> None:
+    state, text = found("--pipeline.1.config.model_name_or_path=other")["server, endpoint"]
+    assert state == "problem"
+    assert "does not list the model 'other'; it lists fake. Correct model_name_or_path." in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "says"),
+    [
+        (web.Response(status=401), "problem", "it refuses this run's API key. Check api_key_env"),
+        (web.Response(status=403), "problem", "it refuses this run's API key"),
+        (web.Response(status=503), "problem", "HTTP 503. Start the server"),
+        (web.Response(status=404), "ok", "answers, and does not list its models."),
+        (web.Response(text="<html>"), "ok", "answers, and does not list its models."),
+        (web.json_response([1]), "ok", "answers, and does not list its models."),
+        (web.json_response({"data": [1, {"id": 7}]}), "problem", "it lists 7."),
+    ],
+)
+def test_what_an_endpoint_answers(
+    found: Doctor, monkeypatch: pytest.MonkeyPatch, answer: web.Response, state: str, says: str
+) -> None:
+    async def models(self: FakeServer, request: web.Request) -> web.Response:
+        return web.Response(body=answer.body, status=answer.status, content_type=answer.content_type)
+
+    monkeypatch.setattr(FakeServer, "_models", models)
+    with FakeServer() as other:
+        check = found(f"--pipeline.1.config.endpoint_url={other.url}")["server, endpoint"]
+    assert check[0] == state
+    assert says in check[1]
+
+
+# input ---------------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_without_input(found: Doctor) -> None:
+    for name in "bcd":
+        Path(f"documents/{name}.jsonl").write_bytes(Path("documents/a.jsonl").read_bytes())
+    state, text = found("--executor.tasks=100")["input, shares"]
+    assert state == "warning"
+    assert text == "96 of 100 tasks have no input: 4 files for 100 tasks. Set tasks to 4, or split the input."
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"content": "Rain falls.", "lang": "en"}\n',
+         "the first line of a.jsonl has the keys content, lang; text_key is 'text'"),
+        (b'[\n  {\n    "text": "Rain falls."\n  }\n]\n',
+         "the first line of a.jsonl is a JSON array over several lines"),
+        (b'[{"text": "Rain falls."}]\n', "the first line of a.jsonl is a JSON list; each line must be"),
+        (b"Rain falls.\n", "the first line of a.jsonl is no JSON: 'Rain falls.'"),
+        (b"", "holds no documents"),
+    ],
+)  # fmt: skip
+def test_input_that_yields_no_document_says_what_it_looks_like(found: Doctor, content: bytes, says: str) -> None:
+    Path("documents/a.jsonl").write_bytes(content)
+    state, text = found()["input, readable"]
+    assert state == "problem"
+    assert says in text
+
+
+def test_an_empty_first_file_hides_no_documents_and_a_wrong_key_reads_three_files_only(
+    found: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = Path("documents/a.jsonl").read_bytes()
+    Path("documents/a.jsonl").write_bytes(b"")
+    Path("documents/b.jsonl").write_bytes(lines)
+    assert found()["input, readable"][0] == "ok"
+    for number in range(9):
+        Path(f"documents/c{number}.jsonl").write_bytes(lines)
+    opened: list[str] = []
+    original = DataFolder.open
+
+    def count(self: DataFolder, path: str, *arguments: Any, **named: Any) -> Any:
+        opened.append(path)
+        return original(self, path, *arguments, **named)
+
+    monkeypatch.setattr(DataFolder, "open", count)
+    assert found("--pipeline.0.text_key=content")["input, readable"][0] == "problem"
+    assert len({name for name in opened if name.startswith("c")}) <= 1
+
+
+def test_a_folder_without_files(found: Doctor) -> None:
+    Path("documents/a.jsonl").unlink()
+    assert "holds no documents for this reader: no file matches." in found()["input, readable"][1]
+
+
+# space ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_output_is_estimated_from_the_input_and_compared_with_the_disk(
+    found: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"text": "Rain falls. " * 100, "id": "0"}
+    Path("documents/a.jsonl").write_text((json.dumps(row) + "\n") * 1000)  # 1.2 MB
+    free = [10**12]
+
+    def statvfs(path: Any) -> Any:
+        return type("Status", (), {"f_bavail": free[0], "f_frsize": 1, "f_files": 0, "f_favail": 0})
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    state, text = found()["output, space"]
+    assert state == "ok"
+    assert "the whole output is 1.2 MB to 1.5 MB more: about " in text
+    assert "documents of 1.3 kB, answers up to 400 B." in text
+    free[0] = 1_350_000
+    assert found()["output, space"][0] == "warning"
+    free[0] = 1_000_000
+    assert found()["output, space"][0] == "problem"
+    Path("out").mkdir()
+    Path("out/other").write_bytes(b"x" * 700_000)  # a part of it is written
+    assert found()["output, space"][0] == "ok"
+    with gzip.open("documents/a.jsonl.gz", "wt") as file:
+        file.write((json.dumps(row) + "\n") * 1000)
+    Path("documents/a.jsonl").unlink()
+    assert "compressed input counted 4 times" in found()["output, space"][1]
+
+
+def test_a_limit_and_compressed_output_need_less(tmp_path: Path, server: FakeServer) -> None:
+    sample = Sample(100, 1000.0, input_bytes=10**9)
+    step = runner(tmp_path, server)
+    assert "976.6 kB" not in space.check_space("output", tmp_path, step, sample, None, True).message
+    assert "about 1000 documents" in space.check_space("output", tmp_path, step, sample, 1000, True).message
+    assert sample.documents == 10**6
+    step.output_writer.output_filename.template += ".gz"
+    assert "compressed output by 1/4" in space.check_space("output", tmp_path, step, sample, 1000, True).message
+
+
+# folders, files, an earlier run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("--pipeline.1.checkpoints_local_dir=$SCRATCH/c", "pipeline[1].checkpoints_local_dir, name"),
+        ("--pipeline.1.checkpoints_local_dir=~/c", "pipeline[1].checkpoints_local_dir, name"),
+        ("--pipeline.1.config.server_log_folder=${HOME}/l", "pipeline[1].config.server_log_folder, name"),
+    ],
+)
+def test_names_that_nobody_expands(found: Doctor, setting: str, name: str) -> None:
+    state, text = found(setting)[name]
+    assert state == "problem"
+    assert "contains $ or ~, which nothing replaces here. Write the folder's full name." in text
+
+
+def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
+    state, text = found(f"--pipeline.1.config.max_concurrent_generations={2**31}")["server, open files"]
+    assert state == "problem"
+    assert text.startswith(f"max_concurrent_generations: {2**31} requests at once need ")
+    assert "(ulimit -n " in text
+
+
+def test_output_of_another_run_in_the_way(found: Doctor) -> None:
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("kept")
+    assert found()["output, space"][0] == "ok"
+    Path("out/00000_00000.jsonl").write_text("{}\n")
+    state, text = found()["checkpoints, earlier run"]
+    assert state == "problem"
+    assert "out has 1 file like 00000_00000.jsonl, and there is no checkpoint: they are another run's." in text
+
+
+def test_output_of_finished_ranks_that_is_gone(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "job.yaml"]) == 0
+    capfd.readouterr()
+    state, text = found()["checkpoints, earlier run"]
+    assert (state, text) == ("ok", "1 of 1 rank finished; 1 output files are there, of the right size.")
+    (output,) = Path("out").glob("*.jsonl")
+    output.unlink()
+    state, text = found()["checkpoints, earlier run, missing"]
+    assert state == "problem"
+    assert output.name in text
+
+
+def test_a_check_that_fails_is_a_problem_and_no_traceback(found: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("of a kind\nthat nobody thought of")
+
+    monkeypatch.setattr(doctor, "check_checkpoints", fails)
+    monkeypatch.setattr(input_checks, "encode", fails)
+    checks = found()
+    message = "this could not be checked: RuntimeError: of a kind that nobody thought of."
+    assert checks["checkpoints, checked"] == ("problem", message)
+    assert checks["input, readable"][0] == "problem"

@@ -63,8 +63,11 @@ class InferenceConfig:
         api_key_env: name of the environment variable that holds the endpoint's key.
         trust_remote_code: let vLLM and SGLang run code that comes with the model. Off by default: it is third-party
             code.
-        request_max_attempts: attempts per request before it is given up (408, 409, 425, 429, 5xx, resets, timeouts,
-            incomplete answers).
+        request_max_attempts: attempts of a request that fails while others are answered (408, 409, 425, 429, 5xx,
+            resets, timeouts, incomplete answers), before it stops the rank; at least ``server_patience_seconds`` pass,
+            too.
+        server_patience_seconds: how long the run waits while no request is answered (unreachable, 5xx, 429), and at the
+            start for an endpoint. Then the rank stops. Such a failure never makes a dead letter.
         server_stop_timeout_sec: time from the stop request until a server that has not ended is killed; at most 4
             seconds if its runner was killed itself.
         replicas: servers to launch on this node, each on its own tp * dp * pp GPUs (llamacpp: with its
@@ -111,6 +114,7 @@ class InferenceConfig:
     api_key_env: str | None = None
     trust_remote_code: bool = False
     request_max_attempts: int = 8
+    server_patience_seconds: float = 600.0
     server_stop_timeout_sec: float = 10.0
     replicas: int = 1
     server_max_restarts: int = 3
@@ -235,6 +239,7 @@ _POSITIVE = (
     "server_stop_timeout_sec",
     "server_restart_window_sec",
     "hang_timeout",
+    "server_patience_seconds",
 )
 _AT_LEAST_ONE = (
     "tp",

@@ -17,14 +17,16 @@ CkptError
 │   ├── TooManyDeadLetters     more documents failed than max_dead_letters allows
 │   └── OutputFailed           a finished chunk could not be written or published
 ├── TooManyOpenFiles           the limit on open files was reached (ulimit -n)
+├── UnexpectedExit             code that the rank ran called sys.exit, or raised KeyboardInterrupt and the like
 ├── Preempted                  stopped early by a signal or by the job's time limit; the same command resumes
 ├── ServerError
 │   ├── ServerStartFailed      the server never became ready; shows command, exit code and the end of the log
 │   ├── ServerDied             the server was ready, died, and has no restart left
-│   └── ServerRefused          401, 403, 404: no request of this run can succeed
+│   ├── ServerUnavailable      no request was answered for server_patience_seconds
+│   └── ServerRefused          401, 403, 404 and other 4xx, 3xx: no request of this run can succeed
 └── RequestError
-    ├── RequestRejected        400, 413, 422: this request can never succeed; kept in the request cache
-    ├── RequestFailed          given up after every retry; the next run sends it again
+    ├── RequestRejected        400, 413, 414, 422, 431: this request can never succeed; kept in the request cache
+    ├── RequestFailed          given up after every retry; stops the rank; the next run sends it again
     └── RequestPoisoned        this request kills servers, even if it is the only one in flight
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
@@ -134,6 +136,13 @@ class TooManyOpenFiles(CkptError):
     """
 
 
+class UnexpectedExit(CkptError):
+    """A step before this one, ``shared_context`` or a rollout called ``sys.exit`` or raised another BaseException.
+
+    It would end the process with documents missing, and often with exit code 0. Raise an ``Exception`` instead.
+    """
+
+
 class Preempted(CkptError):
     """A signal or the job's time limit stopped the rank early. Finished work is saved; the same command resumes."""
 
@@ -150,8 +159,18 @@ class ServerDied(ServerError):
     """The server was ready and died. A run ends with this error when ``server_max_restarts`` are used up."""
 
 
+class ServerUnavailable(ServerError):
+    """No request was answered for ``server_patience_seconds``: the server is away, or fails for all requests.
+
+    Finished work is saved. When the server is back, run the same command again.
+    """
+
+
 class ServerRefused(ServerError):
-    """The server refuses every request of this run (401, 403, 404): check the key, the model's name and the URL."""
+    """The server refuses every request of this run (401, 402, 403, 404 and the like, redirects).
+
+    Check the key, the model's name and the URL.
+    """
 
 
 class RequestError(CkptError):
@@ -159,22 +178,27 @@ class RequestError(CkptError):
 
 
 class RequestRejected(RequestError):
-    """The server rejected this request for good (400, 413, 422). ``retry_errors`` sends it again.
+    """The server rejected this request for good (400, 413, 414, 422, 431). ``retry_errors`` sends it again.
 
     The message starts with ``BadRequestError``, because datatrove's rollouts look for that word.
     """
 
-    def __init__(self, status: int, body: str) -> None:
+    def __init__(self, status: int, body: str, remembered: bool = False) -> None:
         self.status = status
         self.body = body
-        super().__init__(f"BadRequestError: HTTP {status}: {body}")
+        self.remembered = remembered
+        note = " (an earlier attempt got this answer; retry_errors=True asks again)" if remembered else ""
+        super().__init__(f"BadRequestError: HTTP {status}{note}: {body}")
 
-    def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str]]:
-        return type(self), (self.status, self.body)
+    def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool]]:
+        return type(self), (self.status, self.body, self.remembered)
 
 
 class RequestFailed(RequestError):
-    """A request was given up after ``request_max_attempts`` attempts. The next run sends it again."""
+    """A request failed for ``server_patience_seconds`` while others were answered. The next run sends it again.
+
+    It stops the rank (``DocumentFailed``): a failure that is not the request's own never costs a document.
+    """
 
 
 class RequestPoisoned(RequestError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 
 _EXTRAS = {"zstandard": "zstd", "pyarrow": "parquet", "s3fs": "s3", "ray": "ray"}
@@ -33,6 +34,28 @@ def byte_size(size: float) -> str:
         if size >= factor:
             return f"{_digits(size / factor)} {unit}"
     return f"{size:.0f} B"
+
+
+def safe_text(value: object) -> str:
+    """``str(value)`` as text that every file and terminal takes. Never raises.
+
+    A user's ``__str__`` may raise, and its result may hold lone surrogates, which no encoding can write.
+    """
+    return _safe(str, value)
+
+
+def safe_repr(value: object) -> str:
+    """``repr(value)``, for error messages. Never raises, and is at most 200 characters long."""
+    text = _safe(repr, value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _safe(convert: Callable[[object], str], value: object) -> str:
+    try:
+        text = convert(value)
+        return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+    except Exception as error:
+        return f"<{type(value).__name__}, whose {convert.__name__}() raises {type(error).__name__}>"
 
 
 def error_text(error: BaseException) -> str:

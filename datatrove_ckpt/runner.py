@@ -27,13 +27,15 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.dead_letters import Retry
+from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.failures import Failures, OnDocumentError
 from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress, wants_bar
 from datatrove_ckpt.generation.run_identity import code_identity, run_identity
 from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
-from datatrove_ckpt.generation.user_code import SharedContext, bind_shared, check_rollout, open_shared
+from datatrove_ckpt.generation.shared_context import SharedContext, shared_arguments
+from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import check_servers, connect
@@ -70,10 +72,11 @@ class InferenceRunner(PipelineStep):
         checkpoints_local_dir: local folder for checkpoints. None: no checkpoints, and a run that dies starts over.
         records_per_chunk: documents per output file, with checkpoints.
         metadata_key: where the results go in the document's metadata.
-        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 422 and other permanent 4xx)
-            becomes a dead letter, instead of stopping the rank.
-        on_document_error: "stop" the rank when a rollout raises or a request cannot be answered, or make the document
-            a "dead_letter" and continue. A request that kills servers becomes a dead letter either way.
+        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 414, 422, 431) becomes a dead
+            letter, instead of stopping the rank.
+        on_document_error: "stop" the rank when a rollout raises or its request is rejected, or make the document a
+            "dead_letter" and continue. A request that kills servers becomes a dead letter either way. A server that is
+            away or fails stops the rank either way.
         max_dead_letters: documents that may become dead letters; one more stops the rank. None: no limit.
         retry_dead_letters: process the dead letters of earlier runs instead of the input, into output files of their
             own. The rank must be finished.
@@ -249,7 +252,8 @@ class InferenceRunner(PipelineStep):
             preemption.raise_if_stop_requested()
             names = output.names if output is not None else FileNames(self.output_writer, rank)
             main = self._generate(data, rank, checkpoint, progress, preemption, names)
-            event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
+            with no_exit(f"The rollout {name_of(self.rollout_fn)}, or a task that it started,", preemption):
+                event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
             if output is not None:
                 with preemption.interruptible():
                     output.check_complete()
@@ -334,7 +338,7 @@ class InferenceRunner(PipelineStep):
         documents = DocumentSource(data, failures.keep_as_read, self.seek)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
-            with self._inference_timer(), open_shared(self.shared_context, preemption) as shared:
+            with self._inference_timer(), shared_arguments(self.shared_context, preemption) as shared:
                 scheduler = Scheduler(
                     rollout_fn=bind_shared(self.rollout_fn, shared),
                     config=self.config,

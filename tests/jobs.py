@@ -31,7 +31,7 @@ async def the_first_last(document: Document, generate: Any, others_committed: Ca
 
 
 def config(server: FakeServer, **changes: Any) -> InferenceConfig:
-    settings: dict[str, Any] = {"model_name_or_path": "fake", "request_max_attempts": 2, **changes}
+    settings: dict[str, Any] = {"model_name_or_path": "fake", "server_patience_seconds": 0.3, **changes}
     return InferenceConfig(server_type="endpoint", endpoint_url=server.url, **settings)
 
 

@@ -27,7 +27,7 @@ from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import config, documents, writer
 
-ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1, "request_max_attempts": 1}
+ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1, "server_patience_seconds": 0.1}
 
 
 async def ask_twice(document: Document, generate: Any) -> Any:

@@ -20,7 +20,7 @@ from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build, show
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
@@ -81,6 +81,10 @@ def _execute(executor: Any, command: str) -> int:
         _check_output(executor, before=False)
     except KeyboardInterrupt:
         return _interrupted(interruption, command)
+    except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
+        if exit.code:
+            raise
+        return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
     except Exception as error:
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, command)

@@ -31,6 +31,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.documents import decode, encode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentNotSerializable
+from datatrove_ckpt.formatting import safe_text
 from datatrove_ckpt.readers.positions import State
 
 
@@ -51,7 +52,8 @@ class Letter(TypedDict):
 def cause_of(error: BaseException) -> str:
     """What happened, in one line."""
     cause = error.error if isinstance(error, InferenceError) else error
-    return str(cause) if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {cause}"
+    text = safe_text(cause)
+    return text if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {text}"
 
 
 def dead_letter(
@@ -75,16 +77,16 @@ def dead_letter(
     try:
         kept = as_read or encode(document)
     except DocumentNotSerializable:
-        kept = encode(Document(document.text, str(document.id)))
+        kept = encode(Document(safe_text(document.text), safe_text(document.id)))
     head: Letter = {
         "ordinal": earlier["ordinal"] if earlier else ordinal,
-        "id": str(document.id),
+        "id": safe_text(document.id),
         "error": cause_of(error),
         "kind": type(error.error if isinstance(error, InferenceError) else error).__name__,
         "attempts": earlier["attempts"] + 1 if earlier else 1,
         "position": earlier["position"] if earlier else position,
         "payload_hashes": payload_hashes,
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": safe_text("".join(traceback.format_exception(error))),
     }
     return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
 

@@ -2,18 +2,30 @@
 
 ``on_document_error="stop"`` (the default) stops the rank at any failure, with two exceptions: a request that the server
 rejects, if ``skip_bad_requests`` is set, and a request that kills servers, because it would kill the next one, too.
+
+A failure of the server is never a document's: it stops the rank (``Scheduler.fail``) before anybody asks here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Literal, NoReturn
 
-from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.errors import CkptError, DocumentFailed, RequestPoisoned, RequestRejected, TooManyDeadLetters
+from datatrove_ckpt.errors import (
+    CkptError,
+    DocumentFailed,
+    RequestFailed,
+    RequestPoisoned,
+    RequestRejected,
+    ServerUnavailable,
+    TooManyDeadLetters,
+    UnexpectedExit,
+)
+from datatrove_ckpt.formatting import safe_repr
 from datatrove_ckpt.generation.dead_letters import cause_of, dead_letter
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.user_code import NotAwaitable
@@ -61,17 +73,19 @@ class Failures:
             TooManyDeadLetters: this would be a dead letter beyond the limit.
             CkptError: the rollout let one out, and the rule says that it stops the rank.
         """
-        document = source.document
+        document, name = source.document, _named(source.document.id, slot)
         if isinstance(error, NotAwaitable) or not self._is_letter(error):
-            _stop(document, slot, error)
+            _stop(name, error)
         self._dead += 1
         if self._limit is not None and self._dead > self._limit:
             raise TooManyDeadLetters(
                 f"{self._dead} documents of this rank failed, more than max_dead_letters={self._limit} allows. The "
-                f"last one, {document.id!r}: {cause_of(error)}. Fix the cause and run the same command again. When the "
-                "rank is finished, --retry-dead-letters processes the dead letters again."
+                f"last one, {name}: {cause_of(error)}. Fix the cause and run the same command again. When the rank is "
+                "finished, --retry-dead-letters processes the dead letters again."
             ) from error
-        logger.warning(f"Document {document.id!r} (number {slot.ordinal}) becomes a dead letter: {cause_of(error)}")
+        logger.warning(
+            f"Document {safe_repr(document.id)} (number {slot.ordinal}) becomes a dead letter: {cause_of(error)}"
+        )
         return dead_letter(
             document,
             source.as_read,
@@ -101,10 +115,52 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _stop(document: Document, slot: ChunkSlot, error: BaseException) -> NoReturn:
-    if isinstance(error, CkptError):
+def _named(doc_id: object, slot: ChunkSlot) -> str:
+    return f"document {safe_repr(doc_id)} (number {slot.ordinal} of this rank)"
+
+
+def _stop(name: str, error: BaseException) -> NoReturn:
+    if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit):
         raise error
     raise DocumentFailed(
-        f"Document {document.id!r} (number {slot.ordinal} of this rank) failed: {cause_of(error)}. The answers of "
-        "other documents are saved. Fix the cause and run the same command again."
+        f"D{name[1:]} failed: {cause_of(error)}. The answers of other documents are saved. "
+        f"{_way_out(error)}Fix the cause and run the same command again."
     ) from error
+
+
+# How vLLM, SGLang, llama.cpp and OpenAI word it. The words choose a hint, never what happens.
+_TOO_LONG = re.compile(
+    r"context.(length|size|window)|max(imum)?.(model|context|sequence|input).len|exceed_context_size"
+    r"|longer than the (model|maximum)",
+    re.IGNORECASE,
+)
+
+
+def _way_out(error: BaseException) -> str:
+    """What to do about a rejected request, as sentences that end with a blank."""
+    rejected = next((cause for cause in _causes(error) if isinstance(cause, RequestRejected)), None)
+    if rejected is None:
+        return ""
+    way = (
+        "skip_bad_requests=True makes a dead letter of each document whose request is rejected, and "
+        'on_document_error="dead_letter" of each that fails. '
+    )
+    if _TOO_LONG.search(rejected.body):
+        way = f"The prompt is longer than the model's context. ChunkedRollout splits long documents. {way}"
+    if rejected.remembered:
+        way += "The server was not asked this time: retry_errors=True (in a YAML file, retry_errors: true) asks again. "
+    return way
+
+
+def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
+    """The error that stops the rank when a server has failed for a request of this document."""
+    document = _named(doc_id, slot)
+    if isinstance(error, RequestFailed):
+        return DocumentFailed(
+            f"A request of {document} has no answer. {error} The server's failure is not the document's, so it makes "
+            "no dead letter. Fix the server and run the same command again. To go on without this document, let the "
+            "rollout return None for it before any request, and set accept_changes=True."
+        )
+    if isinstance(error, ServerUnavailable):
+        return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
+    return error

@@ -20,8 +20,11 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import trim
 from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError, TooManyOpenFiles
 from datatrove_ckpt.generation.drain import Drain
+from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.transport import REJECTED
+from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.rollouts import Payload
 
@@ -56,20 +59,18 @@ class RankContext(Protocol):
     def client(self) -> asyncio.Future[CompletionClient]: ...
     @property
     def drain(self) -> Drain: ...
+    @property
+    def stopping(self) -> bool: ...
     async def wait_for_storage(self) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
 
 
 class Answers:
-    """One document's cached answers, and the error if the server as a whole has failed for it.
-
-    Attributes:
-        fatal: a failure that is not the document's fault. It must stop the rank, whatever the rollout does with it.
-    """
+    """One document's cached answers."""
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
         self.slot = slot
         self.doc_id = doc_id
-        self.fatal: ServerError | TooManyOpenFiles | None = None
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
@@ -96,10 +97,6 @@ class Answers:
         if not self._pending:
             self._rank.drain.request_finished()
 
-    def raise_fatal(self) -> None:
-        if self.fatal is not None:
-            raise self.fatal
-
 
 class Requests:
     """The ``generate`` callback of one rollout. See ``rollouts.Generate``."""
@@ -121,6 +118,9 @@ class Requests:
             InferenceError: the request cannot be answered; ``error`` says why.
             datatrove's ServerError: no request can be answered.
         """
+        if self._rank.stopping:
+            # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
+            await wait_until_cancelled()
         config = self._rank.config
         payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
         try:
@@ -132,7 +132,9 @@ class Requests:
         self._occurrences[digest] += 1
         self.count += 1
         answer = await self._answers.cached(key)
-        result = await self._send(key, body, payload) if answer is None else _from_cache(answer, payload)
+        result = None if answer is None else _from_cache(answer, payload)
+        if result is None:
+            result = await self._send(key, body, payload)
         self.prompt_tokens += result.usage.get("prompt_tokens") or 0
         self.completion_tokens += result.usage.get("completion_tokens") or 0
         return result
@@ -145,12 +147,16 @@ class Requests:
             rank.observer.request_failed()
             await self._keep(key, Answer(None, f"{error.status} {error.body}"))
             raise InferenceError(None, error, payload=payload) from error
-        except (RequestFailed, RequestPoisoned) as error:
+        except RequestPoisoned as error:
             rank.observer.request_failed()
             raise InferenceError(None, error, payload=payload) from error
-        except (ServerError, TooManyOpenFiles) as error:
-            self._answers.fatal = error
-            raise RolloutServerError(error) from error
+        except (RequestFailed, ServerError, TooManyOpenFiles) as error:
+            rank.observer.request_failed()
+            # The rank stops, whatever the rollout does with the error that it sees.
+            rank.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
+            if not isinstance(error, RequestFailed):
+                raise RolloutServerError(error) from error
+            raise InferenceError(None, error, payload=payload) from error
         rank.observer.answered(completion)
         await self._keep(key, Answer(_to_json(completion), None))
         return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
@@ -169,11 +175,18 @@ class Requests:
         await self._rank.wait_for_storage()
 
 
-def _from_cache(answer: Answer, payload: Payload) -> InferenceResult:
+def _from_cache(answer: Answer, payload: Payload) -> InferenceResult | None:
+    """The cached answer; None if it must be requested again.
+
+    Raises:
+        InferenceError: the cached answer is a rejection.
+    """
     if answer.result is not None:
         return InferenceResult(**orjson.loads(answer.result))
     status, _, body = (answer.error_message or "").partition(" ")
-    rejected = RequestRejected(int(status), body)
+    if int(status) not in REJECTED:  # 0.1 kept a 402 or a 405 like a 400
+        return None
+    rejected = RequestRejected(int(status), body, remembered=True)
     raise InferenceError(None, rejected, payload=payload) from rejected
 
 

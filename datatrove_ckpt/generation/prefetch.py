@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.documents import encode, fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
@@ -172,7 +173,9 @@ class DocumentSource:
             self._flush(is_last=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             self._flush()
-            self._error = error
+            self._error = (
+                error if isinstance(error, Exception) else exit_error("The reader, or a step after it,", error)
+            )
         finally:
             with self._change:
                 self._ended = True

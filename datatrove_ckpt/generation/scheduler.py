@@ -5,8 +5,8 @@ reader's thread, and results go to the storage thread. Three limits hold back ne
 ``max_concurrent_documents`` are in work, the storage thread's queue is bounded, and so is the number of complete chunks
 that wait to be published.
 
-A document whose rollout saw the server die or refuse every request is never recorded, even if the rollout catches the
-error: ``except Exception: return None`` in a user's code must not turn a crash into dropped documents.
+A server that fails stops the rank at once (``fail``), whatever rollouts do with the error that they see: ``except
+Exception: return None`` in a user's code must not turn an outage into dropped documents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode
+from datatrove_ckpt.generation.document_tasks import DocumentTasks
 from datatrove_ckpt.generation.drain import Drain
+from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
@@ -113,8 +115,10 @@ class Scheduler:
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._stopping = False
+        self.stopping = False
+        self._tasks = DocumentTasks()
         self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
         self.client: asyncio.Future[CompletionClient] = self._loop.create_future()
         self._change: asyncio.Future[None] = self._loop.create_future()
         self._storage_free: asyncio.Future[None] = self._loop.create_future()
@@ -135,23 +139,25 @@ class Scheduler:
                 serving,
                 background.create_task(self._watch_checkpoint()),
                 background.create_task(self._stop_early(serving)),
+                background.create_task(self._raise_failure()),
             ]
-            async with asyncio.TaskGroup() as document_tasks:
-                # All waits are inside this block: an error that ends one must set _stopping before the task group
-                # cancels the documents.
-                try:
-                    await self._admit_all(documents, document_tasks)
-                    await self._idle.wait()
-                except BaseException:
-                    self._stopping = True
-                    raise
+            # All waits are inside this block: an error that ends one must set ``stopping`` before any document is
+            # cancelled.
+            try:
+                await self._admit_all(documents)
+                await self._idle.wait()
+            except BaseException:
+                self.stopping = True
+                raise
+            finally:
+                await self._tasks.end(self._preemption.fast_stop)
             self.checkpoint.end_of_input()
             while not self.checkpoint.all_committed:
                 await self._next_change()
             for task in background_tasks:
                 task.cancel()
 
-    async def _admit_all(self, documents: DocumentSource, tasks: asyncio.TaskGroup) -> None:
+    async def _admit_all(self, documents: DocumentSource) -> None:
         async for batch in documents.batches(self.checkpoint.resumed):
             for source in batch:
                 slot = self.checkpoint.admit(source.fingerprint, source.position)
@@ -161,12 +167,11 @@ class Scheduler:
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self._next_change()
                 await self._document_limit.acquire()
-                self._raise_if_stopping()  # the awaits above may not have yielded, so a stop may be unseen
-                if self.drain.active:
+                if self.drain.active or self.stopping:  # the awaits above may not have yielded
                     await wait_until_cancelled()
                 self.drain.document_started()
                 self._idle.clear()
-                tasks.create_task(self._process(source, slot))
+                self._tasks.start(self._process(source, slot))
 
     # background --------------------------------------------------------------------------------------------------
 
@@ -177,6 +182,15 @@ class Scheduler:
             self.observer.serving()
             self.client.set_result(client)
             await watch()
+
+    def fail(self, error: BaseException) -> None:
+        """Stops the rank. The first error counts, and no document that is in work is recorded."""
+        self.stopping = True
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _raise_failure(self) -> None:
+        await self._failure
 
     async def _watch_checkpoint(self) -> None:
         while True:
@@ -196,7 +210,7 @@ class Scheduler:
             else:
                 serving.cancel()  # a model may need minutes to load
                 await self._preemption.wait_for(self._until_drained(None))
-        self._stopping = True  # set it before anything is cancelled: a cancelled rollout is no failure of its document
+        self.stopping = True  # set it before anything is cancelled: a cancelled rollout is no failure of its document
         self._preemption.raise_preempted()
 
     async def _drain_requests(self, client: CompletionClient) -> None:
@@ -237,13 +251,15 @@ class Scheduler:
     async def _process(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
-        except BaseException:
-            self._stopping = True
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self.stopping = True
             raise
+        except BaseException as error:
+            self.fail(error)
         finally:
             self._document_limit.release()
             self.drain.document_finished()
-            if not self.drain.documents:
+            if not self.drain.documents and not self.stopping:
                 self._idle.set()
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
@@ -252,7 +268,6 @@ class Scheduler:
         requests = [Requests(self, answers, index) for index in range(self._rollouts)]
         try:
             results = await self._run_rollouts(document, requests)
-            answers.raise_fatal()
             self._raise_if_stopping()
             kept = [result for result in results if result is not None]
             document.metadata[self._metadata_key] = kept
@@ -260,7 +275,6 @@ class Scheduler:
                 self._check_document(document, slot.chunk_index)
             data = encode(document) if kept else b"null"
         except (Exception, asyncio.CancelledError) as error:
-            answers.raise_fatal()
             self._raise_if_stopping()
             letter = self._failures.letter_or_raise(source, slot, error, [request.last_hash for request in requests])
             return self._finished(source, slot, "dead", letter, requests)
@@ -272,20 +286,30 @@ class Scheduler:
         A rollout may also cancel a task of its own and let the CancelledError out. That is a failure of the document.
         ``Task.cancelling`` cannot tell the two cases apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
-        if self._stopping:
+        if self.stopping:
             raise asyncio.CancelledError
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
         if len(requests) == 1:
-            return [await self.rollout_fn(document, requests[0])]
+            return [await self._run_rollout(document, requests[0])]
         # The first rollout that raises cancels the others: their document fails anyway, so their further requests would
         # be wasted. The cache keeps the answers that they have so far.
-        tasks = [asyncio.ensure_future(self.rollout_fn(document, request)) for request in requests]
+        tasks = [asyncio.ensure_future(self._run_rollout(document, request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _run_rollout(self, document: Document, request: Requests) -> object:
+        try:
+            return await self.rollout_fn(document, request)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # it would end the event loop, and with it the process
+            if self.stopping or self._preemption.raised(error):
+                raise
+            raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
 
     def _finished(
         self,

@@ -10,19 +10,13 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Awaitable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.generation.shared_context import Shared, SharedContext
 from datatrove_ckpt.rollouts import Rollout
-
-# Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].
-Shared: TypeAlias = dict[str, Any]
-SharedManager: TypeAlias = AbstractContextManager[Shared]
-SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
 # Expressions whose value is never awaitable.
@@ -145,21 +139,3 @@ def _shown(rollout_fn: Any) -> str:
     except (TypeError, ValueError):
         return str(name)
     return f"{name}{inspect.Signature([one.replace(annotation=one.empty) for one in parameters])}"
-
-
-@contextmanager
-def open_shared(context: SharedContext, preemption: Preemption) -> Iterator[Shared]:
-    """The keyword arguments for the rollout, from any of the four forms of ``shared_context``."""
-    # The object that a @contextmanager function returns is callable, too: check for a context manager first.
-    if not isinstance(context, AbstractContextManager) and callable(context):
-        with preemption.interruptible():
-            context = context()
-    if isinstance(context, AbstractContextManager):
-        with ExitStack() as stack:
-            with preemption.interruptible():
-                entered = stack.enter_context(context)
-            yield entered or {}
-    elif context is None or isinstance(context, dict):
-        yield context or {}
-    else:
-        raise ConfigError(f"shared_context: gave a {type(context).__name__} instead of a dict.")

@@ -80,6 +80,7 @@ class Preemption:
     Attributes:
         cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
         given_up: how many requests were still in flight when the drain ended.
+        fast_stop: a second signal came: nothing is waited for.
         on_signal: called in the signal handler, so it must take no lock and must not log.
 
     Raises:
@@ -95,7 +96,7 @@ class Preemption:
         self._previous: dict[int, Handler] = {}
         self._received: list[int] = []
         self._requested_at = 0.0
-        self._fast_stop = False
+        self.fast_stop = False
         self._interruptible = False
         self._loop_noticed = False
         self._wake_loop: Callable[[], None] | None = None
@@ -175,6 +176,10 @@ class Preemption:
         """Raises Preempted."""
         raise Preempted(f"Stopped by {self.cause}. Run the same command again to resume.")
 
+    def raised(self, error: BaseException) -> bool:
+        """Whether a signal may have raised this error: otherwise somebody's code raised it itself."""
+        return isinstance(error, KeyboardInterrupt) and (self.cause != "" or signal.SIGINT not in self._previous)
+
     # when a signal comes -----------------------------------------------------------------------------------------
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -191,7 +196,7 @@ class Preemption:
         elif self.seconds > SAME_EVENT:
             if self._wake_loop is not None and not self._loop_noticed:
                 raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
-            self._fast_stop = True
+            self.fast_stop = True
             self._notify()
         if self._interruptible:
             raise KeyboardInterrupt
@@ -245,7 +250,7 @@ class Preemption:
     def _notice(self) -> None:
         self._loop_noticed = True
         self._stop_requested.set()
-        if self._fast_stop and self._wait is not None and not self._wait.expired():
+        if self.fast_stop and self._wait is not None and not self._wait.expired():
             self._wait.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager
@@ -258,7 +263,7 @@ class Preemption:
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
         """Awaits ``awaitable`` until the drain's time is over. True if it finished, False if the time was too short."""
-        left = 0.0 if self._fast_stop else max(0.0, self.drain_seconds - self.seconds)
+        left = 0.0 if self.fast_stop else max(0.0, self.drain_seconds - self.seconds)
         try:
             async with asyncio.timeout(left) as wait:
                 with self._waiting(wait):

@@ -38,6 +38,8 @@ class FakeServer:
         self.asked: Counter[str] = Counter()
         """Number of requests by question, which is the last message or the prompt."""
         self.payloads: list[Payload] = []
+        self.error = "refused"
+        """The message of answers with another status than 200."""
         self._answer = answer or (lambda payload, times: f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
         self._status = status
         self._delay = delay
@@ -103,7 +105,7 @@ class FakeServer:
         await asyncio.sleep(self._delay(payload, times))
         status = self._status(payload, times)
         if status is not None:
-            return web.json_response({"error": {"message": f"refused with {status}"}}, status=status)
+            return web.json_response({"error": {"message": f"{self.error} with {status}"}}, status=status)
         text = self._answer(payload, times)
         choice: Payload = {"index": 0, "finish_reason": "stop"}
         choice |= {"message": {"role": "assistant", "content": text}} if "messages" in payload else {"text": text}

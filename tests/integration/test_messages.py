@@ -25,7 +25,7 @@ executor:
       - class_path: InferenceRunner
         init_args:
           rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
-          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake, request_max_attempts: 1}
+          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake, server_patience_seconds: 0.2}
           output_writer:
             class_path: JsonlWriter
             init_args: {output_folder: output, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
@@ -102,7 +102,6 @@ def test_an_endpoint_that_nobody_listens_at_is_named(job: Path, capfd: pytest.Ca
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     edit(job, (job / "job.yaml").read_text().split('endpoint_url: "')[1].split('"')[0], url)
-    edit(job, "request_max_attempts: 1", "server_ready_max_attempts: 2, server_ready_delay_sec: 0.1")
     assert url in refused(job, capfd)
 
 

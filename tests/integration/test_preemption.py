@@ -288,7 +288,7 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
             ending.append(True)
             server.release()
 
-        settings = {"max_concurrent_generations": 4, "request_max_attempts": 1}
+        settings = {"max_concurrent_generations": 4}
         step = runner(tmp_path, server, plain, on_document_error="dead_letter", config=settings)
         timer = signal_once_asked(server, 4)
         with when_logged(DRAINS, both_end), pytest.raises(Preempted):

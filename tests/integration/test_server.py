@@ -255,11 +255,11 @@ def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
 
 def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log() -> None:
     async def play() -> None:
-        config = custom(SERVER, request_max_attempts=1)
+        config = custom(SERVER, server_patience_seconds=0.1)
         async with make_server(config, 0) as running:
             watch = asyncio.create_task(running.watch())
             async with CompletionClient(config, running.urls, running.api_key) as client:
-                with pytest.raises(Exception, match="Given up"):
+                with pytest.raises(Exception, match="No request was answered"):
                     await client.complete(b"{}")
             with pytest.raises(ServerDied, match=r"(?s)exit code 41.*serving"):
                 await watch
@@ -395,13 +395,13 @@ def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
     script = script.replace('print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"')
 
     async def play() -> None:
-        config = custom(script, request_max_attempts=1)
+        config = custom(script, server_patience_seconds=0.1)
         async with make_server(config, 0) as running:
             key = running.api_key
             assert key
             assert not [line for line in command_lines() if key.reveal().encode() in line]
             async with CompletionClient(config, running.urls, key) as client:
-                with pytest.raises(Exception, match="Given up"):
+                with pytest.raises(Exception, match="No request was answered"):
                     await client.complete(b"{}")
             with pytest.raises(ServerDied, match=r"\*\*\*") as caught:
                 await running.watch()
@@ -468,7 +468,9 @@ def test_an_endpoint_that_talks_nonsense_is_named_without_its_query(
         async with await asyncio.start_server(nonsense, "127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
             monkeypatch.setenv("MY_CODE", "hush")
-            config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}?code=${{MY_CODE}}")
+            config = InferenceConfig(
+                "endpoint", "m", endpoint_url=f"{url}?code=${{MY_CODE}}", server_patience_seconds=30.0
+            )
             with pytest.raises(ServerStartFailed, match=f"(?s){url}: .*{shown}") as caught:
                 await make_server(config, 0).start()
             assert "hush" not in str(caught.value)

@@ -22,7 +22,7 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError, RequestFailed, RequestPoisoned, ServerDied, ServerStartFailed
+from datatrove_ckpt.errors import CkptError, RequestPoisoned, ServerDied, ServerStartFailed, ServerUnavailable
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -117,7 +117,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(**settings: Any) -> InferenceConfig:
     """One attempt per request: a request that is sent again because its server died must use up none."""
-    settings = {"request_max_attempts": 1, "server_start_max_retries": 0, "server_stop_timeout_sec": 2.0, **settings}
+    settings = {"server_start_max_retries": 0, "server_stop_timeout_sec": 2.0, **settings}
     return InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **settings)
 
 
@@ -372,15 +372,15 @@ def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_hea
     play(script)
 
 
-def test_a_failure_of_a_running_server_uses_up_an_attempt() -> None:
+def test_a_running_server_that_only_fails_ends_the_run() -> None:
     Path("engine.py").write_text(ENGINE.replace("if sick != 200", "if True"))
 
     async def script(run: Run) -> None:
-        with pytest.raises(RequestFailed, match="EngineDeadError"):
+        with pytest.raises(ServerUnavailable, match="EngineDeadError"):
             await run.ask("hello")
         assert run.servers.restarts == 0
 
-    play(script, server_stop_timeout_sec=0.1)
+    play(script, server_stop_timeout_sec=0.1, server_patience_seconds=0.1)
 
 
 def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

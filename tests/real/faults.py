@@ -56,7 +56,7 @@ class Job:
         self.began = time.monotonic()
         config = {
             "max_concurrent_generations": concurrency,
-            "request_max_attempts": 2,
+            "server_patience_seconds": 30.0,
             "server_log_folder": str(folder / "logs"),
             **settings,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
 import time
@@ -16,7 +17,14 @@ import aiohttp
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError, ConfigError, RequestFailed, RequestRejected, ServerRefused
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    RequestFailed,
+    RequestRejected,
+    ServerRefused,
+    ServerUnavailable,
+)
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -126,11 +134,17 @@ async def serving(*replies: Reply) -> AsyncIterator[tuple[RawServer, str]]:
 
 
 class Sleeps(list[float]):
-    """Replaces asyncio.sleep: records the seconds, and lets other tasks run."""
+    """Replaces asyncio.sleep and the clock: records the seconds, and lets other tasks run."""
+
+    now = 0.0
 
     async def __call__(self, seconds: float) -> None:
         self.append(seconds)
+        self.now += seconds
         await asyncio.sleep(0)
+
+    def clock(self) -> float:
+        return self.now
 
 
 def config(**settings: Any) -> InferenceConfig:
@@ -149,7 +163,7 @@ class Outcome:
     async def _play(self, replies: tuple[Reply, ...], settings: dict[str, Any]) -> None:
         async with (
             serving(*replies) as (self.server, url),
-            CompletionClient(config(**settings), [url], "key", sleep=self.sleeps) as client,
+            CompletionClient(config(**settings), [url], "key", sleep=self.sleeps, clock=self.sleeps.clock) as client,
         ):
             try:
                 self.result = await client.complete(BODY)
@@ -185,7 +199,7 @@ def test_a_chunked_answer_is_parsed() -> None:
     assert Outcome(chunked).result == Completion("hi", "stop", {"total_tokens": 3})
 
 
-@pytest.mark.parametrize("status", [400, 402, 405, 413, 422, 451])
+@pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
 def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     outcome = Outcome(answer(http(status, b"x" * 5000)))
     assert isinstance(outcome.result, RequestRejected)
@@ -194,7 +208,7 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     assert len(outcome.server.requests) == 1
 
 
-@pytest.mark.parametrize("status", [301, 307, 401, 403, 404])
+@pytest.mark.parametrize("status", [301, 307, 401, 402, 403, 404, 405, 406, 407, 410, 421, 451])
 def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
     assert isinstance(outcome.result, ServerRefused)
@@ -236,13 +250,91 @@ def test_what_may_pass_is_tried_again(name: str) -> None:
     assert 0 <= outcome.sleeps[0] <= 0.5
 
 
-@pytest.mark.parametrize("name", ["status 503", "reset", "html"])
-def test_a_request_is_given_up_after_its_attempts(name: str) -> None:
+@pytest.mark.parametrize("name", ["status 429", "status 500", "status 503", "reset", "html", "finish_reason null"])
+def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name: str) -> None:
     outcome = Outcome(UNFINISHED[name])
-    assert isinstance(outcome.result, RequestFailed)
-    assert "3 attempts" in str(outcome.result)
-    assert len(outcome.server.requests) == 3
-    assert len(outcome.sleeps) == 2
+    assert isinstance(outcome.result, ServerUnavailable)
+    assert "server_patience_seconds=600" in str(outcome.result)
+    assert 600 <= sum(outcome.sleeps) <= 630
+    assert len(outcome.server.requests) == 1 + len(outcome.sleeps)
+
+
+def test_a_server_that_is_back_before_the_patience_ends_costs_nothing() -> None:
+    outcome = Outcome(*[UNFINISHED["status 503"], UNFINISHED["reset"]] * 8, GOOD)
+    assert isinstance(outcome.result, Completion)
+
+
+def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
+    async def play() -> None:
+        sleeps = Sleeps()
+        async with (
+            serving(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, url),
+            CompletionClient(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client,
+        ):
+            await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
+            waited[:] = [sleeps.now]
+
+    waited: list[float] = []
+    asyncio.run(play())
+    said = [line for line in log if line.startswith("WARNING")]
+    assert 1 <= len(said) <= 2 + waited[0] / 60
+    assert re.match(
+        r"WARNING The server gives no answers \(HTTP 503 .*; waiting, \d+ s of 600 s \(server_patience", said[0]
+    )
+    assert re.match(r"INFO Requests are answered again, after \d+ s\.", log[-1])
+
+
+def only_others(status: int) -> Reply:
+    """Answers each request but those whose body is BODY."""
+
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        await (answer(http(status, b"")) if server.requests[-1][1] == BODY else GOOD)(server, writer)
+
+    return reply
+
+
+@pytest.mark.parametrize(("status", "patience"), [(500, 600), (504, 600), (429, 6000), (503, 6000)])
+def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status: int, patience: int) -> None:
+    async def play() -> None:
+        sleeps = Sleeps()
+
+        async def sleep(seconds: float) -> None:
+            await client.complete(b"{}")  # another request is answered
+            await sleeps(seconds)
+
+        async with (
+            serving(only_others(status)) as (_, url),
+            CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
+        ):
+            with pytest.raises(RequestFailed, match=rf"this request failed while others.*HTTP {status}"):
+                await client.complete(BODY)
+            assert patience <= sum(sleeps) <= patience + 60
+
+    asyncio.run(play())
+
+
+def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
+    """The server is away for almost all of the patience, and then fails this request a few times more."""
+
+    async def play() -> None:
+        sleeps = Sleeps()
+
+        async def sleep(seconds: float) -> None:
+            await sleeps(seconds)
+            if sleeps.now > 550:
+                await client.complete(b"{}")
+
+        async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+            fails = server.requests[-1][1] == BODY and sleeps.now < 900
+            await (answer(http(500, b"")) if fails else GOOD)(server, writer)
+
+        async with (
+            serving(reply) as (_, url),
+            CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
+        ):
+            assert (await client.complete(BODY)).text == "hi"
+
+    asyncio.run(play())
 
 
 def test_a_503_that_quotes_bad_request_is_still_retried() -> None:
@@ -269,21 +361,21 @@ class PatientlyConnecting(PlainTransport):
 @pytest.mark.parametrize("reply", [never, answer(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")])
 def test_an_answer_that_never_comes_is_given_up(reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "PlainTransport", PatientlyConnecting)
-    outcome = Outcome(reply, request_timeout=0.1, request_max_attempts=2)
-    assert isinstance(outcome.result, RequestFailed)
+    outcome = Outcome(reply, request_timeout=0.1, server_patience_seconds=0.4)
+    assert isinstance(outcome.result, ServerUnavailable)
     assert "no answer in time" in str(outcome.result)
 
 
-def test_a_refused_connection_is_tried_again() -> None:
+def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
     async def play() -> None:
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))  # bound, not listening: refuses
             url = f"http://127.0.0.1:{closed.getsockname()[1]}"
             sleeps = Sleeps()
-            async with CompletionClient(config(), [url], None, sleep=sleeps) as client:
-                with pytest.raises(RequestFailed, match=r"ClientConnectorError|ConnectionRefusedError"):
+            async with CompletionClient(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client:
+                with pytest.raises(ServerUnavailable, match=r"ClientConnectorError|ConnectionRefusedError"):
                     await client.complete(BODY)
-            assert len(sleeps) == 2
+            assert "The server is unreachable" in log[0]
 
     asyncio.run(play())
 
@@ -311,7 +403,7 @@ def test_retry_after_may_be_a_date(ahead: int, low: float, high: float) -> None:
 
 
 def test_the_backoff_grows_up_to_half_a_minute() -> None:
-    outcome = Outcome(answer(http(500, b"")), request_max_attempts=60)
+    outcome = Outcome(answer(http(500, b"")))
     assert all(0 <= seconds <= min(30, 0.5 * 2**n) for n, seconds in enumerate(outcome.sleeps))
     assert max(outcome.sleeps) > 15
 
@@ -442,9 +534,9 @@ def test_a_body_of_several_megabytes_is_sent_whole() -> None:
     ("reply", "error", "shown"),
     [
         (answer(http(403, b"no")), ServerRefused, "answered HTTP 403"),
-        (answer(b"HTTP/1.1 OK nonsense\r\n\r\n"), RequestFailed, "HTTP/1.1 OK nonsense"),
-        (then_close(), RequestFailed, "before the response|disconnected"),
-        (then_close(http(200, chat())[:-10]), RequestFailed, "inside the response|not completed"),
+        (answer(b"HTTP/1.1 OK nonsense\r\n\r\n"), ServerUnavailable, "HTTP/1.1 OK nonsense"),
+        (then_close(), ServerUnavailable, "before the response|disconnected"),
+        (then_close(http(200, chat())[:-10]), ServerUnavailable, "inside the response|not completed"),
     ],
 )
 @pytest.mark.parametrize("user", ["", "user:hush@"])
@@ -452,7 +544,8 @@ def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type[CkptE
     async def play() -> None:
         async with serving(reply) as (server, url):
             secret_url = url.replace("http://", f"http://{user}") + "?code=hush"
-            async with CompletionClient(config(), [secret_url], None, sleep=Sleeps()) as client:
+            sleeps = Sleeps()
+            async with CompletionClient(config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock) as client:
                 with pytest.raises(error, match=shown) as caught:
                     await client.complete(BODY)
             assert "hush" not in str(caught.value)

@@ -32,7 +32,7 @@ ROOMS = {
     "output": "errors formatting backoff remote_errors redaction documents checkpoint",
     "readers": "errors redaction",
     "torch": "errors readers",
-    "generation": "errors redaction config documents rollouts process checkpoint mirror inference.client"
+    "generation": "errors formatting redaction config documents rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",
     "runner": "errors formatting config rollouts process checkpoint mirror inference.servers output generation",
     "maintenance": "errors formatting remote_errors checkpoint output",

@@ -16,6 +16,7 @@ import orjson
 _UNFINISHED = (None, "abort", "error")
 _BUSY = (502, 503, 504, 529)
 _SHOWN_BYTES = 200  # of an answer that is no JSON
+_LIMITED = (429, 503, 529)
 _MAX_RETRY_AFTER = 120.0  # seconds
 
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
@@ -56,6 +57,11 @@ class RetryableError(Exception):
     def server_is_well(self) -> bool:
         """The server works, and only asks us to wait."""
         return 400 <= self.status < 500
+
+    @property
+    def server_is_limited(self) -> bool:
+        """The server works, and takes no more requests for now."""
+        return self.status in _LIMITED
 
     @property
     def server_is_busy(self) -> bool:

@@ -1,11 +1,11 @@
 """CompletionClient: sends one payload until there is an answer, or until it is clear that there will be none.
 
     what happens                                                     then
-    400, 413, 422 and any other 4xx                                  RequestRejected: this request never succeeds
-    401, 403, 404, any 3xx                                           ServerRefused: no request of this run succeeds
-    408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried, at most request_max_attempts attempts
-    timeouts; bodies that are no completion; no choices;             in all, then RequestFailed
-    finish_reason null, "abort", "error"
+    400, 413, 414, 422, 431                                          RequestRejected: this request never succeeds
+    408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried; ``patience.py`` says how long; at the end
+    timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request is answered), or
+    finish_reason null, "abort", "error"                             RequestFailed (others are); both stop the run
+    401, 402, 403, 404 and any other 4xx, any 3xx                    ServerRefused: no request of this run succeeds
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
@@ -34,12 +34,12 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
-    RequestFailed,
     RequestPoisoned,
     RequestRejected,
     ServerRefused,
 )
 from datatrove_ckpt.inference.client.answers import Completion, RetryableError, parse_chat, parse_completion
+from datatrove_ckpt.inference.client.patience import Outage, RequestClock
 from datatrove_ckpt.inference.client.routing import AttemptLost, Death, HealthProbe, Request, Router, Target
 from datatrove_ckpt.inference.client.transport import make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
@@ -86,10 +86,12 @@ class CompletionClient:
             ``mark_up``, and go with ``mark_dead``.
         api_key: bearer token for ``urls``, or None.
         sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
+        clock: replaces ``time.monotonic`` for patience.
 
     Attributes:
         stats: counters.
         router: which servers are up, and which requests wait.
+        outage: since when no request is answered.
         fast_stop: servers are killed, because no time is left for them to stop by themselves.
 
     Raises:
@@ -103,10 +105,12 @@ class CompletionClient:
         api_key: Key | str | None,
         *,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = ClientStats()
         self.fast_stop = False
         self.router = Router(config.max_concurrent_generations)
+        self.outage = Outage(config.server_patience_seconds, clock)
         self._config = config
         self._sleep = sleep
         self._parse = parse_chat if config.use_chat else parse_completion
@@ -147,6 +151,7 @@ class CompletionClient:
         timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
         target.transport = make_transport(target.url, api_key, timeout, self._proxied)
         target.up = True
+        self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers
         self.router.admit()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
@@ -168,13 +173,14 @@ class CompletionClient:
         Raises:
             RequestRejected: this request can never succeed.
             RequestPoisoned: this request kills servers.
-            RequestFailed: every attempt failed.
+            RequestFailed: every attempt failed, while other requests were answered.
+            ServerUnavailable: no request at all was answered for ``server_patience_seconds``.
             ServerRefused: no request of this run can succeed.
             ServerDied: no server is left, and none may be restarted.
             TooManyOpenFiles: this process may open no more connections.
         """
         request = Request()
-        failures = 0
+        clock = RequestClock(self.outage)
         while True:
             target = await self.router.acquire(request)
             deaths, was_quarantined = len(request.deaths), request.is_quarantined
@@ -190,25 +196,26 @@ class CompletionClient:
                 if self.router.closed:  # a cluster stops our servers together with us: the request is not at fault
                     self.stats.resent += 1
                     continue
-                failures += 1
-                delay = self._delay(failure, failures)
+                delay = self._delay(failure, clock)
             finally:
                 self.router.release(target)
             self.stats.retries += 1
             await self._sleep(delay)
 
-    def _delay(self, failure: RetryableError, failures: int) -> float:
+    def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
         """Seconds until the next attempt.
 
         Raises:
-            RequestFailed: that was the last attempt.
+            RequestFailed, ServerUnavailable: there will be none.
         """
-        last = self._config.request_max_attempts
-        if failures >= last:
-            raise RequestFailed(
-                f"Given up after {failures} attempts (request_max_attempts={last}). Last cause: {failure}"
-            ) from None
+        self.outage.failed(failure, self._oldest_in_flight)
+        failures = clock.failed(failure, self._config.request_max_attempts)
         return max(failure.retry_after, backoff_seconds(failures, _FIRST_BACKOFF, _MAX_BACKOFF, jitter=1.0))
+
+    def _oldest_in_flight(self) -> float:
+        """Seconds for which the oldest attempt under way is under way; 0 if there is none."""
+        started = [attempt.started_at for target in self.router.targets for attempt in target.attempts]
+        return time.monotonic() - min(started) if started else 0.0
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
         self.router.attribute_deaths(request)
@@ -237,6 +244,7 @@ class CompletionClient:
         if attempt.lost:
             raise AttemptLost
         self.stats.answers += 1
+        self.outage.answered()
         return answer
 
     async def _send(self, target: Target, body: bytes, started_at: float) -> Completion:
@@ -249,6 +257,7 @@ class CompletionClient:
             return answer
         except (RequestRejected, ServerRefused):
             target.mark_alive(started_at)
+            self.outage.answered()
             raise
         except RetryableError as failure:
             if failure.server_is_well:

@@ -26,7 +26,8 @@ _CONNECT_TIMEOUT = 30.0  # seconds
 _KEEPALIVE = 4.0
 _READ_BUFFER = 1 << 18  # bytes
 _RETRIED = frozenset({408, 409, 425, 429})
-_REFUSED = frozenset({401, 403, 404})
+REJECTED = frozenset({400, 413, 414, 422, 431})
+"""The statuses that belong to one request: its content, its size. No other status does."""
 _SHOWN_BODY = 2000  # characters
 # Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
 _STREAMED_SIZE = 1 << 20
@@ -132,20 +133,21 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
     if status in _RETRIED or status >= 500:
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
-    if status in _REFUSED or status < 400:
-        return ServerRefused(
-            f"{url} answered HTTP {status} for model {model!r}. "
-            f"{_hint(status)} The server's answer: {text or '(empty)'}"
-        )
-    return RequestRejected(status, text)
+    if status in REJECTED:
+        return RequestRejected(status, text)
+    return ServerRefused(
+        f"{url} answered HTTP {status} for model {model!r}. {_hint(status)} The server's answer: {text or '(empty)'}"
+    )
 
 
 def _hint(status: int) -> str:
-    if status == 404:
-        return "Check model_name_or_path, endpoint_url (without /v1) and use_chat."
-    if status in (401, 403):
-        return "Check api_key or api_key_env, and that the key may use this model."
-    return "Redirects are not followed. Set endpoint_url to the final address."
+    if status < 400:
+        return "Redirects are not followed. Set endpoint_url to the final address."
+    if status in (401, 403, 407):
+        return "Check api_key or api_key_env, that the key may use this model, and proxies."
+    if status == 402:
+        return "The account of this key has no credit left."
+    return "Check model_name_or_path, endpoint_url (without /v1) and use_chat."
 
 
 def redacted_error(error: Exception) -> str:

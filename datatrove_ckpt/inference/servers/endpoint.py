@@ -16,25 +16,25 @@ from loguru import logger
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
+from datatrove_ckpt.inference.client.patience import waiting
 from datatrove_ckpt.inference.client.transport import redacted_error
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, frames_cut
 
-# Seconds. A longer wait would not help, because nothing starts these servers for us.
-_MAX_WINDOW = 30.0
 _PROBE_TIMEOUT = 10.0  # seconds
 _FIRST_DELAY = 0.25  # seconds
 _MAX_DELAY = 5.0  # seconds
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_SAY_AGAIN = 60.0  # seconds
 
 
 class ExternalServers(Server):
     """The endpoints of ``config.endpoint_urls``, which all take the same key.
 
     Args:
-        config: ``endpoint_url``, the key, and the ready window, of which at most 30 s count.
+        config: ``endpoint_url``, the key, and the ready window, of which at most ``server_patience_seconds`` count.
     """
 
     def __init__(self, config: InferenceConfig) -> None:
@@ -51,11 +51,13 @@ class ExternalServers(Server):
         Raises:
             ConfigError: an endpoint_url is not a URL.
             ServerRefused: a server answered 401 or 403.
-            ServerStartFailed: no server answered within the ready window, or within 30 s if that is shorter.
+            ServerStartFailed: no server answered within that window.
         """
         targets = [url.join("v1/models") for url in self.urls]
-        window = min(_MAX_WINDOW, self.config.server_ready_max_attempts * self.config.server_ready_delay_sec)
-        deadline = time.monotonic() + window
+        ready = self.config.server_ready_max_attempts * self.config.server_ready_delay_sec
+        window = min(self.config.server_patience_seconds, ready)
+        started = time.monotonic()
+        said_at = started - _SAY_AGAIN
         failures = 0
         headers = self.api_key.headers() if self.api_key is not None else None
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT, window))
@@ -67,8 +69,13 @@ class ExternalServers(Server):
                     return self._warn_of_silent(causes)
                 failures += 1
                 delay = backoff_seconds(failures, _FIRST_DELAY, _MAX_DELAY)
-                if time.monotonic() + delay > deadline:
+                now = time.monotonic()
+                if now + delay > started + window:
                     raise ServerStartFailed(self._none_answered(causes, window))
+                if failures > 1 and now >= said_at + _SAY_AGAIN:
+                    said_at = now
+                    cause = f"{self.urls[0]}: {causes[0]}"
+                    logger.warning(waiting(cause, True, now - started, window))
                 await asyncio.sleep(delay)
 
     def _warn_of_silent(self, causes: list[str | None]) -> None:

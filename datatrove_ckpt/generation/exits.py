@@ -1,0 +1,49 @@
+"""Code that is not ours and tries to end the process: ``sys.exit(0)`` in a rollout, a reader or ``shared_context``.
+
+``SystemExit`` and its like are no ``Exception``, so datatrove would not take them for a failure: the process would end
+with exit code 0 and documents missing, or its pool would wait without end for the result of a worker that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from datatrove_ckpt.errors import UnexpectedExit
+from datatrove_ckpt.formatting import safe_repr
+from datatrove_ckpt.process.preemption import Preemption
+
+_EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+
+
+def exit_error(who: str, error: BaseException) -> UnexpectedExit:
+    """The error instead of an exit."""
+    if isinstance(error, SystemExit):
+        did = f"called sys.exit({'' if error.code is None else safe_repr(error.code)})"
+    else:
+        did = f"raised {type(error).__name__}"
+    return UnexpectedExit(
+        f"{who} {did}, which would end the process with documents missing. Raise an Exception instead."
+    )
+
+
+@contextmanager
+def no_exit(who: str, preemption: Preemption) -> Iterator[None]:
+    """Around code that is not ours: an exit becomes an error.
+
+    Raises:
+        UnexpectedExit: the code tried to end the process, and no signal asked for that.
+    """
+    try:
+        yield
+    except _EXITS as error:
+        if preemption.raised(error):
+            raise
+        raise exit_error(who, error) from error
+
+
+def name_of(function: object) -> str:
+    """A rollout's name, for people."""
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

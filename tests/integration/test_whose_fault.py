@@ -1,0 +1,270 @@
+"""Whose fault is it? A server that is away never costs a document, and nobody's sys.exit ends a rank in success."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor
+
+from datatrove_ckpt.errors import CkptError, DocumentFailed, ServerRefused, ServerUnavailable, UnexpectedExit
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, documents, runner
+
+LETTERS = "checkpoints/00000/dead_letters.jsonl"
+
+
+def written(folder: Path) -> list[str]:
+    files = sorted((folder / "output").glob("*.jsonl"))
+    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
+
+
+def letters(folder: Path) -> list[dict[str, Any]]:
+    path = folder / LETTERS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def all_of(number: int) -> list[str]:
+    return [f"id {index}" for index in range(number)]
+
+
+# servers -------------------------------------------------------------------------------------------------------------
+
+
+async def swallows_and_tries_again(document: Document, generate: Any) -> Any:
+    while True:
+        try:
+            return await ask(document, generate)
+        except Exception:
+            continue
+
+
+async def gives_up(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except Exception:
+        return None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("rollout", [ask, gives_up, swallows_and_tries_again])
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
+    tmp_path: Path, status: int, rollout: Any
+) -> None:
+    settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
+    with FakeServer(status=lambda payload, times: status) as server:
+        with pytest.raises(ServerUnavailable, match=rf"HTTP {status} .*that of document 'id \d' \(number"):
+            runner(tmp_path, server, rollout, **settings).run(documents(8))
+        assert letters(tmp_path) == written(tmp_path) == []
+        server._status = lambda payload, times: None
+        runner(tmp_path, server, rollout, **settings).run(documents(8))
+    assert written(tmp_path) == all_of(8)
+
+
+@pytest.mark.timeout(20)
+def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path, log: list[str]) -> None:
+    gone = threading.Event()
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 3" and not gone.is_set():
+            gone.set()
+            server.__exit__(None, None, None)
+        return await ask(document, generate)
+
+    server = FakeServer()
+    server.__enter__()
+    settings = {"on_document_error": "dead_letter", "config": {"max_concurrent_generations": 1}}
+    with pytest.raises(ServerUnavailable, match=r"No request was answered .*ConnectionRefusedError.*'id 3'"):
+        runner(tmp_path, server, rollout, **settings).run(documents(8))
+    assert letters(tmp_path) == []
+    with FakeServer() as another:
+        runner(tmp_path, another, rollout, **settings).run(documents(8))
+        assert set(another.asked) == {f"text {number}" for number in range(3, 8)}
+    assert written(tmp_path) == all_of(8)
+
+
+@pytest.mark.parametrize("status", [402, 405, 421, 451])
+def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path: Path, status: int) -> None:
+    settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
+    refused = pytest.raises(ServerRefused, match=f"HTTP {status}")
+    with FakeServer(status=lambda payload, times: status) as server, refused:
+        runner(tmp_path, server, **settings).run(documents(8))
+    assert letters(tmp_path) == []
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("rollout", [ask, gives_up])
+def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_name(
+    tmp_path: Path, rollout: Any
+) -> None:
+    status = lambda payload, times: 500 if payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
+    config = {"max_concurrent_generations": 4, "request_max_attempts": 2}
+    failed = pytest.raises(DocumentFailed, match=r"'id 1' \(number 1 .*Given up .*HTTP 500.*return None for it")
+    with FakeServer(status=status, delay=lambda payload, times: 0.03) as server, failed:
+        runner(tmp_path, server, rollout, on_document_error="dead_letter", config=config).run(documents(400))
+    assert letters(tmp_path) == []
+    assert "id 1" not in written(tmp_path)
+
+
+def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
+    with FakeServer(status=lambda payload, times: 503) as server:
+        step = runner(tmp_path, server, config={"server_patience_seconds": 600.0})
+
+        def interrupt() -> None:
+            while sum(server.asked.values()) < 6:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        timer = threading.Thread(target=interrupt)
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            step.run(documents(4))
+        assert time.monotonic() - started < 10
+        timer.join()
+
+
+# answers of earlier attempts -----------------------------------------------------------------------------------------
+
+
+def test_a_rejection_from_the_cache_says_so_and_names_retry_errors(tmp_path: Path) -> None:
+    with FakeServer(status=lambda payload, times: 400) as server:
+        with pytest.raises(DocumentFailed) as first:
+            runner(tmp_path, server).run(documents(1))
+        with pytest.raises(DocumentFailed) as second:
+            runner(tmp_path, server).run(documents(1))
+        assert sum(server.asked.values()) == 1
+    assert "retry_errors" not in str(first.value)
+    assert "an earlier attempt got this answer; retry_errors=True asks again" in str(second.value)
+    assert "retry_errors: true" in str(second.value)
+
+
+def test_a_402_that_an_older_version_kept_like_an_answer_is_asked_again(tmp_path: Path) -> None:
+    with FakeServer(status=lambda payload, times: 400) as server, pytest.raises(DocumentFailed):
+        runner(tmp_path, server).run(documents(1))
+    with sqlite3.connect(tmp_path / "checkpoints" / "00000" / "replay.sqlite3") as cache:
+        cache.execute("UPDATE request_cache SET error_message = '402 pay'")
+    cache.close()
+    with FakeServer() as server:
+        runner(tmp_path, server).run(documents(1))
+    assert written(tmp_path) == ["id 0"]
+
+
+TOO_LONG = [
+    "This model's maximum context length is 1024 tokens. However, you requested 1900 tokens.",  # vLLM
+    "The decoder prompt (length 1900) is longer than the maximum model length of 1024.",  # vLLM
+    "The input (1900 tokens) is longer than the model's context length (1024 tokens).",  # SGLang
+    "Requested token count exceeds the model's maximum context length of 1024 tokens.",  # SGLang
+    "the request exceeds the available context size. try increasing the context size",  # llama.cpp
+    '{"type":"exceed_context_size_error","n_prompt_tokens":1900,"n_ctx":1024}',  # llama.cpp
+]
+
+
+@pytest.mark.parametrize("body", [*TOO_LONG, "unknown parameter: tempratur"])
+def test_a_prompt_that_is_too_long_names_the_ways_out(
+    tmp_path: Path, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = lambda payload, times: 400  # noqa: E731
+    with FakeServer(status=status) as server:
+        server.error = body
+        with pytest.raises(DocumentFailed) as stopped:
+            runner(tmp_path, server).run(documents(1))
+    message = str(stopped.value)
+    assert body.split(chr(34))[0] in message
+    assert 'on_document_error="dead_letter"' in message
+    assert "skip_bad_requests=True" in message
+    assert ("ChunkedRollout" in message) == (body in TOO_LONG)
+
+
+# exits ---------------------------------------------------------------------------------------------------------------
+
+
+class Odd(BaseException):
+    """A BaseException of the user's."""
+
+
+EXITS = {
+    "SystemExit": SystemExit(0),
+    "SystemExit without a code": SystemExit(),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "GeneratorExit": GeneratorExit(),
+    "CancelledError": asyncio.CancelledError(),
+    "StopIteration": StopIteration(),
+    "StopAsyncIteration": StopAsyncIteration(),
+    "BaseException": Odd("odd"),
+}
+
+
+def exits(name: str) -> Any:
+    async def leave(document: Document, generate: Any) -> Any:
+        result = await ask(document, generate)
+        if document.id == "id 2":
+            raise EXITS[name]
+        return result
+
+    return leave
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("rollouts", [1, 2])
+@pytest.mark.parametrize("name", EXITS)
+def test_a_rollout_that_exits_fails_its_document(tmp_path: Path, server: FakeServer, name: str, rollouts: int) -> None:
+    config = {"rollouts_per_document": rollouts}
+    with pytest.raises(DocumentFailed, match=r"'id 2' \(number 2 of this rank\) failed: ") as failed:
+        runner(tmp_path, server, exits(name), config=config).run(documents(6))
+    if name.startswith("SystemExit"):
+        assert "the rollout exits.<locals>.leave called sys.exit(" in str(failed.value)
+    runner(tmp_path, server, exits(name), config=config, on_document_error="dead_letter").run(documents(6))
+    assert written(tmp_path) == [name for name in all_of(6) if name != "id 2"]
+    assert [letter["id"] for letter in letters(tmp_path)] == ["id 2"]
+
+
+async def leaves_a_task_that_exits(document: Document, generate: Any) -> Any:
+    async def leave() -> None:
+        raise SystemExit(0)
+
+    task = asyncio.create_task(leave())
+    await asyncio.sleep(0.01)
+    await task
+
+
+def exiting_context() -> dict[str, Any]:
+    raise SystemExit(0)
+
+
+@contextmanager
+def exiting_manager() -> Iterator[dict[str, Any]]:
+    raise SystemExit(0)
+    yield {}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("place", ["task", "context", "manager", "reader", "generator"])
+def test_nothing_that_a_rank_runs_can_end_it_in_success(tmp_path: Path, server: FakeServer, place: str) -> None:
+    def reader(data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        yield from documents(3)
+        if place == "reader":
+            raise SystemExit(0)
+        if place == "generator":
+            raise KeyboardInterrupt
+
+    context = {"context": exiting_context, "manager": exiting_manager}.get(place)
+    rollout = leaves_a_task_that_exits if place == "task" else ask
+    step = runner(tmp_path, server, rollout, shared_context=context)
+    executor = LocalPipelineExecutor([reader, step], logging_dir=str(tmp_path / "logs"))
+    with pytest.raises(UnexpectedExit, match=r"(called sys\.exit\(0\)|raised KeyboardInterrupt), which would end"):
+        executor.run()
+    assert executor.get_incomplete_ranks() == [0]
+    assert issubclass(UnexpectedExit, CkptError)

@@ -1,15 +1,40 @@
-"""CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or are for people."""
+"""CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or are for people.
+
+So a commit that is lost is never treated as a chunk that is not done: its output files would be taken for strangers,
+and its documents would be paid for twice. ``check_complete`` compares the log with what else is known of it.
+
+Each line is synced before the next one is written, so a crash tears one line at most, which ``lines.may_be_torn``
+describes. Everything else at the end of the log is damage.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import Json, read_lines, seal, whole_size
+from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, may_be_torn, scan_lines, seal
 from datatrove_ckpt.errors import CheckpointCorrupt
+
+ADVICE = (
+    "Keep the rank's output files: they may belong to lost commits. Restore commits.jsonl from a copy or from the "
+    "mirror. If there is none, `datatrove-ckpt repair CHECKPOINTS` keeps the commits that can be proved and has the "
+    "other chunks processed again."
+)
+"""What to do about a damaged commit log."""
+_START_OVER = "Restore the file from a copy, or start this rank over: remove its folder and its output."
+MAX_GAP = 1_000_000
+"""No run has more chunks than this in progress at once. A larger gap between two chunks is not of our making."""
+
+
+class CommitsDamaged(CheckpointCorrupt):
+    """Commits are lost or damaged. ``repair`` can rebuild the log from those that are left."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} {ADVICE}")
 
 
 @dataclass(slots=True)
@@ -77,10 +102,25 @@ class Commit:
 
     @classmethod
     def from_json(cls, body: bytes) -> Commit:
+        """Raises KeyError, TypeError or ValueError if the line holds no commit of this format."""
         data = orjson.loads(body)
         counts = DocumentCounts(**data.pop("tally"))
         data["files"] = [OutputFile(**file) for file in data["files"]]
-        return cls(counts=counts, **data)
+        commit = cls(counts=counts, **data)
+        commit._check()
+        return commit
+
+    def _check(self) -> None:
+        """The output's names are acted on: ``repair`` removes these files."""
+        numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *asdict(self.counts).values()]
+        if not all(is_count(number) for number in [*numbers, *(file.size for file in self.files)]):
+            raise ValueError("a number is missing or negative")
+        if not isinstance(self.last_input, str) or not isinstance(self.position, dict | None):
+            raise ValueError("its position or last_input has another type")
+        for file in self.files:
+            path = PurePosixPath(file.path)
+            if path.is_absolute() or ".." in path.parts or not path.parts or not isinstance(file.xxh128, str):
+                raise ValueError(f"{file.path!r} is no name of an output file")
 
     def to_json(self) -> bytes:
         """Returns the body of the commit's line. On disk ``counts`` is called "tally", since version 0.1."""
@@ -92,15 +132,136 @@ def read_commits(path: Path) -> dict[int, Commit]:
     """Returns the commits in the file by chunk index, in the order of the lines. Changes nothing.
 
     Raises:
-        CheckpointCorrupt: a damaged line before the last, or two lines for one chunk.
+        CommitsDamaged: a damaged line that no crash explains, or two lines for one chunk.
+        CheckpointCorrupt: a line of another version.
     """
+    return _read(path)[0]
+
+
+def read_whole_commits(path: Path) -> list[Commit]:
+    """The commits of all whole lines, in their order, whatever is between them."""
+    return [_parse(path, number, line) for number, _, line in scan_lines(path) if line is not None]
+
+
+def _read(path: Path) -> tuple[dict[int, Commit], int]:
+    """The commits, and the size of the whole lines in bytes, which is the offset of a torn tail."""
     commits: dict[int, Commit] = {}
-    for number, line in enumerate(read_lines(path), 1):
-        commit = Commit.from_json(line.body)
+    size = letters = 0
+    for number, line in _whole_lines(path):
+        commit = _parse(path, number, line)
         if commit.chunk_index in commits:
-            raise CheckpointCorrupt(f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
+            raise CommitsDamaged(f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
+        if commit.dead_letters_size < letters:
+            raise CommitsDamaged(f"{path}, line {number}: the lines are not in the order in which they were written.")
         commits[commit.chunk_index] = commit
-    return commits
+        letters = commit.dead_letters_size
+        size = line.offset + line.length
+    return commits, size
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
+    """The whole lines up to a torn tail, with their numbers."""
+    torn: tuple[int, bytes] | None = None
+    for number, raw, line in scan_lines(path):
+        if torn is not None:
+            follow = "lines follow it" if line is None else "whole lines follow it"
+            raise CommitsDamaged(f"{path}, line {torn[0]}: the line is damaged, and {follow}, so no crash did this.")
+        if line is None:
+            torn = number, raw
+        else:
+            yield number, line
+    if torn is not None and not may_be_torn(torn[1]):
+        raise CommitsDamaged(
+            f"{path}, line {torn[0]}: the last line is damaged. It ends with a line break, so no crash did this."
+        )
+
+
+def _parse(path: Path, number: int, line: Line) -> Commit:
+    try:
+        return Commit.from_json(line.body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointCorrupt(
+            f"{path}, line {number}: the line is whole, but no commit of this version of the program ({error!r}). "
+            "Keep the rank's output files. Use the version that wrote it, or restore the file from a copy."
+        ) from error
+
+
+def count_unbroken(commits: Iterable[int]) -> int:
+    """The number of chunks 0, 1, 2, ... up to the first one without a commit."""
+    found = set(commits)
+    return next(index for index in range(len(found) + 1) if index not in found)
+
+
+def read_last_chunk(path: Path) -> int | None:
+    """The chunk in the file for people; None if there is no such file, or no number in it.
+
+    A run writes it after the commit of that chunk is synced. ``repair``, a restored mirror and a new start correct or
+    remove it first. So whatever chunk it names was committed, and so were all before it.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
+    try:
+        with files.explained("read", path):
+            text = path.read_bytes() if path.exists() else b""
+        return int(text) if text.strip().isdigit() and len(text) < 20 else None
+    except FileNotFoundError:
+        return None
+
+
+def check_complete(path: Path, commits: dict[int, Commit], known: int, last_chunk: Path, last: int | None) -> None:
+    """Checks that no commit is lost, as far as that can be known.
+
+    Args:
+        path: ``commits.jsonl``.
+        known: how many commits there were when the rank's last owner started, see ``identity.Owner``.
+        last_chunk, last: the file for people and the chunk it named, read before the commits.
+
+    Raises:
+        CommitsDamaged: a commit is lost.
+    """
+    found = f"holds {len(commits)} commits" if path.exists() else "is missing"
+    if len(commits) < known:
+        raise CommitsDamaged(f"{path} {found}, but there were {known} when the rank was last started.")
+    if last is not None and (unbroken := count_unbroken(commits)) <= last:
+        raise CommitsDamaged(
+            f"{path} {found}, none of them for chunk {unbroken}, but {last_chunk} says that all chunks up to {last} "
+            f"are done."
+        )
+    if (gap := max(commits, default=0) - len(commits)) > MAX_GAP:
+        raise CommitsDamaged(f"{path} names chunk {max(commits)}, but {gap} chunks before it are not done.")
+
+
+def check_sequence(path: Path, commits: dict[int, Commit]) -> None:
+    """Checks that each commit starts where the commits before it end, or after that.
+
+    Raises:
+        CheckpointCorrupt: one does not.
+    """
+    expected = ordinal = 0
+    for index, commit in sorted(commits.items()):
+        follows = commit.first_ordinal == ordinal if index == expected else commit.first_ordinal >= ordinal
+        if not follows:
+            raise CheckpointCorrupt(
+                f"{path}: the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
+                f"the commits before it (document {ordinal}). {_START_OVER}"
+            )
+        expected, ordinal = index + 1, commit.next_ordinal
+
+
+def check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
+    """Checks that dead_letters.jsonl is as long as the last commit says.
+
+    Raises:
+        CheckpointCorrupt: it is shorter.
+    """
+    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
+    size = path.stat().st_size if path.exists() else 0
+    if size < needed:
+        raise CheckpointCorrupt(
+            f"{path} has {size} bytes instead of {needed}: dead letters of committed chunks are lost. Restore the file "
+            "from a copy or from the mirror. If there is none, start this rank over: remove its folder and its output."
+        )
 
 
 class CommitLog:
@@ -111,10 +272,9 @@ class CommitLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self.commits = read_commits(path)
-        lines = list(read_lines(path))
-        if path.exists() and path.stat().st_size > whole_size(lines):
-            files.disk.truncate(path, whole_size(lines))
+        self.commits, size = _read(path)
+        if path.exists() and path.stat().st_size > size:
+            files.disk.truncate(path, size)
         self._file = files.AppendFile(path)
         self._file.sync()
 
@@ -131,7 +291,4 @@ class CommitLog:
 
     def unbroken(self) -> list[Commit]:
         """Returns the commits of chunks 0, 1, 2, ... up to the first chunk that has none."""
-        run: list[Commit] = []
-        while (commit := self.commits.get(len(run))) is not None:
-            run.append(commit)
-        return run
+        return [self.commits[index] for index in range(count_unbroken(self.commits))]

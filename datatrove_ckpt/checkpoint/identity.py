@@ -12,7 +12,8 @@ while the old process still runs. Between a check of the fence and the write tha
 which both processes may write; each writes whole, valid lines and files.
 
 An owner also lists, by their nonces, the earlier owners whose work this folder holds: all of it (null), or up to the
-version of a mirror that the folder was restored from (a number; see ``mirror/restore.py``).
+version of a mirror that the folder was restored from (a number; see ``mirror/restore.py``). And it names the number of
+commits that it found, by which the next owner notices that some are lost.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN, journal_indices, journal_path
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, RUN, journal_indices, journal_path
+from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 
 FORMAT = 1
 """Version of everything in a rank's folder."""
-
+_MAX_BYTES = 64 * 2**20
+"""Of ``run.json``, which holds a few values of the user's besides names and numbers."""
+_MAX_TASKS = 10_000_000
+_NO_RUN = "Restore it from a copy or from the mirror. If there is none, start this rank over: move its folder away."
 
 _LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
 
@@ -80,13 +84,14 @@ class Change(NamedTuple):
 
 
 class Owner(TypedDict):
-    """The process that owns a rank, as ``run.json`` has it. ``earlier``: the owners before it, see above."""
+    """The process that owns a rank, as ``run.json`` has it. ``earlier`` and ``commits``: see above."""
 
     fence: int
     host: str
     pid: int
     nonce: str
     earlier: dict[str, int | None]
+    commits: int
 
 
 class Fence:
@@ -111,8 +116,7 @@ class Fence:
         # A network file system may cache attributes for seconds; opening a file refreshes them.
         if not thorough and self._stamp() == self._seen:
             return
-        with files.explained("read", self._path):
-            owner = orjson.loads(self._path.read_bytes()).get("owner", {})
+        owner = read_run(self._path).get("owner", {})
         if owner != self._owner:
             self.lost = True
             raise Fenced(
@@ -155,6 +159,8 @@ class RunClaim:
         self._path = folder / RUN
         self._fields = as_kept(identity.fields)
         self._fence = 0
+        self.commits = 0
+        """How many commits there were when the owner before this one started."""
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
         self.is_first = not self._path.exists()
@@ -163,22 +169,28 @@ class RunClaim:
             old = read_run(self._path)
             owner = old.pop("owner", {})
             self._fence = owner.get("fence", 0)
+            self.commits = owner.get("commits", 0)
             self._earlier = owner.get("earlier", {})
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
             self._accepted += _accept(folder, compare(old, identity), identity, accept_changes)
         else:
-            _refuse_foreign(folder)
+            check_not_headless(folder)
 
-    def take(self) -> Fence:
-        """Writes ``run.json``. A process that owned the rank before notices this before its next write."""
+    def take(self, commits: int = 0) -> Fence:
+        """Writes ``run.json``. A process that owned the rank before notices this before its next write.
+
+        Args:
+            commits: the number of commits that the rank has now.
+        """
         owner: Owner = {
             "fence": self._fence + 1,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "nonce": secrets.token_hex(8),
             "earlier": self._earlier,
+            "commits": commits,
         }
         kept = {**self._fields, "owner": owner}
         if self._accepted:
@@ -191,12 +203,41 @@ def read_run(path: Path) -> Json:
     """Returns the content of ``run.json``.
 
     Raises:
-        CheckpointCorrupt: the file is not JSON.
+        CheckpointCorrupt: the file holds no run.
+        StorageFailed: it cannot be read.
     """
+    with files.explained("read", path), path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
     try:
-        content: Json = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise CheckpointCorrupt(f"{path} cannot be read ({error}). Restore it from a copy.") from error
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+        return check_run(orjson.loads(data))
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{path} does not hold a run ({error}). {_NO_RUN}") from error
+
+
+def check_run(content: object) -> Json:
+    """Returns the content of ``run.json`` if the values that this program itself uses have their types.
+
+    Raises:
+        ValueError: it says which value has not.
+    """
+    if not isinstance(content, dict) or not is_count(content.get("format")):
+        raise ValueError("it is no JSON object with a format")
+    owner = content.get("owner", {})
+    earlier = owner.get("earlier", {}) if isinstance(owner, dict) else None
+    if not isinstance(earlier, dict) or not all(number is None or is_count(number) for number in earlier.values()):
+        raise ValueError("its owner is damaged")
+    if not all(is_count(owner.get(name, 0)) for name in ("fence", "commits")):
+        raise ValueError("its owner's numbers are damaged")
+    if not isinstance(owner.get("nonce", ""), str):
+        raise ValueError("its owner's nonce is damaged")
+    if not all(is_count(content.get(name) or 0) for name in ("tasks", "records_per_chunk")):
+        raise ValueError("its tasks or records_per_chunk are no numbers")
+    if (content.get("tasks") or 0) > _MAX_TASKS:
+        raise ValueError(f"it names {content['tasks']} tasks")
+    if not isinstance(content.get("accepted_changes", []), list):
+        raise ValueError("its accepted_changes is no list")
     return content
 
 
@@ -212,14 +253,21 @@ def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: 
     return records(changes)
 
 
-def _refuse_foreign(folder: Path) -> None:
-    foreign = [name for name in (COMMITS, CACHE) if (folder / name).exists()]
-    foreign += [journal_path(folder, index).name for index in journal_indices(folder)[:1]]
+def check_not_headless(folder: Path) -> None:
+    """Checks that a folder without ``run.json`` holds no other part of a checkpoint.
+
+    Raises:
+        CheckpointMismatch: it does.
+    """
+    if (folder / RUN).exists() or not folder.is_dir():
+        return
+    journals = [journal_path(folder, index).name for index in journal_indices(folder)]
+    foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()] + journals[:3]
     if foreign:
         raise CheckpointMismatch(
-            f"{folder} holds {', '.join(foreign)} but no {RUN}: another program made it (datatrove's own "
-            "InferenceRunner?), and this one cannot continue it. Choose another checkpoints_local_dir, and another "
-            "output_folder if that program's output is there."
+            f"{folder} holds {', '.join(foreign)} but no {RUN}. If another program made it (datatrove's own "
+            "InferenceRunner?), choose another checkpoints_local_dir, and another output_folder if that program's "
+            f"output is there. If {RUN} is lost, restore it from a copy or from the mirror."
         )
 
 

@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Line, is_count, read_lines, seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Outcome = Literal["written", "dropped", "dead"]
 
+JOURNAL_ADVICE = (
+    "Restore the file from a copy, or move it away: its documents are then processed again, with the saved answers "
+    "where they exist."
+)
+"""What to do about a damaged journal."""
+_OUTCOMES = get_args(Outcome)
 _DOCUMENT = b',"document":'
 _READ_BYTES = 1 << 20
 # Lines with a gap of fewer bytes than this between them are read in one call, together with the gap.
@@ -66,24 +72,65 @@ class Finished:
     @classmethod
     def from_body(cls, body: bytes) -> Finished:
         head, _, document = body.partition(_DOCUMENT)
+        """Raises KeyError, TypeError or ValueError if the line holds no finished document."""
         data = orjson.loads(head + b"}")
-        return cls(
-            ordinal=data["ordinal"],
-            outcome=data["outcome"],
-            fingerprint=data["input"],
-            document=document[:-1],
-            requests=data["requests"],
-            prompt_tokens=data["prompt_tokens"],
-            completion_tokens=data["completion_tokens"],
-        )
+        numbers = [data[name] for name in ("ordinal", "requests", "prompt_tokens", "completion_tokens")]
+        if not all(is_count(number) for number in numbers) or data["outcome"] not in _OUTCOMES:
+            raise ValueError("a number or the outcome is damaged")
+        if not isinstance(data["input"], str) or not document.endswith(b"}"):
+            raise ValueError("the document is damaged")
+        ordinal, requests, prompt_tokens, completion_tokens = numbers
+        return cls(ordinal, data["outcome"], data["input"], document[:-1], requests, prompt_tokens, completion_tokens)
+
+
+def read_finished(
+    path: Path, known: dict[int, str], first_ordinal: int = 0, end: int | None = None
+) -> Iterator[tuple[Line, Finished | None]]:
+    """Yields the journal's whole lines with their documents. A document that comes again is None.
+
+    A process that was fenced off may have finished the document as well: the first line counts.
+
+    Args:
+        known: gets the fingerprint of each document, by ordinal.
+        first_ordinal, end: the ordinals that belong there.
+
+    Raises:
+        CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
+    """
+    for line in read_lines(path, JOURNAL_ADVICE):
+        try:
+            finished = Finished.from_body(line.body)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointCorrupt(
+                f"{path}, at byte {line.offset}: the line holds no finished document of this version of the program "
+                f"({error!r}). If another version wrote it, use that one. {JOURNAL_ADVICE}"
+            ) from error
+        ordinal, fingerprint = finished.ordinal, finished.fingerprint
+        if known.get(ordinal) == fingerprint:
+            yield line, None
+        elif ordinal in known or ordinal < first_ordinal or (end is not None and ordinal >= end):
+            raise CheckpointCorrupt(
+                f"{path}, at byte {line.offset}: document {ordinal} does not belong there. {JOURNAL_ADVICE}"
+            )
+        else:
+            known[ordinal] = fingerprint
+            yield line, finished
 
 
 class ChunkJournal:
-    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends to it. It is read once it is complete."""
+    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends to it. It is read once it is complete.
 
-    def __init__(self, path: Path, first_ordinal: int) -> None:
+    Args:
+        end: the ordinal after the chunk's last document, if the journal may hold documents of an earlier attempt.
+
+    Raises:
+        CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
+    """
+
+    def __init__(self, path: Path, first_ordinal: int, end: int | None = None) -> None:
         self.path = path
         self.first_ordinal = first_ordinal
+        self._end = end
         self.recovered: dict[int, str] = {}
         """Fingerprints of the documents that earlier attempts finished, by ordinal."""
         self.recovered_dead = 0
@@ -95,20 +142,11 @@ class ChunkJournal:
 
     def _recover(self) -> None:
         size = 0
-        for line in read_lines(self.path):
-            finished = Finished.from_body(line.body)
+        for line, finished in read_finished(self.path, self.recovered, self.first_ordinal, self._end):
             size = line.offset + line.length
-            known = self.recovered.get(finished.ordinal)
-            if known == finished.fingerprint:
-                continue  # a process that was fenced off finished it as well; the first line counts
-            if known is not None or finished.ordinal < self.first_ordinal:
-                raise CheckpointCorrupt(
-                    f"{self.path}, at byte {line.offset}: document {finished.ordinal} does not belong there. "
-                    "Restore the file from a copy, or remove the rank's folder to start this rank over."
-                )
-            self._remember(finished.ordinal, line.offset, line.length)
-            self.recovered[finished.ordinal] = finished.fingerprint
-            self.recovered_dead += finished.outcome == "dead"
+            if finished is not None:
+                self._remember(finished.ordinal, line.offset, line.length)
+                self.recovered_dead += finished.outcome == "dead"
         if self.path.exists() and self.path.stat().st_size > size:
             files.disk.truncate(self.path, size)
 

@@ -11,12 +11,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from datatrove_ckpt.errors import CheckpointCorrupt
+
 JOB = "job.json"
 JOB_LOCK = "job.lock"
 RUN = "run.json"
 COMMITS = "commits.jsonl"
 LOCK = "lock"
 CACHE = "replay.sqlite3"
+CACHE_LOGS = ("-wal", "-journal")
+"""What SQLite adds to a database's name for its logs."""
 DEAD_LETTERS = "dead_letters.jsonl"
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
@@ -25,9 +29,10 @@ RETRY_INPUT = "input.jsonl"
 RETRIES = "retry-*"
 """Pattern of the folders of retries, below ``checkpoints_local_dir``."""
 
-_RANK = re.compile(r"\d{5,}")
-_JOURNAL = re.compile(r"chunk_(\d{5,})\.jsonl")
-_RETRY = re.compile(r"retry-(\d{5,})")
+# [0-9], because \d also matches the digits of other scripts.
+_RANK = re.compile(r"[0-9]{5,}")
+_JOURNAL = re.compile(r"chunk_([0-9]{5,18})\.jsonl")
+_RETRY = re.compile(r"retry-([0-9]{5,18})")
 
 
 def rank_folder(root: Path, rank: int) -> Path:
@@ -37,7 +42,8 @@ def rank_folder(root: Path, rank: int) -> Path:
 
 def rank_numbers(root: Path) -> list[int]:
     """The ranks that have a folder below ``checkpoints_local_dir`` or below a retry's folder, in ascending order."""
-    return sorted(int(path.name) for path in root.iterdir() if _RANK.fullmatch(path.name))
+    found = [path for path in root.iterdir() if _RANK.fullmatch(path.name)]
+    return sorted(int(path.name) for path in found if path == rank_folder(root, int(path.name)))
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:
@@ -50,9 +56,45 @@ def journal_path(folder: Path, chunk_index: int) -> Path:
     return folder / f"chunk_{chunk_index:05d}.jsonl"
 
 
+def is_journal(name: str) -> bool:
+    """Whether a run could have given a journal this name."""
+    match = _JOURNAL.fullmatch(name)
+    return match is not None and name == journal_path(Path(), int(match[1])).name
+
+
 def journal_indices(folder: Path) -> list[int]:
-    """The chunks that have a journal in a rank's folder, in ascending order."""
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _JOURNAL.fullmatch(path.name)))
+    """The chunks that have a journal in a rank's folder, in ascending order.
+
+    Raises:
+        CheckpointCorrupt: a file is named like a journal, but no run gives such a name.
+    """
+    found = []
+    for path in folder.iterdir():
+        if not path.match("chunk_*.jsonl"):
+            continue
+        if not is_journal(path.name):
+            raise CheckpointCorrupt(f"{path} is not a journal of this program. Move it out of the rank's folder.")
+        found.append(int(path.stem.removeprefix("chunk_")))
+    return sorted(found)
+
+
+def check_files(folder: Path, last_chunk: Path) -> None:
+    """Checks that what must be a file in a rank's folder is one, or is missing.
+
+    Raises:
+        CheckpointCorrupt: something else has the name of a file, or of the folder itself.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointCorrupt(f"{folder} is not a folder. Move it away: a rank's checkpoint has this name.")
+    if not folder.is_dir():
+        return
+    names = [RUN, COMMITS, LOCK, DEAD_LETTERS, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS)]
+    journals = [journal_path(folder, index) for index in journal_indices(folder)]
+    for path in [*(folder / name for name in names), *journals, last_chunk]:
+        if path.exists() and not path.is_file():
+            raise CheckpointCorrupt(
+                f"{path} is not a file. Move it away, and restore the file of this name from a copy if there was one."
+            )
 
 
 def is_finished(folder: Path) -> bool:

@@ -3,17 +3,22 @@
 A crash tears what was written last: the end of a file may be a part of a line or, after power loss, any bytes. So bad
 bytes at the end of a file are a torn tail, which the next attempt cuts off before it appends anything. A bad line with
 a good line after it is damage that no crash explains.
+
+A kill leaves a prefix of a line, which has no line break. Power loss may also lose any block of a line, which then
+reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than ``read_lines``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Json: TypeAlias = dict[str, Any]
@@ -49,30 +54,46 @@ class Line:
     body: bytes
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Iterator[Line]:
     """Yields the file's whole lines, up to a torn tail. A missing file has none.
 
+    Args:
+        advice: what the user can do about damage.
+
     Raises:
-        CheckpointCorrupt: a bad line with a good line after it.
+        CheckpointCorrupt: a bad line with a good line after it, or a file that starts with a line of another format.
+        StorageFailed: the file cannot be read.
     """
-    if not path.exists():
-        return
-    offset, torn_at = 0, 0
-    with path.open("rb") as file:
+    torn_at = 0
+    for number, raw, line in scan_lines(path):
+        if line is None:
+            torn_at = torn_at or number
+            if number == 1 and not may_be_torn(raw):
+                raise CheckpointCorrupt(f"{path} does not start with a line of this program. {advice}")
+        elif torn_at:
+            raise CheckpointCorrupt(
+                f"{path}, line {torn_at}: the line is damaged, and whole lines follow it, so no crash did this. "
+                f"{advice}"
+            )
+        else:
+            yield line
+
+
+def may_be_torn(raw: bytes) -> bool:
+    """Whether a crash or a power loss can leave this of a line."""
+    return not raw.endswith(b"\n") or b"\0" in raw
+
+
+def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
+    """Number, bytes and content of each line, None for a bad one."""
+    with files.explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
+        offset = 0
         for number, raw in enumerate(file, 1):
             body = unseal(raw)
-            if body is None:
-                torn_at = torn_at or number
-            elif torn_at:
-                raise CheckpointCorrupt(
-                    f"{path}, line {torn_at}: the line is damaged, and whole lines follow it, so no crash did this. "
-                    "Restore the file from a copy, or remove the rank's folder to start this rank over."
-                )
-            else:
-                yield Line(offset, len(raw), body)
+            yield number, raw, None if body is None else Line(offset, len(raw), body)
             offset += len(raw)
 
 
-def whole_size(lines: list[Line]) -> int:
-    """Returns the size of the whole lines in bytes, which is the offset of a torn tail."""
-    return lines[-1].offset + lines[-1].length if lines else 0
+def is_count(value: object) -> bool:
+    """Whether a value from a file is an integer from 0; True and False are none."""
+    return type(value) is int and value >= 0

@@ -12,14 +12,24 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.commits import (
+    CommitLog,
+    check_complete,
+    check_dead_letters,
+    check_sequence,
+    read_commits,
+    read_last_chunk,
+)
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
+    CACHE_LOGS,
     COMMITS,
+    DEAD_LETTERS,
     LOCK,
+    check_files,
     journal_indices,
     journal_path,
     last_chunk_file,
@@ -82,6 +92,7 @@ class CheckpointManager:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
         folder = self._folder
+        check_files(folder, self._last_chunk)
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(self._last_chunk.parent)
         finished = not (folder / LOCK).exists()  # a rank that completes removes its lock
@@ -91,13 +102,14 @@ class CheckpointManager:
             refused = undo.enter_context(ExitStack())
             refused.callback(lock.release, remove=finished)
             claim = RunClaim(folder, self._identity, self._accept_changes)
+            commits = self._check_commits(claim)
             if claim.is_first:
                 self._before_first()
             with self._joined():
                 refused.pop_all()
                 undo.callback(lock.release)
                 interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
-                fence, cache = self._take_over(lock, claim, undo)
+                fence, cache = self._take_over(lock, claim, commits, undo)
             log = CommitLog(folder / COMMITS)
             if self._retry_errors:
                 cache.forget_errors()
@@ -118,13 +130,30 @@ class CheckpointManager:
             return nullcontext()
         return join_job(self._root, self._rank, self._identity, self._accept_changes)
 
-    def _take_over(self, lock: files.Lock, claim: RunClaim, undo: ExitStack) -> tuple[Fence, RequestCache]:
+    def _check_commits(self, claim: RunClaim) -> int:
+        """Returns the number of commits. Raises if some are lost, before anything is changed."""
+        if claim.is_first:
+            return 0
+        path, last = self._folder / COMMITS, read_last_chunk(self._last_chunk)
+        commits = read_commits(path)
+        check_complete(path, commits, claim.commits, self._last_chunk, last)
+        check_sequence(path, commits)
+        check_dead_letters(self._folder / DEAD_LETTERS, commits)
+        return len(commits)
+
+    def _take_over(
+        self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
+    ) -> tuple[Fence, RequestCache]:
         """Makes this process the rank's owner, and opens the request cache."""
+        if claim.is_first and self._last_chunk.exists():
+            # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
+            files.disk.remove(self._last_chunk)
+            files.disk.sync_dir(self._last_chunk.parent)
         if lock.works and not claim.is_first:
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
             cache = self._open_cache(undo)
-            return claim.take(), cache
-        fence = claim.take()
+            return claim.take(commits), cache
+        fence = claim.take(commits)
         if not lock.works:
             self._detach()
         return fence, self._open_cache(undo)
@@ -138,6 +167,6 @@ class CheckpointManager:
         """Without locks, an earlier owner may still have these files open, until it checks the fence."""
         for chunk_index in journal_indices(self._folder):
             files.disk.detach(journal_path(self._folder, chunk_index))
-        for path in sorted(self._folder.glob(f"{CACHE}*")):
-            files.disk.detach(path)
+        for suffix in ("", *CACHE_LOGS):
+            files.disk.detach(self._folder / (CACHE + suffix))
         files.disk.detach(self._folder / COMMITS)

@@ -26,11 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts
+from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, has_answers
+from datatrove_ckpt.errors import CheckpointCorrupt
 
 
 @dataclass(slots=True)
@@ -88,8 +89,12 @@ def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache,
     """
     point = _resume_point(log)
     _finish_commits(folder, last_chunk, log, cache, point)
-    for chunk_index, first_ordinal in _uncommitted(folder, point, records_per_chunk):
-        point.journals[chunk_index] = ChunkJournal(journal_path(folder, chunk_index), first_ordinal)
+    for chunk_index, first_ordinal, end in uncommitted_journals(folder, log.commits, records_per_chunk):
+        journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end)
+        if journal.size:
+            point.journals[chunk_index] = journal
+        else:
+            journal.remove()  # a kill came before its first line was written
     point.dead = point.counts.dead + sum(journal.recovered_dead for journal in point.journals.values())
     point.cached = cache.ordinals()
     for journal in point.journals.values():
@@ -124,28 +129,34 @@ def _finish_commits(folder: Path, last_chunk: Path, log: CommitLog, cache: Reque
             files.disk.remove(journal_path(folder, chunk_index))
     for chunk_index in cache.chunks() & log.commits.keys():
         cache.drop_chunk(chunk_index)
-    if point.next_chunk and _read_last_chunk(last_chunk) != point.next_chunk - 1:
+    if point.next_chunk and read_last_chunk(last_chunk) != point.next_chunk - 1:
         write_last_chunk(last_chunk, point.next_chunk - 1)
     dead_letters = folder / DEAD_LETTERS
     if dead_letters.exists() and dead_letters.stat().st_size > point.dead_letters_size:
         files.disk.truncate(dead_letters, point.dead_letters_size)
 
 
-def _read_last_chunk(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
+def uncommitted_journals(
+    folder: Path, commits: dict[int, Commit], records_per_chunk: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields index, first ordinal and end of each chunk that has a journal and no commit.
 
-
-def _uncommitted(folder: Path, point: ResumePoint, records_per_chunk: int) -> Iterator[tuple[int, int]]:
-    """Yields the index and first ordinal of each chunk that has a journal and no commit."""
-    waiting = [chunk_index for chunk_index in journal_indices(folder) if chunk_index not in point.done]
-    chunk_index, ordinal = point.next_chunk, point.next_ordinal
-    while waiting:
-        if chunk_index == waiting[0]:
-            yield waiting.pop(0), ordinal
-        done, following = point.done.get(chunk_index), point.done.get(chunk_index + 1)
-        end = following.first_ordinal if following else ordinal + records_per_chunk
-        ordinal = done.next_ordinal if done else end
-        chunk_index += 1
+    Raises:
+        CheckpointCorrupt: a journal is not of this run.
+    """
+    before = ordinal = 0
+    done = sorted(commits, reverse=True)
+    for chunk_index in journal_indices(folder):
+        if chunk_index in commits:
+            continue
+        while done and done[-1] < chunk_index:
+            before = done.pop() + 1
+            ordinal = commits[before - 1].next_ordinal
+        if chunk_index - before > MAX_GAP:
+            raise CheckpointCorrupt(
+                f"{journal_path(folder, chunk_index)} is the journal of a chunk that this run cannot have begun: the "
+                f"chunks from {before} on are not done. Move the file out of the rank's folder."
+            )
+        first = ordinal + (chunk_index - before) * records_per_chunk
+        following = commits.get(chunk_index + 1)
+        yield chunk_index, first, following.first_ordinal if following else first + records_per_chunk

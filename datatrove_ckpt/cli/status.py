@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, name_place, summarise
 
@@ -40,7 +40,7 @@ def number_of_tasks(rank: RankFolder) -> int:
     """The number of tasks of the run that the rank belongs to; 0 if run.json does not tell."""
     try:
         return int(rank.identity.get("tasks") or 0)
-    except CheckpointCorrupt:
+    except CheckpointError:
         return 0
 
 

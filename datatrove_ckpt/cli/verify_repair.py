@@ -67,7 +67,7 @@ def repair(arguments: argparse.Namespace) -> int:
     plan = make_plan(report, arguments.logging_dir)
     for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(arguments.logging_dir)):
         print(line)
-    if not plan.redo and not plan.markers:
+    if not plan.ranks and not plan.markers:
         print("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
     elif arguments.dry_run:
         print("Nothing was done (--dry-run).")
@@ -79,10 +79,12 @@ def repair(arguments: argparse.Namespace) -> int:
 
 def _what_next(plan: Plan, logging_dir: str | None) -> str:
     again = "Run the pipeline again to process these chunks"
-    again += ", as a retry of dead letters." if all(redo.rank.root for redo in plan.redo) and plan.redo else "."
-    if logging_dir is not None or not plan.redo:
+    again += ", as a retry of dead letters." if all(rank.root for rank in plan.ranks) and plan.ranks else "."
+    if logging_dir is not None or not plan.ranks:
         return f"Done. {again}"
-    names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in sorted({r.rank.number for r in plan.redo}))
+    names = ", ".join(
+        f"LOGGING_DIR/completions/{number:05d}" for number in sorted({rank.number for rank in plan.ranks})
+    )
     return (
         f"Done. Now remove {names}, where they exist (or repair again with --logging-dir LOGGING_DIR): datatrove skips "
         f"ranks that have such a marker. {again}"

@@ -17,17 +17,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.commits import (
+    Commit,
+    CommitsDamaged,
+    DocumentCounts,
+    check_complete,
+    read_commits,
+    read_last_chunk,
+)
+from datatrove_ckpt.checkpoint.identity import FORMAT, check_not_headless, read_run
+from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     DEAD_LETTERS,
     LOCK,
     RETRIES,
     RUN,
+    check_files,
     is_finished,
     journal_indices,
     journal_path,
@@ -35,8 +42,8 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
 )
-from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 _BLOCK = 1 << 20
 
@@ -75,14 +82,8 @@ class RankFolder:
         path = self.folder / RUN
         if not path.exists():
             return {}
-        try:
-            with files.explained("read", path):
-                found = orjson.loads(path.read_bytes())
-        except orjson.JSONDecodeError as error:
-            raise CheckpointCorrupt(f"{path} cannot be read ({error}). Restore it from a copy.") from error
-        if not isinstance(found, dict):
-            raise CheckpointCorrupt(f"{path} holds no JSON object. Restore it from a copy.")
-        if found.get("format") != FORMAT:
+        found = read_run(path)
+        if found["format"] != FORMAT:
             raise CheckpointCorrupt(f"{path} was written by another version of this program. Use that version.")
         return found
 
@@ -97,14 +98,7 @@ class RankFolder:
         Raises:
             CheckpointCorrupt: the log is damaged.
         """
-        try:
-            with files.explained("read", self.commits_file):
-                return read_commits(self.commits_file)
-        except (KeyError, TypeError, ValueError) as error:  # whole lines, but not of this format
-            raise CheckpointCorrupt(
-                f"{self.commits_file} holds lines that another version of this program wrote ({error!r}). "
-                "Use that version."
-            ) from error
+        return read_commits(self.commits_file)
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
         """The bytes from ``start`` to ``end`` of the dead letters file, in blocks."""
@@ -124,17 +118,16 @@ class RankFolder:
         """The chunks that have a journal."""
         return journal_indices(self.folder)
 
-    def documents_in_journal(self, chunk_index: int) -> int:
-        """The number of finished documents in a journal; 0 if a run has just removed it.
+    def documents_in_journal(self, chunk_index: int) -> dict[int, str]:
+        """The fingerprints of the finished documents in a journal, by ordinal; none if a run has just removed it.
 
         Raises:
             CheckpointCorrupt: the journal is damaged.
         """
-        path = journal_path(self.folder, chunk_index)
-        try:
-            return sum(1 for _ in read_lines(path))
-        except FileNotFoundError:
-            return 0
+        found: dict[int, str] = {}
+        for _ in read_finished(journal_path(self.folder, chunk_index), found):
+            pass
+        return found
 
     @property
     def is_finished(self) -> bool:
@@ -208,23 +201,29 @@ class RankStatus:
     last_commit: str | None = None
     holder: dict[str, Any] | None = None
     error: str | None = None
+    can_be_rebuilt: bool = False
+    """Only ``commits.jsonl`` is damaged, and ``repair`` can rebuild it."""
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``, where ``counts`` has been called "tally" since 0.1."""
-        return {"tally" if name == "counts" else name: value for name, value in asdict(self).items()}
+        return {
+            "tally" if name == "counts" else name: value
+            for name, value in asdict(self).items()
+            if name != "can_be_rebuilt"
+        }
 
 
 def summarise(rank: RankFolder) -> tuple[RankStatus, dict[int, Commit]]:
     """The status of one rank, and its commits."""
     summary = RankStatus(rank.root, rank.number, "damaged", holder=rank.holder())
-    # The state is read first: a chunk that a run finishes meanwhile then counts as unfinished, not as lost.
-    state = "running" if summary.holder else "finished" if rank.is_finished else "unfinished"
     try:
-        _ = rank.identity
-        journals = {index: rank.documents_in_journal(index) for index in rank.journals()}
-        commits = rank.commits()
-    except CheckpointCorrupt as error:
+        check_files(rank.folder, rank.last_chunk_file)
+        # The state is read first: a chunk that a run finishes meanwhile then counts as unfinished, not as lost.
+        state = "running" if summary.holder else "finished" if rank.is_finished else "unfinished"
+        journals, commits = _read(rank)
+    except CheckpointError as error:
         summary.error = str(error)
+        summary.can_be_rebuilt = isinstance(error, CommitsDamaged)
         return summary, {}
     summary.state = state
     for commit in commits.values():
@@ -235,3 +234,25 @@ def summarise(rank: RankFolder) -> tuple[RankStatus, dict[int, Commit]]:
         changed = datetime.datetime.fromtimestamp(rank.commits_file.stat().st_mtime, datetime.UTC)
         summary.last_commit = changed.isoformat(timespec="seconds")
     return summary, commits
+
+
+def _read(rank: RankFolder) -> tuple[dict[int, int], dict[int, Commit]]:
+    """The number of documents in each journal, and the commits.
+
+    Raises:
+        CheckpointError: a run would refuse the folder, too.
+    """
+    identity = rank.identity
+    check_not_headless(rank.folder)
+    last = read_last_chunk(rank.last_chunk_file)  # before the commits, to which a run adds meanwhile
+    journals = {index: rank.documents_in_journal(index) for index in rank.journals()}
+    commits = rank.commits()
+    known = identity.get("owner", {}).get("commits", 0)
+    check_complete(rank.commits_file, commits, known, rank.last_chunk_file, last)
+    per_chunk = identity.get("records_per_chunk") or 0
+    for index, first, end in uncommitted_journals(rank.folder, commits, per_chunk):
+        strangers = [ordinal for ordinal in journals.get(index, ()) if not first <= ordinal < end]
+        if strangers and per_chunk:
+            path = journal_path(rank.folder, index)
+            raise CheckpointCorrupt(f"{path}: document {strangers[0]} does not belong there. {JOURNAL_ADVICE}")
+    return {index: len(documents) for index, documents in journals.items()}, commits

@@ -8,10 +8,10 @@ The effects on one rank. After each of them, a run, ``verify`` and ``repair`` ca
     0. take the lock and the fence            no other process works on the rank until the end
     1. remove datatrove's completion marker   else the executor skips the rank
     2. overwrite the chunks' dead letters with spaces, if others follow them: the redone chunk appends them again
-    3. replace commits.jsonl                  <- from here on the next run redoes the chunks
-    4. cut off the chunks' dead letters, if no others follow them
-    5. remove the output files                the next run may choose other names (from metadata, for example)
-    6. correct last_chunk
+    3. correct run.json and last_chunk        they say how many commits there are, and a run refuses fewer
+    4. replace commits.jsonl                  <- from here on the next run redoes the chunks
+    5. cut off the chunks' dead letters, if no others follow them
+    6. remove the output files                the next run may choose other names (from metadata, for example)
 
 Dead letters are overwritten, not cut out: each commit records the size of dead_letters.jsonl after it, and a run cuts
 the file to that size after a crash. Cutting letters out would change two files that must agree, and after a crash in
@@ -35,10 +35,10 @@ from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
-from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointMismatch, OutputFailed
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
+from datatrove_ckpt.maintenance.rebuild import Rebuild, correct_last_chunk, replace_log
 from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
@@ -54,21 +54,46 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         OutputFailed, StorageFailed: a file could not be changed; the same command continues from there.
     """
     with ExitStack() as locks:
-        for redo in plan.redo:
-            locks.callback(files.Lock(redo.rank.folder / LOCK).release)
-        for redo in plan.redo:
+        for rank in plan.ranks:
+            locks.callback(files.Lock(rank.folder / LOCK).release)
+        for rank in plan.ranks:
             # From here on an old process without a lock (on a lost node, for example) writes nothing. ``take`` also
             # syncs the folder, and so the lock file, which marks the rank as unfinished.
-            RunClaim(redo.rank.folder, RunIdentity(redo.rank.settings)).take()
-            commits = redo.rank.commits()
-            if any(commits.get(commit.chunk_index) != commit for commit in redo.commits):
-                raise CheckpointMismatch(
-                    f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
-                )
+            claim = _claim(rank)
+            claim.take(claim.commits)
+        for redo in plan.redo:
+            _check_unchanged(redo)
         for number in plan.markers:
             _remove_marker(str(logging_dir), number)
+        for rebuild in plan.rebuild:
+            _rebuild(rebuild)
         for redo in plan.redo:
             _take_back(redo, report.folder)
+
+
+def _claim(rank: RankFolder) -> RunClaim:
+    return RunClaim(rank.folder, RunIdentity(rank.settings))
+
+
+def _check_unchanged(redo: Redo) -> None:
+    commits = redo.rank.commits()
+    if any(commits.get(commit.chunk_index) != commit for commit in redo.commits):
+        raise CheckpointMismatch(
+            f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
+        )
+
+
+def _rebuild(plan: Rebuild) -> None:
+    if plan.letters:
+        _blank(plan.rank.dead_letters_file, plan.letters)
+    _expect_only(plan.rank, [commit.chunk_index for commit in plan.kept])
+    replace_log(plan)
+
+
+def _expect_only(rank: RankFolder, chunks: list[int]) -> None:
+    """From here on a run accepts a log with the commits of these chunks only."""
+    _claim(rank).take(len(chunks))
+    correct_last_chunk(rank.last_chunk_file, chunks)
 
 
 def _remove_marker(logging_dir: str, number: int) -> None:
@@ -90,13 +115,13 @@ def _take_back(redo: Redo, output: Any) -> None:
     # Letters after the last one to keep are cut off below, or, after a crash, by the next run.
     if between := [place for place in ranges if place[0] < letters_end]:
         _blank(rank.dead_letters_file, between)
+    _expect_only(rank, [commit.chunk_index for commit in kept])
     _replace_commits(rank, commits, to_redo, letters_end)
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)
     for commit in redo.commits:
         for file in commit.files:
             _remove(output, file.path)
-    _correct_last_chunk(rank)
 
 
 def _blank(path: Path, ranges: list[tuple[int, int]]) -> None:
@@ -154,12 +179,3 @@ def _remove(folder: Any, name: str) -> None:
     except OSError as error:
         where = folder.resolve_paths(name)
         raise OutputFailed(f"{where} could not be removed: {failure_text(error)}. Repair again.") from error
-
-
-def _correct_last_chunk(rank: RankFolder) -> None:
-    commits = rank.commits()
-    unbroken = next(index for index in range(len(commits) + 1) if index not in commits)
-    if unbroken:
-        write_last_chunk(rank.last_chunk_file, unbroken - 1)
-    else:
-        files.disk.remove(rank.last_chunk_file)

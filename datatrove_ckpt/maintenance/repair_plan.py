@@ -17,6 +17,7 @@ from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, Problem, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
+from datatrove_ckpt.maintenance.rebuild import Rebuild, plan_rebuild
 
 
 @dataclass
@@ -48,11 +49,19 @@ class Redo:
 class Plan:
     """What to do, and which problems are left. ``markers``: the ranks whose completion markers are removed."""
 
+    rebuild: list[Rebuild] = field(default_factory=list)
     redo: list[Redo] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     markers: list[int] = field(default_factory=list)
 
+    @property
+    def ranks(self) -> list[RankFolder]:
+        """The ranks that are changed."""
+        return [*(rebuild.rank for rebuild in self.rebuild), *(redo.rank for redo in self.redo)]
+
     def describe(self, logging_dir: str | None) -> Iterator[str]:
+        for rebuild in self.rebuild:
+            yield from rebuild.describe()
         for redo in self.redo:
             yield from redo.describe()
         for number in self.markers:
@@ -69,6 +78,8 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
     others = []
     for problem in report.problems:
+        if problem.kind == "commits" and _plan_rebuild(plan, report, problem):
+            continue
         if problem.kind in REDO_KINDS or (problem.kind == "lost" and problem.chunk_index is not None):
             concerned[problem.root, problem.rank or 0].append(problem)
         else:
@@ -84,9 +95,20 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     return plan
 
 
+def _plan_rebuild(plan: Plan, report: Report, problem: Problem) -> bool:
+    rank = next(rank for rank in report.ranks if rank.key == (problem.root, problem.rank))
+    found = plan_rebuild(rank)
+    if isinstance(found, str):
+        plan.left.append(f"{name_place(*rank.key)}: its commits cannot be rebuilt: {found}")
+        return False
+    plan.rebuild.append(found)
+    return True
+
+
 def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:
     # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
-    keys = {key for key, state in report.states.items() if state == "unfinished"} | {redo.key for redo in plan.redo}
+    keys = {key for key, state in report.states.items() if state == "unfinished"}
+    keys |= {rank.key for rank in plan.ranks}
     folder = get_datafolder(logging_dir)
     folder.invalidate_cache()
     for number in sorted(number for root, number in keys if not root):

@@ -10,11 +10,12 @@ The kinds of problems:
     lost                        no commit covers these documents, though the rank is finished or later chunks follow
     overlap                     two commits cover these documents
     dead_letters                dead_letters.jsonl holds more or fewer letters than the commits counted
-    corrupt                     a file of the checkpoint is damaged
+    commits                     commits are lost or damaged; what else the rank has is not checked
+    corrupt                     another file of the checkpoint is damaged
     identity, rank              ranks were run with different settings; a rank is missing, or there is one too many
     output                      the output folder, or a file in it, cannot be read
 
-``repair`` redoes the chunks with problems of the first two lines.
+``repair`` redoes the chunks with problems of the first two lines, and rebuilds ``commits``.
 
 Commits are read before the output folder is listed, so a chunk that a run finishes in between never counts as missing.
 """
@@ -32,7 +33,7 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.layout import RUN, rank_folder
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
@@ -76,7 +77,7 @@ def _identity(rank: RankFolder) -> dict[str, Any]:
     """The content of run.json; empty if it is damaged, which is reported elsewhere."""
     try:
         return rank.identity
-    except CheckpointCorrupt:
+    except CheckpointError:
         return {}
 
 
@@ -87,10 +88,8 @@ def _check_rank(report: Report, rank: RankFolder) -> None:
     summary, commits = summarise(rank)
     report.summaries.append(summary)
     if summary.error:
-        report.add_problem("corrupt", summary.error, rank)
+        report.add_problem("commits" if summary.can_be_rebuilt else "corrupt", summary.error, rank)
         return
-    if commits and not rank.identity:
-        report.add_problem("corrupt", f"{rank.folder} holds commits but no run.json. Restore it from a copy.", rank)
     countable = rank.identity.get("output_writer") in ("JsonlWriter", "ParquetWriter")
     for commit in commits.values():
         documents = commit.counts.written if countable else None
@@ -130,6 +129,9 @@ def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Com
             message += " Restore it from a copy; the output is not affected."
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
+    if size < start:
+        message = f"{path} has {size} bytes instead of the {start} that commits name. Restore it from a copy."
+        report.add_problem("dead_letters", message, rank, path=path)
     if size > start and summary.state == "finished":
         message = f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         report.add_problem("dead_letters", message, rank, path=path)

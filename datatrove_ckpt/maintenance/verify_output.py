@@ -13,9 +13,9 @@ from typing import Any
 import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
-from datatrove_ckpt.maintenance.inspect import RankFolder
+from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
 from datatrove_ckpt.output.committed import size_problem
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
@@ -165,21 +165,28 @@ class _Uncommitted:
         ]
 
     def check(self, path: str) -> None:
+        if not self._patterns:
+            return  # no run.json can be read, so no file can be told from a foreign one
+        advice = "This run does not need it; remove it if nothing else needs it."
         for match in (match for pattern in self._patterns if (match := pattern.fullmatch(path))):
             key, chunk_index = rank_and_chunk(match)
             state = self._states.get(key)
             if state == "damaged":
-                return  # the owner is unknown; the damage itself is reported
-            if state in ("running", "unfinished") and (*key, chunk_index) not in self._committed:
+                return  # it may belong to a lost commit; the damage itself is reported
+            if state is None:
+                place = name_place(*key)
+                advice = (
+                    f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
+                )
+            elif state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
                 self._report.add_unfinished(message, self._ranks[key], chunk_index, path)
                 return
-        message = f"{path} is named by no commit. This run does not need it; remove it if nothing else needs it."
-        self._report.add_problem("foreign", message, path=path)
+        self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
 
 def _template(rank: RankFolder) -> str:
     try:
         return str(rank.identity.get("output_filename", ""))
-    except CheckpointCorrupt:
+    except CheckpointError:
         return ""

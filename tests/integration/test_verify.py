@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import DocumentFailed, OutputMismatch, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, DocumentFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
     CrashingDisk,
@@ -210,6 +210,8 @@ def share_a_file(job: Path) -> None:
 
 
 def lose_a_commit(job: Path) -> None:
+    """So that nothing else names it."""
+    (job / "checkpoints" / "last_chunk" / "00000.txt").unlink()
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
 
 
@@ -253,11 +255,10 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
     "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"]),
-    "corrupt": (damage_the_log, ["commits.jsonl, line 1: the line is damaged, and whole lines follow it"]),
-    "another version": (newer_format, ["holds lines that another version of this program wrote"]),
+    "another version": (newer_format, ["line 1: the line is whole, but no commit of this version of the program"]),
     "corrupt settings": (
         lambda job: (job / "checkpoints" / "00001" / "run.json").write_text("{"),
-        ["rank 1: ", "run.json cannot be read"],
+        ["rank 1: ", "run.json does not hold a run"],
     ),
     "settings of another version": (
         lambda job: edit_settings(job, 1, format=99),
@@ -265,7 +266,7 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "no settings": (
         lambda job: (job / "checkpoints" / "00001" / "run.json").unlink(),
-        ["rank 1: ", "holds commits but no run.json"],
+        ["rank 1: ", "holds commits.jsonl, dead_letters.jsonl but no run.json"],
     ),
     "identity": (
         lambda job: edit_settings(job, 1, model="other", accepted_changes=[1]),
@@ -588,9 +589,9 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
         assert said("verify", damaged, "--full")[0] == 0, point
         letters = (damaged / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
         assert sorted(json.loads(letter)["ordinal"] for letter in letters) == [1, 4], point
-    effects = ("remove 00000", "rename commits.jsonl", "remove 00000_chunk_00000.jsonl", "remove 00000.txt")
+    effects = ("remove 00000", "remove 00000.txt", "rename commits.jsonl", "remove 00000_chunk_00000.jsonl")
     order = [points.index(effect) for effect in effects]
-    assert order == sorted(order), "the marker first, then the commits, then the rest"
+    assert order == sorted(order), "the marker first, then what names the commits, then the commits, then the rest"
     assert {"truncate dead_letters.jsonl", "rename dead_letters.jsonl"} & {*points}
 
 
@@ -611,9 +612,11 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
 
 def test_a_lost_commit_is_made_again(job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes]) -> None:
     edit_commits(job, lambda commit: None if commit["chunk_index"] == 1 else commit)
+    with pytest.raises(CheckpointCorrupt, match=r"holds 3 commits, none of them for chunk 1, but .*00000\.txt says"):
+        run(job, server)
     code, text = said("repair", job)
     assert "\nrank 0, chunk 1: mark it as not done\n" in text
-    assert code == 1, "the files of the lost commits are foreign, until they are made again"
+    assert code == 0
     assert said("verify", job)[0] == 3
     run(job, server)
     assert outputs(job / "output") == undamaged

@@ -4,6 +4,9 @@ There is one SQLite connection, owned by the storage thread. ``locking_mode=EXCL
 SQLite needs no shared memory; this also works on network file systems, where plain WAL does not. ``synchronous=NORMAL``
 writes the log at every commit and rarely syncs it: a commit survives kill -9 at once, and power loss once ``sync`` was
 called. Losing the last commits loses answers, never consistency.
+
+A damaged cache costs answers and nothing else. So it is set aside, with a warning, and an empty one takes its place
+(``damaged_cache``). Each row has a checksum, and a row that does not fit it is deleted, with a warning.
 """
 
 from __future__ import annotations
@@ -13,16 +16,18 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterable
-from importlib import resources
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeVar
 
 import xxhash
+from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
+from datatrove_ckpt.checkpoint import damaged_cache, files
+from datatrove_ckpt.checkpoint.damaged_cache import Row
+from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
+from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 
 def payload_hash(payload: bytes) -> str:
@@ -55,13 +60,11 @@ class CachedRequest(NamedTuple):
     answer: Answer
 
 
-_INSERT = (
-    "INSERT OR REPLACE INTO request_cache (rowid, chunk_index, doc_id, rollout_idx, payload_hash, result, "
-    "error_message, ordinal, occurrence) VALUES "
-)
-_ROW = "(?,?,?,?,?,?,?,?,?)"
-_Row: TypeAlias = tuple[int | str | bytes | None, ...]
+_COLUMNS = "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence, result, error_message, checksum"
+_INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
+_ROW = "(?,?,?,?,?,?,?,?,?,?)"
 _ROWS_AT_ONCE = 64
+T = TypeVar("T")
 # More than the database and its log have before the first answer.
 _EMPTY_BYTES = 1 << 20
 
@@ -90,64 +93,102 @@ class RequestCache:
     """``replay.sqlite3`` of one rank.
 
     Raises:
-        CheckpointCorrupt: the file is not a database.
         CheckpointLocked: another process has it open.
+        StorageFailed: the disk refuses it. A database that is damaged is set aside, and raises nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.last_answer = 0
+        """Number of the last answer that was put. Numbers only grow while the database is open."""
+        self.unsynced = False
+        self._name_synced = False
         try:
-            with files.explained("open", path):
-                self._connection = self._open()
+            self._connection = self._open()
         except StorageFailed as error:
             if "database is locked" in str(error.__cause__):
                 raise CheckpointLocked(
                     f"Another process works on this rank: it has {path} open. Wait for it to end, or stop it, and run "
                     "the same command again."
                 ) from error
-            if isinstance(error.__cause__, sqlite3.DatabaseError) and "not a database" in str(error.__cause__):
-                raise CheckpointCorrupt(
-                    f"{path} is not a SQLite database. Remove it (and its -wal file) and run the same command again: "
-                    "only the answers of unfinished documents are requested again."
-                ) from error
-            raise
-        self.unsynced = False
-        self._name_synced = False
-        with files.explained("read", path):
-            self.last_answer: int = self._connection.execute(
-                "SELECT ifnull(max(rowid), 0) FROM request_cache"
-            ).fetchone()[0]
-        """Number of the last answer that was put. Numbers only grow while the database is open."""
+            self._set_aside(error)
+        self._inode = path.stat().st_ino
+        numbers = self._read("SELECT ifnull(max(rowid), 0) FROM request_cache")
+        self.last_answer = max(self.last_answer, numbers[0][0] if numbers else 0)
 
     def _open(self) -> sqlite3.Connection:
-        # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
-        # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the database.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
-        connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
+        with files.explained("open", self.path):
+            # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the database.
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
+            return damaged_cache.connect(self.path)
+
+    # damage ------------------------------------------------------------------------------------------------------
+
+    def _set_aside(self, error: StorageFailed, connection: sqlite3.Connection | None = None) -> None:
+        """Starts anew with an empty database if damage is the reason for ``error``; else raises it."""
+        if not damaged_cache.is_damage(error.__cause__):
+            raise error
+        if connection is not None:
+            if self.path.stat().st_ino != self._inode:
+                raise error  # another process has replaced the file: the fence tells which
+            damaged_cache.close(connection)
+        aside = damaged_cache.set_aside(self.path)
+        logger.warning(
+            f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as {aside}. Its answers are "
+            "requested again; finished documents are not affected."
+        )
+        self._connection = self._open()
+        self._inode = self.path.stat().st_ino
+        self.unsynced = self._name_synced = False
+
+    def _attempt(self, action: Callable[[], T], again: Callable[[], T]) -> T:
+        """Runs ``action``; if the database proves to be damaged, replaces it and runs ``again``."""
         try:
-            connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")
-            connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            return action()
+        except StorageFailed as error:
+            self._set_aside(error, self._connection)
+            return again()
+
+    def _read(self, query: str, values: Row = ()) -> list[Row]:
+        def action() -> list[Row]:
+            with files.explained("read", self.path):
+                return self._connection.execute(query, values).fetchall()
+
+        return self._attempt(action, list)
+
+    def _write(self, query: str, values: Row = ()) -> None:
+        def action() -> None:
+            with files.explained("write to", self.path):
+                self._connection.execute(query, values)
+            files.disk.commit(self._connection, self.path)
+
+        self._attempt(action, lambda: None)
+        self.unsynced = True
+
+    def _drop_damaged(self, rowids: list[int], what: str) -> None:
+        self._write(f"DELETE FROM request_cache WHERE rowid IN ({','.join('?' * len(rowids))})", tuple(rowids))
+        logger.warning(f"Saved answers {what} in {self.path} are damaged ({len(rowids)}). They are requested again.")
+
+    # answers -----------------------------------------------------------------------------------------------------
 
     def put(self, group: Iterable[CachedRequest]) -> None:
         """Writes the group in one transaction."""
         # We number the rows, because SQLite would reuse the numbers of deleted rows.
-        rows: list[_Row] = [
-            (n, r.chunk_index, r.doc_id, r.key.rollout_idx, r.key.payload_hash, *r.answer, r.ordinal, r.key.occurrence)
-            for n, r in enumerate(group, self.last_answer + 1)
-        ]
+        rows: list[Row] = []
+        for n, r in enumerate(group, self.last_answer + 1):
+            values = (r.chunk_index, r.ordinal, r.doc_id, *r.key, *r.answer)
+            rows.append((n, *values, damaged_cache.checksum(values)))
         self.last_answer += len(rows)
-        with files.explained("write to", self.path):
-            self._insert(rows)
-        files.disk.commit(self._connection, self.path)
+
+        def action() -> None:
+            with files.explained("write to", self.path):
+                self._insert(rows)
+            files.disk.commit(self._connection, self.path)
+
+        self._attempt(action, action)
         self.unsynced = True
 
-    def _insert(self, rows: list[_Row]) -> None:
+    def _insert(self, rows: list[Row]) -> None:
         # The sqlite3 module releases the GIL at each execution of a statement and must wait to get it back, and
         # ``executemany`` executes once per row. Groups are powers of two, so there are few statements to prepare.
         start = 0
@@ -158,48 +199,47 @@ class RequestCache:
             start += size
 
     def ordinals(self) -> set[int]:
-        """Returns the ordinals of the documents that have answers."""
-        with files.explained("read", self.path):
-            return {row[0] for row in self._connection.execute("SELECT DISTINCT ordinal FROM request_cache")}
+        """Returns the ordinals of the documents that have answers. A damaged row may add an ordinal below the highest.
+
+        The highest one is checked, because it shows whether the input has shrunk.
+        """
+        highest = f"SELECT rowid, {_COLUMNS} FROM request_cache ORDER BY ordinal DESC LIMIT 1"
+        last = None
+        while (rows := self._read(highest)) and not damaged_cache.is_intact(rows[0][1:]):
+            if rows[0][0] == last:
+                self._set_aside(damaged_cache.unusable(self.path, "a damaged row cannot be deleted"), self._connection)
+                continue
+            last = rows[0][0]
+            self._drop_damaged([last], "of a document")
+        found = self._read("SELECT DISTINCT ordinal FROM request_cache")
+        return {ordinal for (ordinal,) in found if isinstance(ordinal, int)}
 
     def chunks(self) -> set[int]:
         """Returns the indices of the chunks that have answers."""
-        with files.explained("read", self.path):
-            return {row[0] for row in self._connection.execute("SELECT DISTINCT chunk_index FROM request_cache")}
+        found = self._read("SELECT DISTINCT chunk_index FROM request_cache")
+        return {index for (index,) in found if isinstance(index, int)}
 
     def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
         """Returns every answer of one document."""
-        query = (
-            "SELECT rollout_idx, payload_hash, occurrence, result, error_message FROM request_cache WHERE ordinal = ?"
-        )
-        with files.explained("read", self.path):
-            return {AnswerKey(*row[:3]): Answer(*row[3:]) for row in self._connection.execute(query, (ordinal,))}
+        rows = self._read(f"SELECT rowid, {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
+        if damaged := [row[0] for row in rows if not damaged_cache.is_intact(row[1:])]:
+            self._drop_damaged(damaged, f"of document {ordinal}")
+        found = [_request(row[1:]) for row in rows if row[0] not in damaged]
+        return {request.key: request.answer for request in found}
 
     def answers_since(self, number: int, ordinals: Iterable[int]) -> list[CachedRequest]:
         """Returns the answers of these documents that were put after answer ``number``."""
-        query = (
-            "SELECT chunk_index, doc_id, rollout_idx, payload_hash, occurrence, result, error_message "
-            "FROM request_cache WHERE ordinal = ? AND rowid > ?"
-        )
-        found = []
-        with files.explained("read", self.path):
-            for ordinal in ordinals:
-                for row in self._connection.execute(query, (ordinal, number)):
-                    found.append(CachedRequest(row[0], ordinal, row[1], AnswerKey(*row[2:5]), Answer(*row[5:])))
-        return found
+        query = f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ? AND rowid > ?"
+        rows = [row for ordinal in ordinals for row in self._read(query, (ordinal, number))]
+        return [_request(row) for row in rows if damaged_cache.is_intact(row)]
 
     def drop_chunk(self, chunk_index: int) -> None:
         """Deletes the answers of a committed chunk."""
-        with files.explained("write to", self.path):
-            self._connection.execute("DELETE FROM request_cache WHERE chunk_index = ?", (chunk_index,))
-        files.disk.commit(self._connection, self.path)
-        self.unsynced = True
+        self._write("DELETE FROM request_cache WHERE chunk_index = ?", (chunk_index,))
 
     def forget_errors(self) -> None:
         """Deletes permanent errors, so that those requests are sent again: the server may be fixed by now."""
-        with files.explained("write to", self.path):
-            self._connection.execute("DELETE FROM request_cache WHERE error_message IS NOT NULL")
-        files.disk.commit(self._connection, self.path)
+        self._write("DELETE FROM request_cache WHERE error_message IS NOT NULL")
 
     def sync(self) -> None:
         """Makes what was put survive power loss. Does nothing if nothing was put since the last sync."""
@@ -225,5 +265,13 @@ class RequestCache:
     def remove(self) -> None:
         """Closes the database and removes its files."""
         self.close()
-        for suffix in ("", "-wal", "-journal"):
+        for suffix in ("", *CACHE_LOGS):
             files.disk.remove(self.path.with_name(self.path.name + suffix))
+
+
+def _request(row: Row) -> CachedRequest:
+    """The values of an intact row."""
+    chunk_index, ordinal, doc_id, rollout_idx, payload, occurrence, result, error, _ = row
+    return CachedRequest(
+        chunk_index, ordinal, doc_id, AnswerKey(rollout_idx, payload, occurrence), Answer(result, error)
+    )

@@ -1,0 +1,375 @@
+"""Every kind of damage to a half-finished checkpoint: a run refuses it clearly, or ends in the same bytes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, DocumentFailed
+from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
+from datatrove_ckpt.testing.disks import copy_tree
+from tests.jobs import documents, runner
+from tests.mirrors import ONE_BY_ONE, ask_twice
+
+RANK = Path("checkpoints/00000")
+FILES = (
+    "00000/run.json",
+    "00000/commits.jsonl",
+    "00000/chunk_00002.jsonl",
+    "00000/replay.sqlite3",
+    "00000/dead_letters.jsonl",
+    "00000/lock",
+    "last_chunk/00000.txt",
+)
+TEXT = ("run.json", "commits.jsonl", "chunk_00002.jsonl", "dead_letters.jsonl")
+Mutation = tuple[str, Callable[[Path], None]]
+
+
+def statuses(broken: bool) -> Callable[[dict[str, Any], int], int | None]:
+    """Documents 1 and 2 are dead letters. ``broken``: document 5 gets an answer and no second one."""
+
+    def status(payload: dict[str, Any], times: int) -> int | None:
+        content = payload["messages"][-1]["content"]
+        if broken and content == "text 5 again":
+            return 500
+        return 400 if content in ("text 1", "text 2") else None
+
+    return status
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with FakeServer(status=statuses(broken=False)) as running:
+        yield running
+
+
+def run(folder: Path, server: FakeServer) -> None:
+    step = runner(folder, server, ask_twice, skip_bad_requests=True, config=ONE_BY_ONE)
+    step.run(documents(6))
+
+
+def dead(folder: Path) -> list[dict[str, Any]]:
+    """The dead letters without what differs from attempt to attempt."""
+    text = (folder / RANK / "dead_letters.jsonl").read_text()
+    return [{name: letter[name] for name in ("ordinal", "document")} for letter in map(json.loads, text.splitlines())]
+
+
+class Half:
+    """A job that was stopped in chunk 2, as a folder that is put back before each test, and its result."""
+
+    def __init__(self, root: Path, server: FakeServer) -> None:
+        self.job, self.template = root / "job", root / "half"
+        with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(DocumentFailed):
+            run(self.job, broken)
+        copy_tree(self.job, self.template)
+        assert {path.name for path in (self.job / RANK).iterdir()} == {Path(name).name for name in FILES[:-1]}
+        run(self.job, server)
+        self.output, self.dead = outputs(self.job / "output"), dead(self.job)
+        assert len(self.output) == 3
+        assert len(self.dead) == 2
+        copy_tree(self.job, root / "whole")
+        self.whole = root / "whole"
+
+    def restore(self, finished: bool = False) -> Path:
+        copy_tree(self.whole if finished else self.template, self.job)
+        return self.job
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Half:
+    shm = Path("/dev/shm")
+    root = tmp_path_factory.mktemp("half") if not shm.is_dir() else Path(f"/dev/shm/datatrove-ckpt-{id(server)}")
+    root.mkdir(exist_ok=True)
+    return Half(root, server)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cleared(half: Half) -> Iterator[None]:
+    yield
+    shutil.rmtree(half.job.parent, ignore_errors=True)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def call(command: str, folder: Path, *options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main([command, str(folder / "checkpoints"), *options])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+# mutations -----------------------------------------------------------------------------------------------------------
+
+
+def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def mutate(folder: Path) -> None:
+        path = folder / "checkpoints" / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return mutate
+
+
+def replace_by_folder(name: str) -> Callable[[Path], None]:
+    def mutate(folder: Path) -> None:
+        path = folder / "checkpoints" / name
+        path.unlink(missing_ok=True)
+        path.mkdir()
+
+    return mutate
+
+
+def foreign(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / RANK / name).write_bytes(content) and None
+
+
+def flipped(data: bytes, at: int, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1 << bit
+    return bytes(changed)
+
+
+def lines_changed(data: bytes, how: str, index: int) -> bytes:
+    lines = data.splitlines(keepends=True)
+    index %= len(lines)
+    if how == "double":
+        lines.insert(index, lines[index])
+    elif how == "swap":
+        lines[0], lines[index] = lines[index], lines[0]
+    elif how == "empty":
+        lines[index] = b"\n"
+    else:
+        del lines[index]
+    return b"".join(lines)
+
+
+def byte_mutations(half: Half, name: str, places: list[float], chance: random.Random) -> Iterator[Mutation]:
+    size = (half.template / "checkpoints" / name).stat().st_size
+    for place in places:
+        at, bit = int(place * size), chance.randrange(8)
+        yield f"flip bit {bit} of byte {at}: {name}", edit(name, lambda data, at=at, bit=bit: flipped(data, at, bit))
+        yield f"cut at {at}: {name}", edit(name, lambda data, at=at: data[:at])
+        yield (
+            f"100 zero bytes at {at}: {name}",
+            edit(name, lambda data, at=at: data[:at] + bytes(100) + data[at:]),
+        )
+        yield (
+            f"100 bytes zeroed at {at}: {name}",
+            edit(name, lambda data, at=at: data[:at] + bytes(len(data[at : at + 100])) + data[at + 100 :]),
+        )
+
+
+RUNS = (
+    b"[]",
+    b"null",
+    b"{}",
+    b'{"owner": []}',
+    b'{"format": 1, "owner": {"fence": "x"}}',
+    b"\xff\xfe",
+    b'"',
+    b"1" * 99,
+)
+LINES = (b"[]", b"{}", b"null", b'{"ordinal":1}', b'{"tally":{},"files":[]}')
+NAMES = (
+    "chunk_9999999999.jsonl",
+    "chunk_abc.jsonl",
+    "chunk_-0001.jsonl",
+    "chunk_\u0660\u0660\u0660\u0660\u0663.jsonl",
+    "chunk_000003.jsonl",
+)
+
+
+def whole_mutations() -> Iterator[Mutation]:
+    """Those of which there are few."""
+    for name in FILES:
+        yield f"no file: {name}", lambda folder, name=name: (folder / "checkpoints" / name).unlink()
+        yield f"a folder: {name}", replace_by_folder(name)
+        yield f"empty: {name}", edit(name, lambda data: b"")
+    for content in RUNS:
+        yield f"run.json is {content[:40]!r}", edit(FILES[0], lambda data, content=content: content)
+    for name, body in itertools.product(FILES[1:3], LINES):
+        yield f"a whole line {body!r} at the end: {name}", edit(name, lambda data, body=body: data + seal(body))
+    for suffix in ("-wal", "-journal", "-shm"):
+        yield f"foreign {suffix}", foreign(f"replay.sqlite3{suffix}", b"foreign" * 1000)
+        yield f"a folder {suffix}", replace_by_folder(f"00000/replay.sqlite3{suffix}")
+    yield (
+        "a log without a database",
+        lambda folder: (folder / RANK / "replay.sqlite3").rename(folder / RANK / "replay.sqlite3-wal"),
+    )
+    for name in NAMES:
+        yield f"foreign {name}, empty", foreign(name, b"")
+        yield f"foreign {name}", foreign(name, b"mine\n")
+        yield f"a folder {name}", replace_by_folder(f"00000/{name}")
+    yield "garbage of several lines: commits.jsonl", edit(FILES[1], lambda data: data + b"a\nb\nc")
+    yield "garbage of one line: commits.jsonl", edit(FILES[1], lambda data: data + b"abc\n")
+
+
+def mutations(half: Half, places: int, seed: int) -> list[Mutation]:
+    chance = random.Random(seed)
+    found = list(whole_mutations())
+    for name in FILES:
+        found += byte_mutations(half, name, [chance.random() for _ in range(places)], chance)
+    for name, how, index in itertools.product(TEXT, ("double", "swap", "empty", "drop"), range(places)):
+        found.append(
+            (f"{how} line {index}: {name}", edit(f"00000/{name}", lambda d, h=how, i=index: lines_changed(d, h, i)))
+        )
+    return found
+
+
+# the oracle ----------------------------------------------------------------------------------------------------------
+
+
+def judge(half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], mutation: Mutation) -> str:
+    """Checks one mutation. Returns "refused" or "same"."""
+    name, mutate = mutation
+    folder = half.restore()
+    mutate(folder)
+    said("status", folder)
+    code, text = said("verify", folder, "--output", str(folder / "output"))
+    assert "Traceback" not in text, name
+    assert "remove it if nothing else needs it" not in text, f"{name}: advises to remove output: {text}"
+    said("repair", folder, "--dry-run", "--output", str(folder / "output"))
+    before = outputs(folder / "output")
+    try:
+        run(folder, server)
+    except CkptError as error:
+        assert str(folder) in str(error), f"{name}: does not say where: {error}"
+        # A changed value of run.json is another run to this one; only a run knows what it should be.
+        assert code == 1 or isinstance(error, CheckpointMismatch), f"{name}: refused ({error}), but verify says {text}"
+        assert outputs(folder / "output") == before, f"{name}: refused, but the output was changed"
+        return "refused"
+    assert outputs(folder / "output") == half.output, name
+    code, text = said("verify", folder, "--full")
+    if "dead_letters" not in name:  # its lines are for people, and only counted
+        assert dead(folder) == half.dead, name
+        assert code == 0, f"{name}: {text}"
+    return "same"
+
+
+def judge_all(half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], chosen: list[Mutation]) -> None:
+    found = [judge(half, server, said, mutation) for mutation in chosen]
+    print(f"{len(found)} kinds of damage: {found.count('refused')} refused, {found.count('same')} the same output")
+    assert set(found) == {"refused", "same"}
+
+
+def test_some_damage_is_refused_or_does_not_matter(
+    half: Half, server: FakeServer, said: Callable[..., tuple[int, str]]
+) -> None:
+    judge_all(half, server, said, random.Random(1).sample(mutations(half, 2, 1), 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(3))
+def test_all_damage_is_refused_or_does_not_matter(
+    half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], seed: int
+) -> None:
+    judge_all(half, server, said, mutations(half, 20, seed))
+
+
+# the commit log ------------------------------------------------------------------------------------------------------
+
+LOGS: dict[str, Callable[[bytes], bytes]] = {
+    "the last line is damaged": lambda data: data[:-9] + b"x" + data[-8:],
+    "two bad lines": lambda data: data[: data.index(b"\n") + 1] + b"a\nb",
+    "the first line is damaged": lambda data: b"x" + data[1:],
+    "the first line is lost": lambda data: lines_changed(data, "drop", 0),
+    "the last line is lost": lambda data: lines_changed(data, "drop", 2),
+    "a line twice": lambda data: lines_changed(data, "double", 1),
+    "another order": lambda data: lines_changed(data, "swap", 2),
+}
+
+
+def lost(job: Path, name: str) -> None:
+    path = job / RANK / "commits.jsonl"
+    if name == "no file":
+        path.unlink()
+    else:
+        path.write_bytes(LOGS[name](path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", [*LOGS, "no file"])
+def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(
+    half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], name: str
+) -> None:
+    folder = half.restore(finished=True)
+    lost(folder, name)
+    with pytest.raises(
+        CheckpointCorrupt, match="Keep the rank's output files: they may belong to lost commits"
+    ) as error:
+        run(folder, server)
+    for command in ("status", "verify"):
+        code, text = said(command, folder)
+        assert code == 1
+        assert str(error.value) in text
+        assert "remove it" not in text
+    server.asked.clear()
+    assert said("repair", folder)[0] == 0
+    assert said("verify", folder)[0] == 3
+    run(folder, server)
+    assert outputs(folder / "output") == half.output
+    assert sorted(letter["ordinal"] for letter in dead(folder)) == [1, 2]
+    assert said("verify", folder, "--full")[0] == 0
+    assert server.asked.total() <= {"no file": 10, "two bad lines": 7, "the last line is damaged": 4}.get(name, 4)
+
+
+@pytest.mark.parametrize("disk_type", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run_first", [False, True])
+def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
+    half: Half,
+    server: FakeServer,
+    said: Callable[..., tuple[int, str]],
+    disk_type: type[CrashingDisk],
+    run_first: bool,
+) -> None:
+    """``run_first``: the user runs before the repair is repeated; a run that finds the log damaged refuses it."""
+    for number in itertools.count():
+        lost(half.restore(finished=True), "the first line is lost")
+        disk = disk_type(number, half.job)
+        with disk_in_place(disk):
+            said("repair", half.job)
+        if disk.crashed_at is None:
+            break
+        for survivor in disk.survivors():
+            if run_first:
+                try:
+                    run(half.job, server)
+                except CheckpointCorrupt:
+                    assert said("verify", half.job)[0] == 1
+            assert said("repair", half.job)[0] == 0, (disk.crashed_at, survivor)
+            run(half.job, server)
+            assert outputs(half.job / "output") == half.output
+            assert sorted(letter["ordinal"] for letter in dead(half.job)) == [1, 2], (disk.crashed_at, survivor)
+            assert said("verify", half.job, "--full")[0] == 0
+    assert number > 10
+
+
+def test_a_rank_whose_folder_was_removed_starts_over(half: Half, server: FakeServer) -> None:
+    """last_chunk is still there then, and does not count."""
+    folder = half.restore()
+    shutil.rmtree(folder / RANK)
+    with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(DocumentFailed):
+        run(folder, broken)
+    run(folder, server)
+    assert outputs(folder / "output") == half.output
+
+
+def test_a_commit_names_only_files_in_the_output_folder(half: Half, server: FakeServer) -> None:
+    for name in ("../../precious", "/precious", "a/../../precious", ""):
+        path = half.restore() / RANK / "commits.jsonl"
+        (commit, *_) = read_commits(path).values()
+        commit.files[0].path = name
+        path.write_bytes(seal(commit.to_json()))
+        with pytest.raises(CheckpointCorrupt, match="is no name of an output file"):
+            run(half.job, server)

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 from datatrove_ckpt.errors import ConfigError
 
 HIDDEN = "***"
+MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
+"""The environment variable with the key that seals mirrors. Servers do not get it."""
 # Characters of a secret that a Redactor looks for: of one that we send, and of one in the environment.
 _MIN_GIVEN, _MIN_FROM_ENV = 4, 8
 

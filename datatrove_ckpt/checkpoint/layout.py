@@ -48,7 +48,12 @@ def rank_numbers(root: Path) -> list[int]:
 
 def last_chunk_file(root: Path, rank: int) -> Path:
     """The file that shows people and other tools the rank's progress."""
-    return root / "last_chunk" / f"{rank:05d}.txt"
+    return last_chunk_of(rank_folder(root, rank))
+
+
+def last_chunk_of(folder: Path) -> Path:
+    """The same, from a rank's folder."""
+    return folder.parent / "last_chunk" / f"{folder.name}.txt"
 
 
 def journal_path(folder: Path, chunk_index: int) -> Path:

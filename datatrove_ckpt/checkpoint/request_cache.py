@@ -176,7 +176,7 @@ class RequestCache:
         # We number the rows, because SQLite would reuse the numbers of deleted rows.
         rows: list[Row] = []
         for n, r in enumerate(group, self.last_answer + 1):
-            values = (r.chunk_index, r.ordinal, r.doc_id, *r.key, *r.answer)
+            values = _values(r)
             rows.append((n, *values, damaged_cache.checksum(values)))
         self.last_answer += len(rows)
 
@@ -267,6 +267,15 @@ class RequestCache:
         self.close()
         for suffix in ("", *CACHE_LOGS):
             files.disk.remove(self.path.with_name(self.path.name + suffix))
+
+
+def has_right_types(request: CachedRequest) -> bool:
+    """Whether a request that another place kept can be a row."""
+    return damaged_cache.is_intact((*_values(request), None))
+
+
+def _values(r: CachedRequest) -> Row:
+    return r.chunk_index, r.ordinal, r.doc_id, *r.key, *r.answer
 
 
 def _request(row: Row) -> CachedRequest:

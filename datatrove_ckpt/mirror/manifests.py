@@ -16,6 +16,7 @@ makes the second copy, which costs a request and no transfer.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,9 +26,12 @@ import orjson
 import xxhash
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.lines import seal, unseal
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
+from datatrove_ckpt.checkpoint.identity import check_run
+from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, is_journal
+from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
 from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.seal import Seal, adopts, is_sealed, without_seal
 
 FORMAT = 1
 """Version of the format of everything below a rank's folder."""
@@ -39,7 +43,17 @@ RunJson: TypeAlias = dict[str, Any]
 OwnerJson: TypeAlias = dict[str, Any]
 """The owner in it: ``nonce``, ``host``, ``pid``, ``fence`` and ``earlier``."""
 
-_NAME = re.compile(r"(generation|claim)-(\d{8,})-([0-9a-f]{16})\.json")
+_MAX_MANIFEST_BYTES = 64 * 2**20
+_MAX_OWNERSHIP_BYTES = 2**16
+# One row of the request cache may be larger than an object should be, and goes up whole.
+_MAX_PART_BYTES = 2**30
+# [0-9], because \d also matches the digits of other scripts.
+_NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
+_OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
+_HASHES = {"xxh128": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"([0-9a-f]{64})?")}
+_NONCE = re.compile(r"[0-9a-f]{16}")
+_FILES = {COMMITS, DEAD_LETTERS, RETRY_INPUT}
+_TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 
 @dataclass(frozen=True, order=True)
@@ -71,11 +85,25 @@ class Ownership(_Numbered):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a file's bytes, stored as one object. ``size`` is in bytes."""
+    """A range of a file's bytes, stored as one object. ``size`` is in bytes. ``sha256``: in sealed versions."""
 
     name: str
     size: int
     xxh128: str
+    sha256: str = ""
+
+    def to_json(self) -> dict[str, str | int]:
+        return {name: value for name, value in asdict(self).items() if value or name != "sha256"}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Part:
+        """Raises TypeError or ValueError if a value cannot be one of ours."""
+        part = cls(**data)
+        if not _OBJECT.fullmatch(part.name) or not is_count(part.size) or not 0 < part.size <= _MAX_PART_BYTES:
+            raise ValueError(f"it names {part.name!r} of {part.size!r} bytes, which is no object of a mirror")
+        if not all(pattern.fullmatch(getattr(part, name)) for name, pattern in _HASHES.items()):
+            raise ValueError(f"the hash of {part.name} is none")
+        return part
 
 
 @dataclass(slots=True)
@@ -105,20 +133,39 @@ class Manifest:
     def object_names(self) -> set[str]:
         return {part.name for part in self.parts()}
 
-    def to_line(self, when: str) -> bytes:
-        return seal(orjson.dumps({"format": FORMAT, **asdict(self), "when": when}))
+    def to_json(self, when: str) -> bytes:
+        files = {name: [part.to_json() for part in parts] for name, parts in self.files.items()}
+        answers = [part.to_json() for part in self.answers]
+        fields = {"run": self.run, "files": files, "answers": answers, "finished": self.finished, "when": when}
+        return orjson.dumps({"format": FORMAT, **fields})
 
     @classmethod
-    def from_line(cls, line: bytes) -> Manifest | None:
-        """None if the line is damaged, or of another format."""
-        body = unseal(line)
-        if body is None:
-            return None
-        data = orjson.loads(body)
-        if data.pop("format") != FORMAT:
-            return None
-        files = {name: [Part(**part) for part in parts] for name, parts in data.pop("files").items()}
-        return cls(files=files, answers=[Part(**part) for part in data.pop("answers")], **data)
+    def from_json(cls, body: bytes) -> Manifest:
+        """Everything that is acted on is checked, because anybody may have written to the mirror.
+
+        Raises:
+            Damaged: it is of another format, or names something that a version never holds.
+        """
+        try:
+            data = orjson.loads(body)
+            if data.pop("format") != FORMAT:
+                raise ValueError("it is of another format")
+            for name in data["files"]:
+                if name not in _FILES and not is_journal(name):
+                    raise ValueError(f"it names {name!r}, which is no file of a checkpoint")
+            files = {name: [Part.from_json(part) for part in parts] for name, parts in data.pop("files").items()}
+            answers = [Part.from_json(part) for part in data.pop("answers")]
+            manifest = cls(files=files, answers=answers, **data)
+            if (
+                not _NONCE.fullmatch(check_run(manifest.run)["owner"]["nonce"])
+                or "earlier" not in manifest.run["owner"]
+            ):
+                raise ValueError("its owner is damaged")
+            if not isinstance(manifest.finished, bool) or not _TIME.fullmatch(manifest.when):
+                raise ValueError("its state or time is damaged")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"its manifest is damaged ({error})") from error
+        return manifest
 
 
 def contains_version(owner: OwnerJson, version: Version) -> bool:
@@ -156,12 +203,26 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
 
 
 def decode_answers(data: bytes) -> Iterator[CachedRequest]:
-    """The inverse of ``encode_answers``, for one object."""
+    """The inverse of ``encode_answers``, for one object.
+
+    Raises:
+        Damaged: a line is no row of a request cache.
+    """
     for line in data.splitlines():
-        row = orjson.loads(line)
-        result = None if row["result"] is None else row["result"].encode()
-        answer = Answer(result, row["error_message"])
-        yield CachedRequest(row["chunk_index"], row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
+        try:
+            row = orjson.loads(line)
+            request = CachedRequest(
+                row["chunk_index"],
+                row["ordinal"],
+                row["doc_id"],
+                AnswerKey(*row["key"]),
+                Answer(None if row["result"] is None else row["result"].encode(), row["error_message"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"an answer is damaged ({error!r})") from error
+        if not has_right_types(request):
+            raise Damaged("an answer has values of other types")
+        yield request
 
 
 class Damaged(Exception):
@@ -174,6 +235,7 @@ class Versions:
     def __init__(self, url: str) -> None:
         self._store = ObjectStore(url)
         self.url = self._store.url
+        self._seal = Seal(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
         """All ownerships and versions, from one listing. The ownership that wins and the newest version come last."""
@@ -191,17 +253,50 @@ class Versions:
 
     def owner_text(self, ownership: Ownership) -> str:
         """The owner's host and process id, for an error message."""
-        content = self._store.read(ownership.file)
-        return content.decode(errors="replace") if content else "unknown"
+        content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
+        return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
-    def read_manifest(self, version: Version) -> Manifest | None:
-        """None if the manifest is missing or damaged."""
-        line = self._store.read(version.file)
-        return None if line is None else Manifest.from_line(line)
+    def read_manifest(self, version: Version) -> Manifest:
+        """For cleaning up: whoever can write to the mirror may have made it. See ``read_trusted``.
+
+        Raises:
+            Damaged: it is missing or damaged.
+        """
+        return Manifest.from_json(without_seal(self._read_body(version)))
+
+    def read_trusted(self, version: Version, adopt: bool = False) -> Manifest:
+        """Checks the seal first.
+
+        Args:
+            adopt: accept a version without a seal.
+
+        Raises:
+            Damaged: it is missing or damaged.
+            CheckpointCorrupt, ConfigError: see ``Seal.check``.
+        """
+        body = self._read_body(version)
+        self._seal.check(version.file, body, adopt)
+        return Manifest.from_json(without_seal(body))
+
+    def may_adopt(self, versions: list[Version]) -> bool:
+        """Whether the user lets this start trust a version without a seal, and there is none with a seal."""
+        return self._seal.is_on and adopts() and not any(self._is_sealed(version) for version in versions)
+
+    def _is_sealed(self, version: Version) -> bool:
+        try:
+            return is_sealed(self._read_body(version))
+        except Damaged:
+            return False
+
+    def _read_body(self, version: Version) -> bytes:
+        body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
+        if body is None:
+            raise Damaged("its manifest is damaged")
+        return body
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
         """Completes the version. Its objects must have been written before."""
-        self._store.put(version.file, manifest.to_line(when))
+        self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def remove(self, name: Version | Ownership) -> None:
         self._store.remove(name.file)
@@ -210,7 +305,8 @@ class Versions:
         """Writes a new object and its second copy."""
         self._store.put(f"objects/{name}", data)
         self._store.copy(f"objects/{name}", f"copies/{name}")
-        return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)))
+        strong = hashlib.sha256(data).hexdigest() if self._seal.is_on else ""
+        return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
     def read_object(self, part: Part) -> bytes:
         """The part's bytes, from whichever copy is intact.
@@ -219,16 +315,23 @@ class Versions:
             Damaged: neither is.
         """
         for folder in ("objects", "copies"):
-            data = self._store.read(f"{folder}/{part.name}")
-            if data is not None and len(data) == part.size and xxhash.xxh3_128_hexdigest(data) == part.xxh128:
+            data = self._store.read(f"{folder}/{part.name}", part.size)
+            if data is not None and _is_part(data, part):
                 return data
             if folder == "objects":
                 logger.warning(f"{self.url}/objects/{part.name} is missing or damaged. Reading its copy instead.")
         raise Damaged(f"object {part.name} is missing or damaged, and so is its copy")
 
     def list_objects(self) -> set[tuple[str, str]]:
-        """Folder and name of every object, of both copies."""
-        return {(folder, name) for folder in ("objects", "copies") for name in self._store.names(folder)}
+        """Folder and name of every object, of both copies. Names that are not ours are left out."""
+        names = ((folder, name) for folder in ("objects", "copies") for name in self._store.names(folder))
+        return {(folder, name) for folder, name in names if _OBJECT.fullmatch(name)}
 
     def remove_object(self, folder: str, name: str) -> None:
         self._store.remove(f"{folder}/{name}")
+
+
+def _is_part(data: bytes, part: Part) -> bool:
+    if len(data) != part.size or xxhash.xxh3_128_hexdigest(data) != part.xxh128:
+        return False
+    return not part.sha256 or hashlib.sha256(data).hexdigest() == part.sha256

@@ -28,15 +28,16 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import CACHE, LOCK, RUN, rank_folder, retry_number
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, LOCK, RUN, last_chunk_of, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
 from datatrove_ckpt.mirror.manifests import (
@@ -102,12 +103,27 @@ def restore(url: str, folder: Path) -> None:
     if not versions:
         logger.info(f"The mirror {url} holds no checkpoint yet.")
         return
-    if owner is not None and contains_version(owner, versions[-1]):
-        return
     try:
+        if owner is not None and contains_version(owner, versions[-1]):
+            _look_at_seal(mirrored, versions[-1])
+            return
         _restore_newest(mirrored, versions, folder, owner)
     except OSError as error:
         raise _unreadable(url, error) from error
+
+
+def _look_at_seal(mirrored: Versions, version: Version) -> None:
+    """Compares the key with the newest version's seal, although this node does not need the version.
+
+    Raises:
+        ConfigError: the mirror is sealed, and there is no key: what this node uploads could not be restored.
+    """
+    try:
+        mirrored.read_trusted(version)
+    except Damaged:
+        return
+    except CheckpointCorrupt as error:
+        logger.warning(f"{error} This node does not need it; what it uploads from now on is sealed with this key.")
 
 
 def _unreadable(url: str, error: Exception) -> StorageFailed:
@@ -135,6 +151,7 @@ def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, o
             return
         version, manifest = built
         aside = _set_aside(folder, stack)
+        _forget_last_chunk(folder)
         files.disk.rename(staging, folder)
         files.disk.sync_dir(folder.parent)
     logger.info(f"Restored {folder} from version {version.number} at {mirrored.url}, uploaded at {manifest.when}.")
@@ -149,8 +166,8 @@ def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path,
     ours = {owner["nonce"], *owner.get("earlier", ())}
     theirs = {version.nonce for version in versions}
     for version in versions:
-        manifest = mirrored.read_manifest(version)
-        theirs |= set(manifest.run["owner"]["earlier"]) if manifest else set()
+        with suppress(Damaged):
+            theirs |= set(mirrored.read_manifest(version).run["owner"]["earlier"])
     if not ours & theirs:
         raise CheckpointMismatch(
             f"{folder} and its mirror {mirrored.url} were started separately: neither continues the other. Remove the "
@@ -165,11 +182,10 @@ def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) ->
         CheckpointCorrupt: no version is complete.
     """
     problems = []
+    adopt = mirrored.may_adopt(versions)
     for version in reversed(versions):
         try:
-            manifest = mirrored.read_manifest(version)
-            if manifest is None:
-                raise Damaged("its manifest is damaged, or of another format")
+            manifest = mirrored.read_trusted(version, adopt)
             _download(mirrored, manifest, versions, staging)
         except Damaged as damage:
             problems.append(f"version {version.number} ({version.file}): {damage}")
@@ -204,7 +220,11 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
         _write(staging / file, (mirrored.read_object(part) for part in parts))
     if not manifest.finished:
         _fill_cache(mirrored, manifest.answers, staging / CACHE)
-    run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], versions)}
+    try:
+        commits = len(read_commits(staging / COMMITS))
+    except CheckpointCorrupt as error:
+        raise Damaged(str(error)) from error
+    run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], versions, commits)}
     _write(staging / RUN, [orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)])
     files.disk.sync_dir(staging)
 
@@ -230,7 +250,7 @@ def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
     files.disk.sync(path)
 
 
-def _new_owner(owner: OwnerJson, versions: list[Version]) -> OwnerJson:
+def _new_owner(owner: OwnerJson, versions: list[Version], commits: int) -> OwnerJson:
     """An owner whose ``earlier`` owners made every version on the mirror. See the module's docstring."""
     earlier = dict(owner["earlier"])
     for version in versions:
@@ -242,7 +262,16 @@ def _new_owner(owner: OwnerJson, versions: list[Version]) -> OwnerJson:
         "pid": os.getpid(),
         "nonce": secrets.token_hex(8),
         "earlier": earlier,
+        "commits": commits,
     }
+
+
+def _forget_last_chunk(folder: Path) -> None:
+    """Removes the file for people of an earlier folder. It may name chunks that the restored one lacks."""
+    path = last_chunk_of(folder)
+    if path.exists():
+        files.disk.remove(path)
+        files.disk.sync_dir(path.parent)
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import suppress
 
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import ConfigError, Fenced
-from datatrove_ckpt.mirror.manifests import Manifest, Ownership, Part, RunJson, Version, Versions, encode_answers
+from datatrove_ckpt.mirror.manifests import (
+    Damaged,
+    Manifest,
+    Ownership,
+    Part,
+    RunJson,
+    Version,
+    Versions,
+    encode_answers,
+)
 from datatrove_ckpt.remote_errors import failure_text
 
 KEPT_VERSIONS = 3
@@ -174,9 +184,8 @@ class Uploads:
     def _load_leftovers(self, versions: list[Version]) -> None:
         """Reads what earlier owners left. Those that still run stop when they see our ownership."""
         for version in versions:
-            manifest = self._versions.read_manifest(version)
-            if manifest is not None:
-                self._kept[version] = manifest.object_names()
+            with suppress(Damaged):
+                self._kept[version] = self._versions.read_manifest(version).object_names()
         self._garbage |= self._versions.list_objects()
 
     def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:

@@ -37,7 +37,7 @@ from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancel
 from datatrove_ckpt.inference.servers.leftovers import ServerRecord
 from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import HiddenDict, Key, Redactor, frames_cut
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor, frames_cut
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it, and until
 # then the kernel must give this port to no outgoing connection.
@@ -187,9 +187,10 @@ class InferenceServer(Server):
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 
     def _environment(self) -> HiddenDict:
-        """The server's environment: ours without the key between nodes, which no server needs."""
+        """The server's environment: ours without the keys of nodes and mirrors, which no server needs."""
         ours = HiddenDict({**os.environ, **self._lease.env, **self._command.env})
-        ours.pop(LINK_KEY_VARIABLE, None)
+        for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
+            ours.pop(key, None)
         if self._record is not None:
             ours[leftovers.VARIABLE] = self._record.nonce
         return ours

@@ -66,29 +66,26 @@ class Mirrored:
         count = self.uploads.last_answer + len(rows)
         snapshot = Snapshot(b"", {"chunk_00000.jsonl": len(self.content)}, frozenset(unfinished), new, max(count, 1))
         owner = {"nonce": nonce, "host": "here", "pid": 1, "earlier": {}}
-        self.uploads.start_version({"owner": owner}, snapshot)
+        self.uploads.start_version({"format": 1, "owner": owner}, snapshot)
         if start := self.content[self.uploads.uploaded_bytes("chunk_00000.jsonl") :]:
             self.uploads.add("chunk_00000.jsonl", start)
         self.uploads.add_answers(snapshot)
         self.uploads.publish(finished=False)
 
     def is_complete(self, version: Version) -> bool:
-        manifest = self.versions.read_manifest(version)
         try:
-            return manifest is not None and all(map(self.versions.read_object, manifest.parts()))
+            return all(map(self.versions.read_object, self.versions.read_manifest(version).parts()))
         except Damaged:
             return False
 
     def newest(self) -> tuple[bytes, set[CachedRequest]]:
         manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
-        assert manifest is not None
         content = b"".join(map(self.versions.read_object, manifest.files.get("chunk_00000.jsonl", [])))
         rows = {row for part in manifest.answers for row in decode_answers(self.versions.read_object(part))}
         return content, rows
 
     def parts(self) -> int:
         manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
-        assert manifest is not None
         return sum(1 for _ in manifest.parts())
 
 

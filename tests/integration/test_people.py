@@ -36,6 +36,7 @@ def first_failure(commands: Commands, seeds: Iterator[int]) -> tuple[Found | Non
     return found, tally
 
 
+@pytest.mark.timeout(240)
 def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands: Commands) -> None:
     found, tally = first_failure(commands, iter(range(SEQUENCES)))
     assert found is None, f"\n{found}"

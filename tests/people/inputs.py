@@ -34,14 +34,14 @@ class Row:
     @property
     def outcome(self) -> Outcome:
         """What becomes of it if nothing else goes wrong and dead letters are allowed."""
-        if any(word in self.text for word in (REJECTED, RAISES, UNWRITABLE)):
+        if any(word in self.text for word in (REJECTED, RAISES, LEAVES, UNWRITABLE)):
             return "dead"
         return "dropped" if DROPPED in self.text else "written"
 
     @property
     def is_asked(self) -> bool:
         """Its rollout sends a request."""
-        return RAISES not in self.text
+        return RAISES not in self.text and LEAVES not in self.text
 
     @property
     def is_answered(self) -> bool:
@@ -152,11 +152,8 @@ class Expected:
 def expected(inputs: dict[str, InputFile], model: str, prompt: str, impossible: str = "") -> Expected:
     readable = {row.id: row for file in inputs.values() if file.is_readable for row in file.rows}
     cut = sorted(file.file_name for file in inputs.values() if file.is_cut)
-    leaving = sorted(row.id for row in readable.values() if LEAVES in row.text)
     if cut:
         impossible = impossible or f"the end of {cut[0]} is missing"
-    if leaving:
-        impossible = impossible or f"the rollout of {leaving[0]} calls sys.exit"
     questions = {id: question_to(row, prompt) for id, row in readable.items()}
     return Expected(
         rows=readable,

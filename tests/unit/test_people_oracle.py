@@ -137,7 +137,7 @@ def _sys_exit(job: Job) -> None:
         (_healthy_document_dead, "blamed"),
         (_file_left_over, "closing line"),
         (_line_not_read, "unread lines"),
-        (_sys_exit, "impossible"),
+        (_sys_exit, "missing"),
     ],
 )
 def test_a_falsified_output_fails(job: Job, falsify: Callable[[Job], None], kind: str) -> None:

@@ -99,7 +99,10 @@ class InputFile:
                 return whole[: len(whole) * 2 // 3]
         compressor = zstandard.ZstdCompressor().compressobj()
         blocks = [compressor.compress(line) + compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) for line in lines]
-        return b"".join(blocks[:-1] if self.form == "cut zst" else [*blocks, compressor.flush()])
+        blocks.append(compressor.flush())
+        if self.form == "cut zst":
+            return b"".join(blocks[:-2]) or b"".join(blocks)[:8]
+        return b"".join(blocks)
 
     def with_rows(self, rows: tuple[Row, ...]) -> InputFile:
         return replace(self, rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from tests.people.operations import ACTIONS, RUNS, WEIGHTS, Operation
 from tests.people.oracle import Failure
 from tests.people.world import Tally, World
 
+_FEW = 6  # operations up to which pairs of them are left out, too
 _TRIES = 4  # runs within which a job in order must finish
 _ALWAYS = ("put_back", "start_over", "do_what_it_says", "run")
 
@@ -107,24 +109,29 @@ def _finish(world: World, steps: list[str]) -> None:
 
 
 def shortest(commands: Commands, found: Found) -> Found:
-    """The same failure with as few operations as possible."""
+    """The same failure with as few and as plain operations as possible."""
     shrunk = True
     while shrunk:
         shrunk = False
-        for place in reversed(range(len(found.operations))):
-            fewer = found.operations[:place] + found.operations[place + 1 :]
-            again = try_sequence(commands, found.seed, fewer)
+        for candidate in _shorter(found.operations):
+            again = try_sequence(commands, found.seed, candidate)
             if again is not None and again.failure.kind == found.failure.kind:
                 found, shrunk = again, True
                 break
-    for place, operation in enumerate(found.operations):
-        if operation.name in RUNS and operation.name != "run":
-            plainer = [*found.operations]
-            plainer[place] = Operation("run", 0)
-            again = try_sequence(commands, found.seed, plainer)
-            if again is not None and again.failure.kind == found.failure.kind:
-                found = again
     return found
+
+
+def _shorter(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+    """The operations without one of them; without two, as a change and the way back are one; with a plain run."""
+    places = range(len(operations))
+    for place in reversed(places):
+        yield [*operations[:place], *operations[place + 1 :]]
+    if len(operations) <= _FEW:
+        for one, other in itertools.combinations(places, 2):
+            yield [operation for place, operation in enumerate(operations) if place not in (one, other)]
+    for place, operation in enumerate(operations):
+        if operation.name in RUNS and operation.name != "run":
+            yield [*operations[:place], Operation("run", 0), *operations[place + 1 :]]
 
 
 def explore(commands: Commands, seeds: Iterator[int], tally: Tally) -> Iterator[Found]:

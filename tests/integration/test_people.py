@@ -73,7 +73,7 @@ def test_a_failure_is_printed_with_the_command_that_repeats_it(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def remove_input_unseen(world: World, chance: random.Random) -> str:
-        monkeypatch.setattr(world, "truth", lambda: expected({}, "", ""))
+        monkeypatch.setattr(world, "truth", lambda settings: expected({}, "", ""))
         return "falsify the truth"
 
     monkeypatch.setitem(ACTIONS, "remove_input_unseen", remove_input_unseen)

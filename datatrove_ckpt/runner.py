@@ -44,6 +44,7 @@ from datatrove_ckpt.mirror.object_store import check_url
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput, check_rank_in_template, check_writer
+from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
@@ -168,6 +169,8 @@ class InferenceRunner(PipelineStep):
             raise ConfigError("on_document_error: dead letters are kept with checkpoints; set checkpoints_local_dir.")
         if local is not None and get_protocol(local) not in ("file", "local"):
             raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
+        if local is not None:
+            check_output_folder(self.output_writer, local)
         if remote is not None:
             if local is None:
                 raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")

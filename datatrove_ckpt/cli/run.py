@@ -24,6 +24,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, Un
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
+from datatrove_ckpt.output.folders import check_pipeline_folders
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
             check_rank_in_template(step.output_writer, executor.world_size)
+    check_pipeline_folders(executor.pipeline)
     if arguments.dry_run:
         print("\n".join(describe(content)))
         if slurm_submit.submits(executor):

@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.output.adapter import use_shallow_adapter
 from datatrove_ckpt.output.committed import FoundFiles, OutputCheck, RankCommits
 from datatrove_ckpt.output.file_managers import StagedFiles, missing_codec
-from datatrove_ckpt.output.names import STAGING, FileNames
+from datatrove_ckpt.output.names import STAGING, FileNames, plain
 from datatrove_ckpt.output.upload import RemoteFolder
 from datatrove_ckpt.redaction import check_no_secrets
 
@@ -92,6 +92,7 @@ class ChunkOutput:
         self.names = FileNames(writer, rank, prefix, checkpoints)
         self._check = OutputCheck(writer, checkpoints)
         self._retry = scratch.parent.name if prefix else ""
+        self._taken: dict[str, tuple[str, int]] = {}
         self._writer = writer
         self._rank = rank
         self._target: _Target
@@ -137,6 +138,8 @@ class ChunkOutput:
         if RankCommits(self._check.root, self._rank).files:
             commits, found = self._look()
             self._check.refuse_lost([commits], found)
+            if self.names.fields:  # otherwise the chunk index alone keeps names apart
+                self._taken = {plain(one.file.path): (one.root, one.chunk_index) for one in commits.files}
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)
@@ -162,12 +165,26 @@ class ChunkOutput:
         staged = StagedFiles(staging, self._writer.output_mg)
         try:
             self._write(staged, chunk_index, documents)
+            self._refuse_taken(chunk_index, staged.finished)
             output = [self._target.publish(path, name) for name, path in staged.finished.items()]
         finally:
             staged.abandon()
         self._target.sync(output)
         files.disk.remove_tree(staging)
         return [OutputFile(name, staged.sizes[name], staged.hashes[name]) for name in staged.finished]
+
+    def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
+        if not self.names.fields:
+            return
+        mine = (self._retry, chunk_index)
+        for name in names:
+            owner = self._taken.setdefault(plain(name), mine)
+            if owner != mine:
+                raise OutputFailed(
+                    f"Chunks {owner[1]} and {chunk_index} of rank {self._rank} would both write {name}: fields of "
+                    f"documents run into the chunk index in output_filename {self.names.template!r}. Put a / or _ "
+                    "between them, choose another output_folder and checkpoint for that, and start again."
+                )
 
     def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
         writer = _fresh_copy(self._writer, staged)

@@ -159,6 +159,20 @@ def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwri
     staged.abandon()
 
 
+def test_two_chunks_that_would_write_one_file_are_refused(tmp_path: Path, server: FakeServer) -> None:
+    output = writer(tmp_path, "${lang}${chunk_index}${tail}")
+
+    def found(number: int) -> list[Document]:  # chunk 0 and chunk 1 are both named "0000000001"
+        return [about(0, lang="", tail="00001"), about(1, lang="00000", tail="")][:number]
+
+    step = runner(tmp_path, server, output_writer=output, records_per_chunk=1)
+    step.run(found(1))
+    for _ in range(2):  # chunk 0 is known from its commit
+        with pytest.raises(OutputFailed, match="Chunks 0 and 1 of rank 0 would both write 0000000001"):
+            step.run(found(2))
+    assert ids(tmp_path / "output")["0000000001"] == ["id 0"]
+
+
 def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(tmp_path: Path, server: FakeServer) -> None:
     with pytest.raises(ConfigError, match=r"has a \$ that starts no \$\{field\}; write \$\$"):
         runner(tmp_path, server, output_writer=writer(tmp_path, "$ ${rank}_${chunk_index}.jsonl"))

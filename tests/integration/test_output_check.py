@@ -22,8 +22,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CkptError, OutputMismatch
+from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.folders import check_pipeline_folders
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
@@ -341,6 +342,48 @@ def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server
         (folder / name).write_text("")
         with pytest.raises(CkptError, match=f"holds {name} but no run.json: another program made it"):
             runner(tmp_path / str(number), server).run(documents(1))
+
+
+# folders that must differ --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("output_folder: output", "output_folder: input",
+         "inside the folder that pipeline[0] JsonlReader reads"),
+        ("output_folder: output", "output_folder: ./input/answers/", "leaves out 00000_00000.jsonl."),
+        ("data_folder: input", "data_folder: .", "would take this output for input"),
+        ("data_folder: input", "data_folder: ., glob_pattern: '**/*.jsonl'", "would take this output for input"),
+        ("data_folder: input", "data_folder: ., glob_pattern: .jsonl, recursive: false", None),
+        ("data_folder: input", "data_folder: ., glob_pattern: 'input/*.jsonl'", None),
+        ("output_folder: output", "output_folder: checkpoints", "among the files of the checkpoint"),
+        ("output_folder: output", "output_folder: checkpoints/00000", "among the files of the checkpoint"),
+        ("output_folder: output", "output_folder: checkpoints/answers", None),
+        ("      - class_path: InferenceRunner",
+         "      - class_path: JsonlWriter\n        init_args: {output_folder: output, output_filename: "
+         "'${rank}_00000.jsonl', compression: null}\n      - class_path: InferenceRunner",
+         "pipeline[2] InferenceRunner: output_writer writes the same files as pipeline[1] JsonlWriter"),
+    ],
+)  # fmt: skip
+def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_starts(
+    job: Path, call: Call, old: str, new: str, says: str | None
+) -> None:
+    text = (job / "job.yaml").read_text()
+    assert old in text
+    (job / "job.yaml").write_text(text.replace(old, new))
+    code, said = call("run", "job.yaml", "--dry-run")
+    assert code == (2 if says else 0)
+    assert says is None or says in said
+
+
+def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path: Path, server: FakeServer) -> None:
+    other = JsonlWriter(str(tmp_path / "other"), "${rank}_${chunk_index}.jsonl")
+    steps = [runner(tmp_path, server), runner(tmp_path, server, output_writer=other)]
+    with pytest.raises(ConfigError, match=r"is that of pipeline\[0\], too"):
+        check_pipeline_folders(steps)
+    with pytest.raises(ConfigError, match="writes the same files as pipeline"):
+        check_pipeline_folders([steps[0], runner(tmp_path, server)])
 
 
 # remote --------------------------------------------------------------------------------------------------------------

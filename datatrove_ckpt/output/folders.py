@@ -1,0 +1,122 @@
+"""Folders that must differ: a step's output, its checkpoint, what the job reads, and what other steps write."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+
+from datatrove.io import DataFolder, get_datafolder
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers.base import BaseDiskReader
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from fsspec.core import has_magic
+from fsspec.utils import glob_translate
+
+from datatrove_ckpt.checkpoint.layout import RETRIES
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.output.names import plain
+
+_OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
+
+
+def check_output_folder(writer: DiskWriter, checkpoints: str) -> None:
+    """Refuses, when a runner is constructed, output among the files of its checkpoint.
+
+    Raises:
+        ConfigError: the output folder is the checkpoint's, or one that belongs to the checkpoint.
+    """
+    below = _below(get_datafolder(checkpoints), writer.output_folder)
+    if below is not None and (not below or _OURS.fullmatch(below)):
+        raise ConfigError(
+            f"output_writer: output_folder {_path(writer.output_folder)!r} is in checkpoints_local_dir "
+            f"{checkpoints!r}, among the files of the checkpoint. Choose another folder for one of them."
+        )
+
+
+def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
+    """Refuses a pipeline that reads its own output, or in which two steps write the same files.
+
+    Raises:
+        ConfigError: naming both steps.
+    """
+    writers = list(_writers(pipeline))
+    for index, step in enumerate(pipeline):
+        if isinstance(step, BaseDiskReader) and not getattr(step, "paths_file", None):
+            for place, writer in writers:
+                if _reads(step, writer):
+                    raise ConfigError(
+                        f"{place}: {_path(writer.output_folder)!r} is inside the folder that pipeline[{index}] "
+                        f"{type(step).__name__} reads, {_path(step.data_folder)!r}, so the next start would take this "
+                        "output for input. Choose another output_folder, or a glob_pattern that leaves out "
+                        f"{_sample(writer)}."
+                    )
+    for (place, writer), (other_place, other) in combinations(writers, 2):
+        if _path(writer.output_folder) == _path(other.output_folder) and _sample(writer) == _sample(other):
+            raise ConfigError(
+                f"{other_place} writes the same files as {place}: {_path(writer.output_folder)}/{_sample(writer)}, for "
+                "example. Choose another output_folder or output_filename for one of them."
+            )
+    _check_checkpoints(pipeline)
+
+
+def _check_checkpoints(pipeline: Sequence[PipelineStep]) -> None:
+    seen: dict[Path, int] = {}
+    for index, step in enumerate(pipeline):
+        if (folder := getattr(step, "checkpoints_local_dir", None)) is None:
+            continue
+        first = seen.setdefault(Path(folder).absolute(), index)
+        if first != index:
+            raise ConfigError(
+                f"pipeline[{index}] {type(step).__name__}: checkpoints_local_dir {folder!r} is that of "
+                f"pipeline[{first}], too. Each step needs a folder of its own."
+            )
+
+
+def _writers(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:
+    for index, step in enumerate(pipeline):
+        place = f"pipeline[{index}] {type(step).__name__}"
+        for name in ("output_writer", "exclusion_writer"):
+            if isinstance(writer := getattr(step, name, None), DiskWriter):
+                yield f"{place}: {name}", writer
+        if isinstance(step, DiskWriter):
+            yield place, step
+
+
+def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
+    """Whether the reader would list the files that the writer makes."""
+    below = _below(reader.data_folder, writer.output_folder)
+    if below is None:
+        return False
+    name = posixpath.join(below, _sample(writer))
+    if not reader.recursive and "/" in name:
+        return False
+    pattern = reader.glob_pattern
+    if not pattern:
+        return True
+    if not has_magic(pattern):
+        pattern = f"*{pattern}"  # as datatrove does
+    numbered = posixpath.join(posixpath.dirname(name), f"000_{posixpath.basename(name)}")
+    return any(re.match(glob_translate(pattern), one) for one in (name, numbered))
+
+
+def _sample(writer: DiskWriter) -> str:
+    """The name of a file that the writer may make."""
+    template = writer.output_filename
+    fields = dict.fromkeys(template.get_identifiers(), "x") | {"rank": "00000", "chunk_index": "00000"}
+    return plain(template.safe_substitute(fields))
+
+
+def _below(folder: DataFolder, other: DataFolder) -> str | None:
+    """The path of ``other`` below the folder, "" if they are one; None if it is elsewhere."""
+    parent, child = _path(folder), _path(other)
+    if child == parent:
+        return ""
+    return child.removeprefix(f"{parent}/") if child.startswith(f"{parent}/") else None
+
+
+def _path(folder: DataFolder) -> str:
+    path = str(folder.resolve_paths(""))
+    return str(Path(path).resolve()) if folder.is_local() else path.rstrip("/")

@@ -104,9 +104,9 @@ def compare_job(
     return _compare_ranks(root, ranks, identity, counts)
 
 
-def some_ranks(ranks: list[int]) -> str:
-    """The first few ranks by number, for messages."""
-    shown = ", ".join(map(str, ranks[:5]))
+def name_tasks(ranks: list[int]) -> str:
+    """Ranks for messages, the first few by number: "tasks 0, 1"."""
+    shown = f"task{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:5]))}"
     return shown if len(ranks) <= 5 else f"{shown}, ... ({len(ranks)} in all)"
 
 
@@ -146,7 +146,7 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 
 
 def _refusal(root: Path, found: JobChanges, identity: RunIdentity) -> Exception:
-    what = f"The checkpoints of other tasks in {root} (task {some_ranks(found.ranks)}) were"
+    what = f"The checkpoints of other tasks in {root} ({name_tasks(found.ranks)}) were"
     return refusal(what, found.changes, way_back(found.changes, identity))
 
 

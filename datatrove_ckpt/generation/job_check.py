@@ -28,7 +28,7 @@ from datatrove.executor import LocalPipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
-from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, some_ranks
+from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.layout import RUN, is_finished, journal_indices, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.mirror.restore import restore_rank
@@ -152,27 +152,31 @@ class _Check:
 
     def _refuse(self, found: JobChanges, identity: RunIdentity, tasks: int) -> None:
         """Raises, unless the changes are accepted and there is a task that they can be applied to."""
-        finished = some_ranks([rank for rank in found.ranks if rank in self.skipped])
+        kept = [rank for rank in found.ranks if rank in self.skipped]
+        finished = (
+            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is." if kept else ""
+        )
         may_mix = not found.is_layout and len(self.skipped) < tasks
         if self.step.accept_changes and may_mix:
             if finished:
-                logger.warning(f"Task {finished} is finished with the old settings: its output stays as it is.")
+                logger.warning(finished)
             return
         way_out = way_back(found.changes, identity, may_mix)
         if len(self.skipped) == tasks:
             way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
         elif finished:
-            way_out = f"Task {finished} is finished: its output stays as it is. {way_out}"
-        raise refusal(f"The checkpoints in {self.root} (task {some_ranks(found.ranks)}) were", found.changes, way_out)
+            way_out = f"{finished} {way_out}"
+        raise refusal(f"The checkpoints in {self.root} ({name_tasks(found.ranks)}) were", found.changes, way_out)
 
     def _refuse_missing(self) -> None:
         missing = [rank for rank in self.skipped if not (rank_folder(self.folder, rank) / RUN).exists()]
         if missing:
             markers = self.executor.logging_dir.resolve_paths("completions")
+            them = "it" if len(missing) == 1 else "them"
             mirror = self.step.checkpoints_remote_dir
             holds = f"neither {self.root} nor {mirror} holds a" if mirror else f"{self.root} holds no"
             raise CheckpointMismatch(
-                f"{markers} marks task {some_ranks(missing)} as complete, but {holds} checkpoint of it, so nothing "
+                f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
                 "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
                 "back; if they are on another machine, run this command there. If the markers are of another job, "
                 "choose another logging_dir. To process these tasks from the start, delete their markers "

@@ -171,7 +171,7 @@ def test_ranks_that_hold_nothing_and_have_ended_refuse_nobody(tmp_path: Path) ->
     first.start(identity())
     second.start(identity())
     other = Rank(tmp_path, 2)
-    with pytest.raises(CheckpointMismatch, match=r"\(task 0, 1\)"):
+    with pytest.raises(CheckpointMismatch, match=r"\(tasks 0, 1\)"):
         other.start(identity(tasks=4))
     first.finish()
     second.die()

@@ -151,7 +151,7 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
     assert "tasks: 3 -> 5" in capsys.readouterr().err
     shutil.rmtree("slurm_run/checkpoints")
     assert run("--executor.tasks=5") == 1
-    assert "slurm_run/checkpoints holds no checkpoint of it" in capsys.readouterr().err
+    assert "slurm_run/checkpoints holds no checkpoint of them" in capsys.readouterr().err
     assert not list(Path("submitted").iterdir())
 
 

@@ -71,6 +71,8 @@ def connect(path: Path) -> sqlite3.Connection:
     # A kill while the first cache is made may leave an empty file. It never leaves a log without its database.
     if not _size(path) and any(_size(log) for log in _logs(path)):
         raise NotOurs("the database is missing or empty, but its log is not")
+    # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the database.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
     # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
     # A damaged row may hold any bytes. Its checksum shows that, an exception would end the run.

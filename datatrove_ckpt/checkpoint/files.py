@@ -23,12 +23,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
@@ -303,7 +302,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def lock_holder(path: Path) -> Json | None:
+def lock_holder(path: Path) -> dict[str, Any] | None:
     """Host and pid of the process that holds a lock now; None if there is none, or no lock on this file system."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -321,7 +320,7 @@ def lock_holder(path: Path) -> Json | None:
         os.close(fd)
 
 
-def _holder(content: bytes) -> Json:
+def _holder(content: bytes) -> dict[str, Any]:
     try:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:  # the process has the lock and is about to write its name

@@ -12,7 +12,6 @@ A damaged cache costs answers and nothing else. So it is set aside, with a warni
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import sqlite3
 import tempfile
@@ -118,8 +117,6 @@ class RequestCache:
 
     def _open(self) -> sqlite3.Connection:
         with files.explained("open", self.path):
-            # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the database.
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
             return damaged_cache.connect(self.path)
 
     # damage ------------------------------------------------------------------------------------------------------

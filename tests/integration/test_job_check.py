@@ -103,8 +103,8 @@ def test_markers_without_checkpoints_are_refused(run: Command, loss: Callable[[]
 
 def test_the_markers_of_another_job_are_refused(run: Command) -> None:
     run()
-    error = run("--pipeline.1.checkpoints_local_dir=others", "--pipeline.1.output_writer.output_folder=others", code=1)
-    assert re.search(r"logs/completions marks tasks 0, 1, 2 as complete, but .*/others holds no checkpoint", error)
+    error = run("--pipeline.1.checkpoints_local_dir=other", "--pipeline.1.output_writer.output_folder=others", code=1)
+    assert re.search(r"logs/completions marks tasks 0, 1, 2 as complete, but .*/other holds no checkpoint", error)
     assert "choose another logging_dir" in error
 
 
@@ -115,6 +115,7 @@ def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run: Command) -> No
     # An old copy of the folder: the second chunk is not committed yet.
     log = Path("checkpoints/00000/commits.jsonl")
     log.write_text(log.read_text().splitlines(keepends=True)[0])
+    Path("checkpoints/last_chunk/00000.txt").write_text("0\n")
     Path("checkpoints/00000/lock").touch()
     Path("output/00000_00001.jsonl").unlink()
     line = run("--executor.tasks=1", "--pipeline.0.limit=4")

@@ -340,7 +340,7 @@ def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server
         folder = tmp_path / str(number) / "checkpoints" / "00000"
         folder.mkdir(parents=True)
         (folder / name).write_text("")
-        with pytest.raises(CkptError, match=f"holds {name} but no run.json: another program made it"):
+        with pytest.raises(CkptError, match=f"holds {name} but no run.json. If another program made it"):
             runner(tmp_path / str(number), server).run(documents(1))
 
 

@@ -5,11 +5,11 @@ Most libraries below fsspec raise classes of their own, few of which are an ``OS
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.redaction import frames_cut
 
 # Another attempt cannot change these. Every other error may be temporary.
 _PERMANENT_STATUS = {401, 403, 404, 405, 501}
@@ -21,22 +21,26 @@ class FileSystemFailed(OSError):
     """A library below fsspec raised an error that is no ``OSError``. ``__cause__`` is that error."""
 
 
-@contextmanager
-def file_system_call() -> Iterator[None]:
+class file_system_call(frames_cut):
     """Put around calls into fsspec, and around nothing else: whatever the library raises leaves as an ``OSError``.
 
     So ``except OSError`` retries or reports what a file system did, and a bug of ours surfaces at once. A list of error
     classes instead would miss libraries: each has its own, such as ``aiohttp.ClientError``.
 
+    The libraries' frames are cut, because they hold tokens: a log with values would show HF_TOKEN.
+
     Raises:
         FileSystemFailed: for an error that is no ``OSError``.
     """
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise FileSystemFailed(error_text(error)) from error
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            raise FileSystemFailed(error_text(error)) from error
 
 
 def failure_text(error: BaseException) -> str:

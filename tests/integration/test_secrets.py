@@ -11,6 +11,8 @@ import base64
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -300,3 +302,20 @@ def test_aiohttp_is_called_with_what_it_needs() -> None:
     os.environ.pop("AUTHORITY")
     assert base64.b64encode(f"me:{PASSWORD}".encode()) in head
     assert b"code=canary/code+5678" in head or b"code=canary%2Fcode+5678" in head or b"code=canary/code%205678" in head
+
+
+HUB = """
+from loguru import logger
+from datatrove_ckpt.mirror.object_store import ObjectStore
+try:
+    ObjectStore("hf://datasets/a/b/x").names()
+except OSError:
+    logger.exception("the upload failed")
+"""
+
+
+def test_a_failure_of_the_hub_does_not_show_its_token() -> None:
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_TOKEN": KEY}
+    said = subprocess.run([sys.executable, "-c", HUB], env=environment, capture_output=True, text=True, check=True)
+    assert "FileSystemFailed: ConnectError: [Errno 111] Connection refused" in said.stderr
+    assert KEY not in said.stderr

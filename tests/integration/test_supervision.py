@@ -629,8 +629,9 @@ def test_connect_gives_a_client_and_a_watch_for_every_kind_of_server() -> None:
         async with pool.connect(settings, 0) as (client, watch):
             watching = asyncio.create_task(watch())
             assert (await client.complete(b"{}")).finish_reason == "stop"
-            key = client.router.targets[0]
-            endpoint = InferenceConfig("endpoint", "m", endpoint_url=str(key.url.origin()), api_key="wrong")
+            url = client.router.targets[0].url
+            assert url is not None
+            endpoint = InferenceConfig("endpoint", "m", endpoint_url=str(url.reveal().origin()), api_key="wrong")
             with pytest.raises(CkptError, match="401"):
                 async with pool.connect(endpoint, 0):
                     pass

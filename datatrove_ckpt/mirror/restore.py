@@ -209,7 +209,7 @@ def _no_complete_version(url: str, problems: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         f"No version at {url} is complete:\n  {problems}\nBring the objects back if you can (some buckets keep "
         "overwritten ones), and run the same command again. To start this rank over, and pay for it again, remove "
-        f"{url}."
+        f"{url} and the rank's output files."
     )
 
 

@@ -16,7 +16,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, Fenced, StorageFailed
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    ConfigError,
+    Fenced,
+    OutputMismatch,
+    StorageFailed,
+)
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
@@ -95,11 +102,13 @@ def test_a_finished_rank_that_is_restored_has_nothing_left_to_do(job: Job, expec
     with FakeServer() as server:
         job.run(server)
         job.lose_the_node()
-        shutil.rmtree(job.folder / "output")
         restore(f"{job.remote}/00000", job.rank)
         assert sorted(path.name for path in job.rank.iterdir()) == ["commits.jsonl", "run.json"]
         server.asked.clear()
         job.run(server)
+        shutil.rmtree(job.folder / "output")
+        with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
+            job.run(server)
         assert not server.asked
     names = [path.name for path in (job.folder / "remote" / "00000" / "objects").iterdir()]
     assert len(names) <= 3, "a finished rank keeps a few small objects"
@@ -246,13 +255,17 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
             job.run(server)
         assert not server.asked
         assert str(refused.value).count("its manifest is damaged") == 3
-        assert f"To start this rank over, and pay for it again, remove {job.remote}/00000" in str(refused.value)
+        advice = f"remove {job.remote}/00000 and the rank's output files."
+        assert f"To start this rank over, and pay for it again, {advice}" in str(refused.value)
         assert not job.rank.exists()
         for manifest in manifests(job):
             manifest.unlink()
         with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
             job.run(server)
         shutil.rmtree(job.folder / "remote" / "00000")
+        with pytest.raises(OutputMismatch, match="is a new checkpoint, which knows none of them"):
+            job.run(server)
+        shutil.rmtree(job.folder / "output")
         job.run(server)
 
 

@@ -134,7 +134,7 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
             own = small if arguments[:2] == ["run", "configs/quickstart.yaml"] else []
             assert main([*arguments, *own]) == 0, (str(block), line, capsys.readouterr())
     said = capsys.readouterr().out
-    assert len(done) == 11
+    assert len(done) == 12
     assert "\nno problem, " in said  # of doctor
     assert "\nsettings for this machine:\n  sync_seconds: " in said  # of plan
 

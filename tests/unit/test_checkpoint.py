@@ -16,7 +16,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import ChunkKey
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
@@ -186,6 +186,33 @@ def test_commits_come_back_as_they_were_and_the_unbroken_run_ends_at_the_first_g
     again = CommitLog(tmp_path / "commits.jsonl")
     assert again.commits == {index: commit(index) for index in (1, 0, 4, 2)}
     assert [done.chunk_index for done in again.unbroken()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_torn"),
+    [
+        (b"", True),
+        (b'{"xxh":"0123', True),  # a kill
+        (bytes(100), True),  # power loss: the size is on disk, the content is not
+        (bytes(64) + b'"x":1}\n', True),  # power loss: the first block of the line is lost
+        (b'{"xxh":"0123"}\n', False),
+        (b"\n", False),
+        (bytes(10) + b"\n" + bytes(10), False),
+        (b"a\nb", False),
+    ],
+)
+def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path: Path, tail: bytes, is_torn: bool) -> None:
+    path = tmp_path / "commits.jsonl"
+    CommitLog(path).append(Commit(0, 0, DocumentCounts(read=1)))
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    if is_torn:
+        assert set(CommitLog(path).commits) == {0}
+        assert path.read_bytes() == whole
+        return
+    with pytest.raises(CommitsDamaged, match=r"line 2: .* so no crash did this\. Keep the rank's output files"):
+        CommitLog(path)
+    assert path.read_bytes() == whole + tail, "refused, and nothing is changed"
 
 
 def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path: Path) -> None:

@@ -92,13 +92,30 @@ def run_retry(world: World, chance: random.Random) -> str:
 
 @action(weight=3, run=True)
 def do_what_it_says(world: World, chance: random.Random) -> str:
-    """The command that the last message names, then the job again."""
+    """The command that the last message names, or the removals that it asks for; then the job again."""
     advice = re.search(r"datatrove-ckpt repair( [^\s`'\"]+)+", world.last_terminal)
-    if advice is None:
+    if advice is not None:
+        argv = _command_of(advice[0])
+        done = f"{shlex.join(['datatrove-ckpt', *argv])}: {_exit(world.command(argv))}"
+    else:
+        done = _remove_what_it_names(world, world.last_terminal[max(0, world.last_terminal.rfind("error: ")) :])
+    return f"{done}; {_said('run', world.run())}" if done else ""
+
+
+def _remove_what_it_names(world: World, error: str) -> str:
+    """Output files that the message wants deleted by name, or the markers and the output of tasks by number."""
+    tasks = re.search(r"task ([\d, ]+) as complete", error)
+    if "delete" not in error.lower() or "output" not in error:
         return ""
-    argv = _command_of(advice[0])
-    ended = world.command(argv)
-    return f"{shlex.join(['datatrove-ckpt', *argv])}: {_exit(ended)}; " + _said("run", world.run())
+    ranks = [f"{int(number):05d}" for number in tasks[1].split(",")] if tasks is not None else []
+    removed = [world.logs / "completions" / rank for rank in ranks]
+    for path in world.output_files():
+        if path.name in error or any(path.name.startswith(f"{rank}_") for rank in ranks):
+            removed.append(path)
+    for path in removed:
+        path.unlink(missing_ok=True)
+    world.touched()
+    return f"remove {', '.join(str(path.relative_to(world.folder)) for path in removed)}" if removed else ""
 
 
 _PLACES = ("checkpoints", "logs", "CHECKPOINTS", "LOGGING_DIR")

@@ -27,6 +27,7 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.formatting import safe_repr, safe_text
 
 _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
@@ -46,9 +47,9 @@ def encode(document: Document) -> bytes:
     Raises:
         DocumentNotSerializable: a value has no JSON form; the error names the document and the value.
     """
-    fields = {"text": document.text, "id": document.id, "media": document.media, "metadata": document.metadata}
     encoder = _Encoder()
     try:
+        fields = _document_fields(document)
         try:
             data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
         except orjson.JSONEncodeError:
@@ -57,12 +58,70 @@ def encode(document: Document) -> bytes:
         # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
         if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
             return trim(orjson.dumps(_wrap_deep(fields)))
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # a user's ``__repr__`` may raise anything
         raise DocumentNotSerializable(
-            f"Document {document.id!r} holds a value that cannot be kept: {error}. The rollout, and the steps before "
-            "it, may use JSON values, dates, bytes and numpy values."
+            f"Document {_id_of(document)} holds a value that cannot be kept: {safe_text(error)}. The rollout, and the "
+            "steps before it, may use JSON values, dates, bytes and numpy values."
         ) from error
     return trim(data)
+
+
+def _document_fields(document: Document) -> dict[str, object]:
+    """Raises TypeError if a field is not what datatrove's writers and readers need."""
+    if not isinstance(document.text, str):
+        raise TypeError(f"its text is of type {type(document.text).__name__}, not str")
+    if not isinstance(document.metadata, dict):
+        raise TypeError(f"its metadata is of type {type(document.metadata).__name__}, not dict")
+    media = document.media
+    if media is not None and not (isinstance(media, list) and all(isinstance(part, Media | dict) for part in media)):
+        raise TypeError("its media is no list of Media")
+    return {"text": document.text, "id": document.id, "media": media, "metadata": document.metadata}
+
+
+def _id_of(document: Document) -> str:
+    return safe_repr(getattr(document, "id", None))
+
+
+def is_plain(data: bytes) -> bool:
+    """Whether an encoded document holds nothing but JSON: then every writer can write it."""
+    return _TAG_BYTES not in data
+
+
+def encode_as_read(document: Document) -> bytes:
+    """Like ``encode``, but for any document: what a step before this one made is not the rollout's fault yet.
+
+    The bytes are the same for equal documents, in any process. A lone surrogate survives; a value that cannot be kept,
+    such as a PIL image that the rollout will remove, is replaced by its type's name.
+    """
+    try:
+        return encode(document)
+    except DocumentNotSerializable:
+        fields = {name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")}
+        return trim(orjson.dumps(_wrap_anything(fields, _DEEPEST)))
+
+
+# Below the limits of orjson and of Python's stack.
+_DEEPEST = 50
+
+
+def _wrap_anything(value: object, depth: int) -> object:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return {_TAG: ["surrogates", base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()]}
+        return value
+    if depth and isinstance(value, dict):
+        pairs = [[_wrap_anything(key, depth - 1), _wrap_anything(item, depth - 1)] for key, item in value.items()]
+        return {_TAG: ["dict", pairs]}
+    if depth and isinstance(value, list | tuple):
+        return [_wrap_anything(item, depth - 1) for item in value]
+    try:
+        wrapped = _wrap_deep(value)
+        orjson.dumps(wrapped)
+    except Exception:
+        return f"<{type(value).__qualname__}, which cannot be kept>"
+    return wrapped
 
 
 def _has_nan(fields: dict[str, object]) -> bool:
@@ -155,6 +214,7 @@ _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
 _READERS["dict"] = lambda value: dict(value)
 _READERS["float"] = float
+_READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "surrogatepass")
 _READERS["int"] = int
 
 

@@ -46,6 +46,7 @@ from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput, check_rank_in_template, check_writer
 from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.trial import Trial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import enough_open_files
@@ -352,6 +353,8 @@ class InferenceRunner(PipelineStep):
                     failures=failures,
                     preemption=preemption,
                     check_document=names.check,
+                    # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
+                    check_writable=Trial(self.output_writer, rank).check if self.checkpoints_local_dir else None,
                 )
                 await scheduler.run(documents)
         finally:

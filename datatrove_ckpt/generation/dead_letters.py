@@ -29,8 +29,8 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
     retry_number,
 )
-from datatrove_ckpt.documents import decode, encode
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentNotSerializable
+from datatrove_ckpt.documents import decode, encode_as_read
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.formatting import safe_text
 from datatrove_ckpt.readers.positions import State
 
@@ -58,6 +58,7 @@ def cause_of(error: BaseException) -> str:
 
 def dead_letter(
     document: Document,
+    doc_id: str,
     as_read: bytes | None,
     error: BaseException,
     *,
@@ -69,18 +70,16 @@ def dead_letter(
     """A line of ``dead_letters.jsonl``, without its line break.
 
     Args:
+        doc_id: its id as it was read.
         as_read: the document before any rollout saw it; None: encode the document as it is now.
         position: the reader's state right after the document.
         payload_hashes: of the last request of each rollout.
         earlier: the letter of the failed attempt before, if this is a retry.
     """
-    try:
-        kept = as_read or encode(document)
-    except DocumentNotSerializable:
-        kept = encode(Document(safe_text(document.text), safe_text(document.id)))
+    kept = as_read or encode_as_read(document)
     head: Letter = {
         "ordinal": earlier["ordinal"] if earlier else ordinal,
-        "id": safe_text(document.id),
+        "id": doc_id,
         "error": cause_of(error),
         "kind": type(error.error if isinstance(error, InferenceError) else error).__name__,
         "attempts": earlier["attempts"] + 1 if earlier else 1,

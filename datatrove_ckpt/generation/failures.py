@@ -73,7 +73,7 @@ class Failures:
             TooManyDeadLetters: this would be a dead letter beyond the limit.
             CkptError: the rollout let one out, and the rule says that it stops the rank.
         """
-        document, name = source.document, _named(source.document.id, slot)
+        document, name = source.document, _named(source.id, slot)
         if isinstance(error, NotAwaitable) or not self._is_letter(error):
             _stop(name, error)
         self._dead += 1
@@ -83,11 +83,10 @@ class Failures:
                 f"last one, {name}: {cause_of(error)}. Fix the cause and run the same command again. When the rank is "
                 "finished, --retry-dead-letters processes the dead letters again."
             ) from error
-        logger.warning(
-            f"Document {safe_repr(document.id)} (number {slot.ordinal}) becomes a dead letter: {cause_of(error)}"
-        )
+        logger.warning(f"D{name[1:]} becomes a dead letter: {cause_of(error)}")
         return dead_letter(
             document,
+            source.id,
             source.as_read,
             error,
             ordinal=slot.ordinal,
@@ -115,7 +114,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _named(doc_id: object, slot: ChunkSlot) -> str:
+def _named(doc_id: str, slot: ChunkSlot) -> str:
     return f"document {safe_repr(doc_id)} (number {slot.ordinal} of this rank)"
 
 

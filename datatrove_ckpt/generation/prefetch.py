@@ -24,15 +24,16 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.documents import encode, fingerprint
+from datatrove_ckpt.documents import encode_as_read, fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 
 _BUFFER_DOCUMENTS = 128
-_BUFFER_CHARACTERS = 2**21
+_BUFFER_BYTES = 2**21
 # How long a document waits for the next one, which tells whether a resume may start after it.
 _HOLD_SECONDS = 0.5
 # Packages of datatrove whose steps look at one document at a time.
@@ -69,14 +70,18 @@ class SourceDocument:
     """A document, with its fingerprint as it was read.
 
     Attributes:
+        id: the document's id as it was read, as text that can be printed and stored. A rollout may change the document.
         as_read: the document's bytes before any rollout saw it. Kept only if a dead letter may need them, else None.
+        size: length of those bytes.
         resumable: a resume may start after this document.
     """
 
-    __slots__ = ("_documents", "as_read", "document", "fingerprint", "resumable")
+    __slots__ = ("_documents", "as_read", "document", "fingerprint", "id", "resumable", "size")
 
     def __init__(self, documents: DocumentSource, document: Document, data: bytes, keep: bool) -> None:
         self.document = document
+        self.id = safe_text(document.id)
+        self.size = len(data)
         self.fingerprint = fingerprint(data)
         self.as_read = data if keep else None
         self.resumable = False
@@ -110,7 +115,7 @@ class DocumentSource:
         self._first_disordered: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._buffer: list[SourceDocument] = []
-        self._characters = 0
+        self._bytes = 0
         self._change = threading.Condition()
         self._closed = False
         self._ended = False
@@ -146,7 +151,7 @@ class DocumentSource:
             stalled = not self._arrived.is_set()
             self._arrived.clear()
             batch, self._buffer = self._buffer, []
-            self._characters = 0
+            self._bytes = 0
             if stalled and self._held is not None:
                 # The reader is slow: the held document has waited for _HOLD_SECONDS.
                 batch.append(self._held)
@@ -168,7 +173,7 @@ class DocumentSource:
                 self._skip(point)
             with self._reading:
                 for document in self._documents:
-                    if not self._put(SourceDocument(self, document, encode(document), self._keep_as_read)):
+                    if not self._put(SourceDocument(self, document, encode_as_read(document), self._keep_as_read)):
                         return
             self._flush(is_last=True)
         except BaseException as error:  # the rank raises whatever the reader raised
@@ -185,7 +190,7 @@ class DocumentSource:
         """Passes on the document before this one, and holds this one until the next comes. False: the rank ended."""
         self._check_order(source)
         with self._change:
-            while len(self._buffer) >= _BUFFER_DOCUMENTS or self._characters > _BUFFER_CHARACTERS:
+            while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
                 if self._closed:
                     return False
                 self._change.wait()
@@ -198,7 +203,7 @@ class DocumentSource:
             if not self._buffer:
                 self._wake()
             self._buffer.append(self._held)
-            self._characters += len(self._held.document.text)
+            self._bytes += self._held.size
             self._held = None
 
     def _flush(self, is_last: bool = False) -> None:
@@ -286,9 +291,9 @@ class DocumentSource:
                     f"The input ended after {ordinal} documents, but {point.next_ordinal} were done before: it has "
                     "shrunk. Restore it, or start with another checkpoints_local_dir."
                 )
-            if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(encode(document)):
+            if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(encode_as_read(document)):
                 raise CheckpointMismatch(
-                    f"Document {ordinal} of this rank, {document.id!r}, is not the one that was done there before: "
-                    "the input, or a step before this one, has changed. Restore it, or start with another "
+                    f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one that was done there "
+                    "before: the input, or a step before this one, has changed. Restore it, or start with another "
                     "checkpoints_local_dir."
                 )

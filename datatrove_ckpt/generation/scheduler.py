@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.documents import encode
+from datatrove_ckpt.documents import encode, is_plain
 from datatrove_ckpt.generation.document_tasks import DocumentTasks
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.exits import exit_error, name_of
@@ -99,6 +99,7 @@ class Scheduler:
         failures: Failures,
         preemption: Preemption,
         check_document: Callable[[Document, int], None],
+        check_writable: Callable[[bytes, str], None] | None = None,
     ) -> None:
         self.rollout_fn = rollout_fn
         self.config = config
@@ -109,6 +110,7 @@ class Scheduler:
         self._failures = failures
         self._preemption = preemption
         self._check_document = check_document
+        self._check_writable = check_writable
         self.drain = Drain()
         self._rollouts = config.rollouts_per_document
         self._document_limit = asyncio.Semaphore(config.max_concurrent_documents or 1)
@@ -264,7 +266,7 @@ class Scheduler:
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
-        answers = Answers(self, slot, str(document.id))
+        answers = Answers(self, slot, source.id)
         requests = [Requests(self, answers, index) for index in range(self._rollouts)]
         try:
             results = await self._run_rollouts(document, requests)
@@ -274,6 +276,8 @@ class Scheduler:
             if kept:
                 self._check_document(document, slot.chunk_index)
             data = encode(document) if kept else b"null"
+            if self._check_writable is not None and not is_plain(data):
+                self._check_writable(data, source.id)
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()
             letter = self._failures.letter_or_raise(source, slot, error, [request.last_hash for request in requests])

@@ -40,6 +40,8 @@ class FakeServer:
         self.payloads: list[Payload] = []
         self.error = "refused"
         """The message of answers with another status than 200."""
+        self.usage: Payload | None = None
+        """``usage`` of each answer. None: counts of words."""
         self._answer = answer or (lambda payload, times: f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
         self._status = status
         self._delay = delay
@@ -110,5 +112,5 @@ class FakeServer:
         choice: Payload = {"index": 0, "finish_reason": "stop"}
         choice |= {"message": {"role": "assistant", "content": text}} if "messages" in payload else {"text": text}
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
-        body = orjson.dumps({"id": "fake", "choices": [choice], "usage": usage})
+        body = orjson.dumps({"id": "fake", "choices": [choice], "usage": self.usage or usage})
         return web.Response(body=body, content_type="application/json")

@@ -37,7 +37,6 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentFailed,
     DocumentNotSerializable,
-    OutputFailed,
     ServerRefused,
     StorageFailed,
 )
@@ -456,14 +455,14 @@ def test_a_value_that_cannot_be_kept_stops_the_rank_and_names_document_and_value
         runner(tmp_path, server, rollout).run(documents(1))
 
 
-def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_chunk(
+def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers(
     tmp_path: Path, server: FakeServer
 ) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         await ask(document, generate)
-        return np.zeros((2, 2))  # kept in the journal, but no JSON
+        return np.zeros((2, 2))  # the journal could keep it, but it is no JSON
 
-    with pytest.raises(OutputFailed, match=r"'id 0'.*JsonlWriter"):
+    with pytest.raises(DocumentNotSerializable, match=r"'id 0'.*JsonlWriter"):
         runner(tmp_path, server, rollout).run(documents(2))
     assert not (tmp_path / "output" / "00000_chunk_00000.jsonl").exists()
 

@@ -14,6 +14,7 @@ from email.utils import formatdate
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
@@ -188,6 +189,51 @@ def test_a_completion_answer_is_parsed() -> None:
     assert outcome.server.requests[0][0].startswith(b"POST /v1/completions ")
 
 
+BEYOND = "1" + "0" * 30
+
+
+@pytest.mark.parametrize(
+    ("usage", "kept"),
+    [
+        ('{"prompt_tokens": 3, "completion_tokens": 4.0}', {"prompt_tokens": 3, "completion_tokens": 4}),
+        ('{"prompt_tokens": "3", "completion_tokens": [4]}', {}),
+        ('{"prompt_tokens": -1, "completion_tokens": 18446744073709551616}', {}),
+        (f'{{"prompt_tokens": {BEYOND}, "cost": {BEYOND}, "completion_tokens": true}}', {"cost": 1e30}),
+        ('{"prompt_tokens": NaN, "cost": Infinity, "total_tokens": 1e400}', {}),
+        ('{"prompt_tokens": 2.5, "completion_tokens": null}', {"completion_tokens": None}),
+        (
+            '{"prompt_tokens_details": {"cached_tokens": "x", "cost": 0.5, "kind": "a"}}',
+            {"prompt_tokens_details": {"cost": 0.5, "kind": "a"}},
+        ),
+        ('{"list": [1, "a", [NaN]]}', {"list": [1, "a", []]}),
+        ('{"a": ' + '{"a": ' * 300 + "1" + "}" * 300 + "}", None),
+        ("[1]", {}),
+        ('"many"', {}),
+        ("null", {}),
+    ],
+)
+def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
+    body = chat().replace(b'{"total_tokens": 3}', usage.encode())
+    assert usage.encode() in body
+    result = Outcome(answer(http(200, body))).result
+    assert isinstance(result, Completion)
+    assert kept is None or result.usage == kept
+    orjson.dumps(result.usage)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a\ud800b", "a\ufffdb"),
+        ("\ud83d\ude00 é", "\U0001f600 é"),
+        ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
+        ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
+    ],
+)
+def test_a_text_that_is_only_odd_is_made_fit(content: Any, text: str) -> None:
+    assert Outcome(answer(http(200, chat(content)))).result == Completion(text, "stop", {"total_tokens": 3})
+
+
 def test_the_body_is_sent_as_it_is_with_the_key() -> None:
     head, body = Outcome(GOOD).server.requests[0]
     assert head.startswith(b"POST /v1/chat/completions ")
@@ -234,6 +280,12 @@ UNFINISHED = {
     "choices null": answer(http(200, b'{"choices": null}')),
     "choice without a message": answer(http(200, b'{"choices": [{"finish_reason": "stop"}]}')),
     "content not text": answer(http(200, chat(["parts"]))),
+    "content a number": answer(http(200, chat(7))),
+    "content parts without text": answer(http(200, chat([{"type": "text", "text": 7}]))),
+    "reasoning not text": answer(http(200, chat(reasoning={"a": 1}))),
+    "finish_reason a number": answer(http(200, chat(finish_reason=7))),
+    "choices a string": answer(http(200, b'{"choices": "hi"}')),
+    "brackets without end": answer(http(200, b"[" * 100_000)),
     "finish_reason null": answer(http(200, chat(finish_reason=None))),
     "finish_reason abort": answer(http(200, chat(finish_reason="abort"))),
     "finish_reason error": answer(http(200, chat(finish_reason="error"))),

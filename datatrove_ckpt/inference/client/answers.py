@@ -1,10 +1,14 @@
 """Parses a server's answer: completions, as datatrove parses them, and the Retry-After header.
 
-An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text.
+An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text. What
+is only odd is made fit here, once and before it is cached: the request cache, the journal and the sums of tokens must
+never meet a count that is a string, 2^64 or NaN, or a text that no encoding can write.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ class Completion:
     """One answer.
 
     Attributes:
-        usage: token counts as the server sent them; empty if it sent none.
+        usage: token counts as the server sent them, without those that are no counts; empty if it sent none.
         reasoning: empty if the server does not separate it from the text.
     """
 
@@ -83,7 +87,7 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     if not isinstance(message, dict):
         raise RetryableError("the answer's choice has no message")
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    return _completion(message.get("content") or "", choice, usage, reasoning)
+    return _completion(_joined(message.get("content") or ""), choice, usage, _joined(reasoning))
 
 
 def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
@@ -104,21 +108,86 @@ def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: 
         raise RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
     if not (isinstance(text, str) and isinstance(finish_reason, str) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
-    return Completion(text, finish_reason, usage, reasoning)
+    return Completion(_encodable(text), _encodable(finish_reason), usage, _encodable(reasoning))
+
+
+def _joined(content: object) -> object:
+    """The text of a content that is a list of parts; any other content as it is."""
+    if not isinstance(content, list):
+        return content
+    texts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(text := part.get("text", ""), str):
+            return content
+        texts += [text] if part.get("type", "text") == "text" else []
+    return "".join(texts) if texts else content
+
+
+def _encodable(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# Beyond that, a number of tokens is no count, and sums over millions of documents would leave 64 bits.
+_MAX_COUNT = 1 << 40
+_MAX_DEPTH = 8
+_DROPPED = object()
+
+
+def _clean(value: object, depth: int = _MAX_DEPTH) -> object:
+    """A part of ``usage`` that every writer can write, or ``_DROPPED``."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _encodable(value)
+    if isinstance(value, int):
+        return value if abs(value) < 1 << 63 else _DROPPED
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _DROPPED
+    if depth and isinstance(value, dict):
+        return _clean_usage(value, depth - 1)
+    if depth and isinstance(value, list):
+        return [item for part in value if (item := _clean(part, depth - 1)) is not _DROPPED]
+    return _DROPPED
+
+
+def _clean_usage(usage: JsonObject, depth: int = _MAX_DEPTH) -> JsonObject:
+    cleaned: JsonObject = {}
+    for name, value in usage.items():
+        kept = _count(value) if name.endswith("_tokens") else _clean(value, depth)
+        if kept is not _DROPPED:
+            cleaned[_encodable(name)] = kept
+    return cleaned
+
+
+def _count(value: object) -> object:
+    """A number of tokens as an integer; None as it is; ``_DROPPED`` if it is no such number."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    fits = value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)
+    return value if fits else _DROPPED
 
 
 def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, JsonObject]:
     """The answer's first choice, and its token counts."""
     try:
-        answer = orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
-    except orjson.JSONDecodeError:
+        answer = _parse(raw)
+    except (ValueError, RecursionError):
         text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
         raise RetryableError(f"the answer is not JSON: {text!r}") from None
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")
-    usage = answer.get("usage")
-    return choices[0], usage if isinstance(usage, dict) else {}
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    return choices[0], _clean_usage(usage) if isinstance(usage, dict) else {}
+
+
+def _parse(raw: bytes) -> object:
+    try:
+        return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
+    except orjson.JSONDecodeError:
+        # Python's parser takes more: NaN, a lone surrogate as an escape, bytes that are no UTF-8.
+        return json.loads(bytes(raw).decode(errors="replace"))
 
 
 def parse_retry_after(value: str) -> float:

@@ -341,11 +341,12 @@ def test_a_server_that_stays_away_stops_the_rank_and_the_same_command_finishes(
     whole = expected(job, tmp_path)
     server.asked.clear()
 
-    relay.rule = lambda request: 500 if request.kind in ("PutObject", "List") else None
     processes = JobProcesses(job, relay, tmp_path / "log", AWS_MAX_ATTEMPTS="1")  # botocore's own take half a minute
-    assert processes.end(processes.start()) == 1
-    assert "could not be uploaded" in (tmp_path / "log").read_text()
-    assert not finished(job)
+    for refused, message in (("List", "cannot be listed"), ("PutObject", "could not be uploaded")):
+        relay.rule = lambda request, kind=refused: 500 if request.kind == kind else None  # type: ignore[misc]
+        assert processes.end(processes.start()) == 1
+        assert message in (tmp_path / "log").read_text()
+        assert not finished(job)
     assert not (tmp_path / "logs/completions/00000").exists()
     relay.rule = lambda request: None
     assert processes.end(processes.start()) == 0

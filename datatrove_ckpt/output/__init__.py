@@ -3,6 +3,10 @@
     chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
     file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
     upload.py          RemoteFolder: uploads to S3 and other file systems, with retries
+    names.py           file names: filled in from documents, checked, and recognised in a listing
+    listing.py         which files lie in an output folder, and how large they are
+    committed.py       compares them with what the commits of a checkpoint name
+    folders.py         folders that must differ: output, checkpoint, input, other steps' output
     adapter.py         datatrove's default adapter without its deep copy
     arrow.py           a memory allocator for Arrow that does not block the event loop
 

@@ -201,12 +201,11 @@ class InferenceRunner(PipelineStep):
     def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
         check_servers(self.config)
         if self.checkpoints_local_dir is None:
-            checkpoint = NullCheckpoint(self.output_writer, rank, self.records_per_chunk)
-            self._process(data, rank, preemption, checkpoint, None)
+            unopened = NullCheckpoint(self.output_writer, rank, self.records_per_chunk)
+            self._process(data, rank, preemption, unopened, None)
         elif not self.retry_dead_letters:
             self._restore(rank, preemption)
-            root = Path(self.checkpoints_local_dir).absolute()
-            self._process(data, rank, preemption, *self._checkpoint(root, rank, world_size, preemption))
+            self._process(data, rank, preemption, *self._checkpoint(self._root, rank, world_size, preemption))
         else:
             self._retry(rank, world_size, preemption)
 
@@ -224,9 +223,7 @@ class InferenceRunner(PipelineStep):
 
     def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
         self._restore(rank, preemption)
-        root = Path(self.checkpoints_local_dir or "").absolute()
-        retry = Retry.next(root, rank)
-        if retry is None:
+        if (retry := Retry.next(self._root, rank)) is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             return
         checkpoint, output = self._checkpoint(retry.root, rank, world_size, preemption, retry.prefix)
@@ -305,15 +302,17 @@ class InferenceRunner(PipelineStep):
     def _restore(self, rank: int, preemption: Preemption) -> None:
         """Copies from the mirror the parts of the checkpoint that this node does not have."""
         if self.checkpoints_remote_dir is not None:
-            root = Path(self.checkpoints_local_dir or "").absolute()
             with preemption.interruptible():
-                restore_rank(self.checkpoints_remote_dir, root, rank, retries=self.retry_dead_letters)
+                restore_rank(self.checkpoints_remote_dir, self._root, rank, retries=self.retry_dead_letters)
 
     def _mirror(self, folder: Path) -> RemoteMirror | None:
-        if self.checkpoints_remote_dir is None:
+        if (remote := self.checkpoints_remote_dir) is None:
             return None
-        below = folder.relative_to(Path(self.checkpoints_local_dir or "").absolute())
-        return RemoteMirror(f"{self.checkpoints_remote_dir}/{below}", folder, self.mirror_seconds)
+        return RemoteMirror(f"{remote}/{folder.relative_to(self._root)}", folder, self.mirror_seconds)
+
+    @property
+    def _root(self) -> Path:
+        return Path(self.checkpoints_local_dir or "").absolute()
 
     async def _generate(
         self,
@@ -357,6 +356,7 @@ class InferenceRunner(PipelineStep):
                     check_writable=Trial(self.output_writer, rank).check if self.checkpoints_local_dir else None,
                 )
                 await scheduler.run(documents)
+                progress.skipped = documents.skipped
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -393,7 +393,7 @@ class InferenceRunner(PipelineStep):
             f"Rank {rank}: {counts.written} of {counts.read} documents written to {where} "
             f"({counts.dropped} dropped, {counts.dead} dead letters); {counts.requests} requests, of which "
             f"{progress.requests} were sent in this run, {counts.prompt_tokens} prompt tokens, "
-            f"{counts.completion_tokens} completion tokens. {resume}"
+            f"{counts.completion_tokens} completion tokens.{progress.skipped} {resume}"
         )
 
 

@@ -22,6 +22,8 @@ CACHE = "replay.sqlite3"
 CACHE_LOGS = ("-wal", "-journal")
 """What SQLite adds to a database's name for its logs."""
 DEAD_LETTERS = "dead_letters.jsonl"
+SHARD = "shard.json"
+"""What the rank has read: its files, and how many lines were skipped. Written when the input has ended."""
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
 RETRY_INPUT = "input.jsonl"

@@ -23,6 +23,7 @@ from datatrove_ckpt.checkpoint.chunks import (
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
@@ -116,13 +117,17 @@ class OpenCheckpoint:
         self._storage.put_finished(self._chunks.key(slot), finished)
         self._chunks.document_finished(slot)
 
-    def end_of_input(self) -> None:
+    def end_of_input(self, shard: Json | None = None) -> None:
         """No document follows: the last chunk is complete, however short it is.
+
+        Args:
+            shard: what the rank has read, to be kept with the checkpoint; None if that is not known.
 
         Raises:
             CheckpointMismatch: earlier attempts read more documents than there are now.
         """
         self._chunks.end_of_input()
+        self._storage.call(partial(self._files.write_shard, shard))  # done before ``close`` returns
 
     def _publish(self, chunk: CompleteChunk) -> None:
         self._complete += 1

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
+
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import ChunkKey, CompleteChunk, PublishedChunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, RUN, journal_path
+from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, RUN, SHARD, journal_path
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
@@ -65,6 +68,7 @@ class RankFiles:
         self._unbroken = point.next_chunk
         self._dirty: dict[Path, ChunkJournal] = {}
         self._next_sync = 0.0
+        self._shard_written = False
 
     def close(self, completed: bool) -> None:
         """Closes the files. ``completed``: the rank is finished, so its answers are deleted."""
@@ -177,6 +181,21 @@ class RankFiles:
         self._dirty.pop(journal.path, None)
         self._cache.drop_chunk(chunk.key.chunk_index)
 
+    def write_shard(self, shard: Json | None) -> None:
+        """Keeps what the rank has read. None: that is not known, and what an earlier attempt kept is removed.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        self._fence.check(thorough=True)
+        path = self._folder / SHARD
+        if shard is None:
+            if path.exists():
+                files.disk.remove(path)
+            return
+        files.disk.replace(path, orjson.dumps(shard))
+        self._shard_written = True
+
     # the mirror --------------------------------------------------------------------------------------------------
 
     def snapshot(self, since: int) -> Snapshot:
@@ -191,6 +210,8 @@ class RankFiles:
         retried = self._folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size
+        if self._shard_written:  # not before: a snapshot's files only grow, and this one is replaced once
+            sizes[SHARD] = (self._folder / SHARD).stat().st_size
         unfinished = frozenset(self.unfinished)
         return Snapshot(
             run=(self._folder / RUN).read_bytes(),

@@ -13,7 +13,7 @@ from typing import Any
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES
+from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.interruption import Interruption, start_fork_server
 from datatrove_ckpt.cli.main import fail
@@ -25,7 +25,9 @@ from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.output.folders import check_pipeline_folders
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
+from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
@@ -57,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_launch(executor)
     try:
         check_job(executor)
+        if not arguments.retry_dead_letters:
+            check_inputs_unchanged(executor)
     except CheckpointMismatch as error:
         return fail(_with_command(error, arguments.command), 1)
     if slurm_submit.submits(executor):
@@ -186,11 +190,15 @@ def _summary(step: InferenceRunner, command: str) -> str:
             counts.dead += commit.counts.dead - commit.counts.read  # they were dead letters before
             counts.requests += commit.counts.requests
             files += len(commit.files)
+    skipped = SkippedLines()
+    for path in sorted(Path(step.checkpoints_local_dir or "").glob(f"*/{SHARD}")):
+        record = ShardRecord.read(path)
+        skipped += record.skipped if record else SkippedLines()
     return (
         f"{counts.written} of {counts.read} documents are in {files} files in "
         f"{step.output_writer.output_folder.resolve_paths('')} ({counts.dropped} dropped, {counts.dead} dead letters), "
         f"for {counts.requests} requests with {counts.prompt_tokens} prompt and {counts.completion_tokens} completion "
-        f"tokens. {_next_step(step, counts, command)}"
+        f"tokens.{skipped} {_next_step(step, counts, command)}"
     )
 
 

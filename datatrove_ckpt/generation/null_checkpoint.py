@@ -99,7 +99,7 @@ class OpenNullCheckpoint:
             self._handed_over += len(finished.document)
             self._queue.put((slot, finished))
 
-    def end_of_input(self) -> None:
+    def end_of_input(self, shard: object = None) -> None:
         pass
 
     def raise_failure(self) -> None:

@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import threading
 import time
-import types
 from collections.abc import AsyncIterator, Iterable
 
 from datatrove.data import Document
@@ -30,7 +29,9 @@ from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.readers import SeekingReader
+from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
+from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
@@ -45,18 +46,14 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
 
     After a resume that seeks, such a step sees only the remaining documents: a filter that counts, samples or writes
     what it excludes would then give another result. datatrove's own filters, formatters and extractors keep no state,
-    with two exceptions; of other steps we cannot know. The steps are found through the generators: each holds its step
-    and the generator before it.
+    with two exceptions; of other steps we cannot know.
     """
     steps: list[str] = []
-    while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
-        names = documents.gi_frame.f_locals
-        step = names.get("self")
+    for step, name, _ in steps_before(documents):
         if isinstance(step, SeekingReader):
             return steps
         if not _is_stateless(step):
-            steps.append(type(step).__name__ if step is not None else documents.__name__)
-        documents = names.get("data") or ()
+            steps.append(name)
     return []  # no reader of ours, so there are no positions
 
 
@@ -104,6 +101,7 @@ class DocumentSource:
     def __init__(self, documents: Iterable[Document], keep_as_read: bool = False, seek: bool | None = None) -> None:
         self._stateful_steps = stateful_steps(documents) if seek is None else []
         self._may_seek = not self._stateful_steps if seek is None else seek
+        self._readers = PipelineReaders(documents)
         self._documents = iter(documents)
         self._keep_as_read = keep_as_read
         self._reading = Reading()
@@ -120,12 +118,20 @@ class DocumentSource:
         self._closed = False
         self._ended = False
         self._error: BaseException | None = None
+        self.shard: ShardRecord | None = None
+        """What was read, once the input has ended; None if that is not known."""
+
+    @property
+    def skipped(self) -> SkippedLines:
+        """Lines and rows that were no documents, as far as the readers count them; in all attempts."""
+        return self._reading.skipped
 
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
         """Every document that is not done, in order. Seeks to the first of them, or reads and skips those before it.
 
         Raises:
             CheckpointMismatch: the input is shorter than it was, or another one.
+            InputError: a file is damaged or cut off, or no row of any file is a document.
         """
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -169,12 +175,14 @@ class DocumentSource:
 
     def _run(self, point: ResumePoint) -> None:
         try:
+            self._readers.start()
             if point.next_ordinal:
                 self._skip(point)
             with self._reading:
                 for document in self._documents:
                     if not self._put(SourceDocument(self, document, encode_as_read(document), self._keep_as_read)):
                         return
+            self.shard = self._readers.finish(self._reading)
             self._flush(is_last=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             self._flush()

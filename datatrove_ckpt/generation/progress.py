@@ -19,6 +19,7 @@ from tqdm import tqdm
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Outcome
 from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.readers.shard import SkippedLines
 
 _UNITS = {
     "prompt_tokens": "request",
@@ -45,6 +46,8 @@ class Progress:
         self.failed_requests = 0
         self.tokens = 0
         self.documents = 0
+        self.skipped = SkippedLines()
+        """Lines and rows of the input that were no documents, in all attempts; once the input has ended."""
         self._stats = stats
         self._values: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._interval = interval

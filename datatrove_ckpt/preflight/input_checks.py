@@ -13,7 +13,7 @@ import orjson
 from datatrove.pipeline.readers.base import BaseDiskReader, get_shard_from_paths_file
 
 from datatrove_ckpt.documents import encode
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.preflight.checks import PreflightCheck, within
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
@@ -66,7 +66,7 @@ def check_input(subject: str, reader: Any, tasks: int, waits: bool = False) -> t
         names = within(REMOTE_SECONDS, lambda: _names(reader), where)
         check_codecs(where, reader, names)
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names), where)
-    except (RemoteFailed, ConfigError) as error:
+    except (RemoteFailed, CkptError) as error:
         return [PreflightCheck("problem", subject, "readable", str(error))], Sample()
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."

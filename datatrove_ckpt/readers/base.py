@@ -11,8 +11,9 @@ the state that ``load_state_dict`` left, and forgets where the run before it end
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten
+from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten, shuffled_names
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     FilePosition,
@@ -31,11 +32,12 @@ from datatrove_ckpt.readers.positions import (
     Position,
     PositionedDocument,
     ReaderStart,
-    Skipped,
     State,
     saved_skipped,
     start_reader,
 )
+from datatrove_ckpt.readers.sampling import record_reader
+from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.redaction import check_no_secrets, check_options
 
 _VERSION = 1
@@ -130,6 +132,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if start.finished_digest is not None:
             self._check_finished_input(inputs, start.finished_digest)
             start.earlier.append(start.finished_digest)
+            start.record = partial(record_reader, self, inputs, int(start.finished_digest.partition(":")[0]))
         else:
             yield from self._documents(inputs, start, [rank, world_size], ALL_ROWS)
 
@@ -190,7 +193,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if names is None:
                 raise RuntimeError(f"No files found on {self.data_folder.path}!")
         if self.shuffle_seed is not None:
-            names = _shuffled_names(names, self.shuffle_seed)
+            names = shuffled_names(names, self.shuffle_seed)
         return Inputs(self.data_folder, names)
 
     def _documents(
@@ -232,6 +235,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 digest.add(name, size)
                 file_position = ()
         start.earlier.append(str(digest))
+        limited = self.limit != -1 and documents >= self.limit
+        start.record = partial(record_reader, self, inputs, digest.files, limited)
         if not found and row_shard == ALL_ROWS:
             for name, damaged in skipped_lines.items():
                 refuse_file_without_documents(self, name, damaged)
@@ -346,7 +351,3 @@ def permutation(count: int, seed: int, *key: object) -> list[int]:
     """The numbers below ``count`` in an order that depends on the arguments only, not on Python's version."""
     salt = xxh3_64_intdigest("/".join(map(str, (seed, *key))).encode())
     return sorted(range(count), key=lambda number: xxh3_64_intdigest(number.to_bytes(8, "little"), salt))
-
-
-def _shuffled_names(names: Iterable[str], seed: int) -> list[str]:
-    return sorted(names, key=lambda name: (xxh3_64_intdigest(f"{seed}/{name}".encode()), name))

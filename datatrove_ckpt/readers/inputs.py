@@ -12,8 +12,8 @@ are not read again: on resume that would cost what seeking saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from datatrove.io import DataFolder
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
@@ -32,17 +32,33 @@ _Entries: TypeAlias = list[tuple[str, int]]
 
 
 class Inputs:
-    """The files that a reader reads, in order. Each size is looked up when it is needed: a first start needs few."""
+    """The files that a reader reads, in order. What fsspec tells of a file is looked up once, when it is needed first.
 
-    def __init__(self, folder: DataFolder, names: Sequence[str]) -> None:
+    Args:
+        infos: what a listing has told, by the index of the name.
+    """
+
+    def __init__(
+        self, folder: DataFolder, names: Sequence[str], infos: dict[int, dict[str, Any]] | None = None
+    ) -> None:
         self.folder = folder
         self.names = names
-        self._sizes: dict[int, int] = {}
+        self._infos = infos or {}
+
+    def info(self, index: int) -> dict[str, Any]:
+        """What fsspec tells of the file: size, time of change, ETag..., depending on the file system."""
+        if index not in self._infos:
+            self._infos[index] = self.folder.info(self.names[index])
+        return self._infos[index]
 
     def size(self, index: int) -> int:
-        if index not in self._sizes:
-            self._sizes[index] = int(self.folder.info(self.names[index])["size"] or 0)
-        return self._sizes[index]
+        return int(self.info(index)["size"] or 0)
+
+    def shard(self, rank: int, world_size: int) -> Inputs:
+        """The files that datatrove gives to one rank."""
+        indices = range(len(self.names))[rank::world_size]
+        infos = {new: self._infos[old] for new, old in enumerate(indices) if old in self._infos}
+        return Inputs(self.folder, self.names[rank::world_size], infos)
 
     def digest(self, count: int) -> Digest:
         """The digest of the first ``count`` files."""
@@ -125,6 +141,11 @@ def fingerprint(folder: DataFolder, name: str, size: int, whole: bool) -> str:
     if whole and size > _SAMPLE:
         sample += folder.cat_file(name, start=max(_SAMPLE, size - _SAMPLE), end=size)
     return str(xxh3_64_hexdigest(sample))
+
+
+def shuffled_names(names: Iterable[str], seed: int) -> list[str]:
+    """In an order in which files that are added move no other file."""
+    return sorted(names, key=lambda name: (xxh3_64_intdigest(f"{seed}/{name}".encode()), name))
 
 
 def shorten(name: str) -> str:

@@ -34,7 +34,9 @@ from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
 from datatrove_ckpt.readers.base import Adapter, ReadResult, Row, RowShard, SeekingReader, permutation
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.inputs import REMEDY
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, Skipped
+from datatrove_ckpt.readers.no_documents import refuse_array
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition
+from datatrove_ckpt.readers.shard import Skipped
 
 _BLOCK = 2**20
 _HEAD = 2**16
@@ -191,6 +193,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             except (EOFError, orjson.JSONDecodeError) as error:
                 if not line.strip():
                     return None
+                if line.strip() == b"[":  # else all but the last element would be damaged lines
+                    refuse_array(self, name)
                 self._damaged(name, id_in_file, error)
                 return Skipped.DAMAGED
 

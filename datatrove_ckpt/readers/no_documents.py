@@ -5,13 +5,16 @@ Used when nothing was found, so the file is opened once more and as little as po
 
 from __future__ import annotations
 
+import codecs
+import csv
 import io
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import orjson
 from datatrove.io import DataFolder
+from datatrove.pipeline.readers import CSVReader
 
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
@@ -24,6 +27,7 @@ _SHOWN_CHARACTERS = 60
 _SHOWN_KEYS = 20
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
 _SUFFIXES = {"gzip": ".gz", "zstd": ".zst", "bz2": ".bz2", "xz": ".xz", "zip": ".zip"}
+_ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
 _RUN_AGAIN = "Correct that, and run the same command again."
 
 
@@ -43,9 +47,9 @@ class FirstRow:
 
 
 def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bool) -> None:
-    """For a reader that found no document at all, and a file of its input that had rows.
+    """For a reader that found no document at all, and a file of its input that is not empty.
 
-    A file whose rows all have an empty text is accepted: nothing is wrong with the settings.
+    A file without rows is accepted, and so is one whose rows have an empty text: nothing is wrong with the settings.
 
     Args:
         damaged: one of its lines was no JSON object.
@@ -54,13 +58,25 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
         InputError: always, but for such a file.
     """
     first = first_row(reader, name)
+    if first == FirstRow():
+        return
     has_own_adapter = reader.adapter != reader._default_adapter
     row = first.row or {}
     if not (damaged or has_own_adapter) and reader.text_key in row and not row[reader.text_key]:
         return
     raise InputError(
-        f"The input file {name!r} in {reader.data_folder.path} holds no document. {explain(reader, first)}"
+        f"This task's input holds no document, although {name!r} in {reader.data_folder.path} is not empty. "
+        f"{explain(reader, first)}"
     )
+
+
+def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
+    """For a file with a line that only opens a JSON array.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(f"The input file {name!r} in {reader.data_folder.path} holds a JSON array. {_ARRAY_ADVICE}")
 
 
 def explain(reader: BaseDiskReader, first: FirstRow) -> str:
@@ -78,7 +94,7 @@ def explain(reader: BaseDiskReader, first: FirstRow) -> str:
         return f"No row has a text under text_key={reader.text_key!r}. The first row has the keys {keys}. {_RUN_AGAIN}"
     advice = f"Write a format that {kind} reads, choose another reader, or move the file out of the folder."
     if first.text.startswith("["):
-        advice = "It seems to be a JSON array: write one object per line (jq -c '.[]' FILE), or move the file away."
+        advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
     return f"It begins with {first.text[:_SHOWN_CHARACTERS]!r}. {advice}"
 
 
@@ -93,11 +109,13 @@ def first_row(reader: BaseDiskReader, name: str) -> FirstRow:
         codec = codec_of(name, getattr(reader, "compression", "infer"))
         if codec is None or not magic:
             found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)
-            return FirstRow(compression=found) if found else _first_text_row(file)
-        return _first_text_row(io.BufferedReader(decompressed(file, codec, name), _BLOCK))
+            return FirstRow(compression=found) if found else _first_text_row(file, reader)
+        return _first_text_row(io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader)
 
 
-def _first_text_row(file: Any) -> FirstRow:
+def _first_text_row(file: Any, reader: BaseDiskReader) -> FirstRow:
+    if isinstance(reader, CSVReader):
+        return FirstRow(row=next(csv.DictReader(codecs.iterdecode(file, "utf-8", "replace")), None))
     while (line := file.readline(_BLOCK)) and not line.strip():
         pass
     with suppress(orjson.JSONDecodeError):

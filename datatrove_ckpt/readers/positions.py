@@ -12,14 +12,15 @@ object may run several ranks, and a pipeline may have several readers.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.readers.shard import ReaderRecord, SkippedLines
 
 State: TypeAlias = dict[str, Any]
 """The state of a reader: plain JSON values."""
@@ -44,39 +45,6 @@ class FileState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self
-
-
-class Skipped(Enum):
-    """Why a line or row became no document. A format yields it in place of the document."""
-
-    DAMAGED = "damaged"
-    WITHOUT_TEXT = "without_text"
-
-
-class SkippedLines(NamedTuple):
-    """How many lines or rows of the input became no document, up to a position. Blank lines are not counted.
-
-    ``damaged``: not a JSON object. ``without_text``: no text under ``text_key``, or none from the adapter.
-    ``at_least``: there may be more, because a release that did not count them saved an earlier position.
-    """
-
-    damaged: int = 0
-    without_text: int = 0
-    at_least: bool = False
-
-    def plus(self, reason: Skipped) -> SkippedLines:
-        """One more."""
-        return self._replace(**{reason.value: getattr(self, reason.value) + 1})
-
-    def to_json(self) -> list[int]:
-        """The arguments; without the last if it is False."""
-        return list(self) if self.at_least else [self.damaged, self.without_text]
-
-    def __str__(self) -> str:
-        """For a closing line: "3 damaged lines and 2 rows without text"; empty if there are none."""
-        parts = [f"{self.damaged} damaged line{'s' * (self.damaged != 1)}"] if self.damaged else []
-        parts += [f"{self.without_text} row{'s' * (self.without_text != 1)} without text"] if self.without_text else []
-        return ("at least " if self.at_least and parts else "") + " and ".join(parts)
 
 
 Position: TypeAlias = tuple[int, int, FileState, FilePosition, SkippedLines]
@@ -184,6 +152,7 @@ class ReaderStart:
         earlier: the digest of what each reader before this one has read. A reader adds its own when it has finished.
         finished_digest: the digest of what this reader read, if it had finished before the state was saved; else None.
         skipped: lines skipped so far by this reader and those before it. The reader adds to it.
+        record: makes the record of what the reader has read; None before it has finished.
     """
 
     number: int = 0
@@ -191,6 +160,7 @@ class ReaderStart:
     earlier: list[str] = field(default_factory=list)
     finished_digest: str | None = None
     skipped: SkippedLines = field(default_factory=SkippedLines)
+    record: Callable[[], ReaderRecord] | None = None
 
 
 def start_reader(loaded: State | None) -> ReaderStart:

@@ -22,7 +22,8 @@ from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, ReadResult, Row, RowShard, SeekingReader, permutation
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.positions import FilePosition, Skipped
+from datatrove_ckpt.readers.positions import FilePosition
+from datatrove_ckpt.readers.shard import Skipped
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,0 +1,144 @@
+"""Whether finished ranks would read today what they have read.
+
+datatrove skips a finished rank, so a changed input would be noticed by nobody: the old output would stand for it. An
+unfinished rank checks its input itself when it resumes (see ``readers/inputs.py``), and may see changes in what it has
+not read yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datatrove.pipeline.readers.base import BaseDiskReader
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.readers.inputs import shuffled_names
+from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
+from datatrove_ckpt.runner import InferenceRunner
+
+_NAMED_FILES = 10
+
+
+def check_inputs_unchanged(executor: Any) -> None:
+    """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
+
+    Says nothing of ranks that an earlier release finished, of ranks of a run with another number of tasks, and of
+    sources that are no files.
+
+    Raises:
+        CheckpointMismatch: a file was added, removed or changed, or an option of a reader was changed.
+        OSError: the input cannot be listed.
+    """
+    if getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None):
+        return  # another executor has yet to create the input
+    readers: list[BaseDiskReader] = []
+    for step in executor.pipeline:
+        if isinstance(step, BaseDiskReader):
+            readers.append(step)
+        if isinstance(step, InferenceRunner):
+            records = [] if step.checkpoints_local_dir is None else _records(executor, step, len(readers))
+            for number, reader in enumerate(readers):
+                _check_reader(executor, reader, {rank: record.readers[number] for rank, record in records})
+            readers = []
+
+
+def _records(executor: Any, step: InferenceRunner, readers: int) -> list[tuple[int, ShardRecord]]:
+    """What each finished rank has read, if a record tells, and if it is a record of so many readers."""
+    root, incomplete = Path(step.checkpoints_local_dir or "").absolute(), set(executor.get_incomplete_ranks())
+    records = []
+    for rank in range(executor.world_size):
+        folder = rank_folder(root, rank)
+        record = None if rank in incomplete else ShardRecord.read(folder / SHARD)
+        # Another number of tasks is refused as such, and not for the files that each rank would get by it.
+        if record is not None and read_run(folder / RUN).get("tasks") == executor.world_size:
+            records += [(rank, record)] if len(record.readers) == readers else []
+    return records
+
+
+@dataclass
+class _Changes:
+    """What differs, and the ranks that it concerns."""
+
+    ranks: list[int] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)
+    removed: set[str] = field(default_factory=set)
+    changed: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, ReaderRecord]) -> None:
+    if not records:
+        return
+    inputs = list_input(reader)
+    then = {file.name: file for record in records.values() for file in record.files}
+    now = {file.name: file for file in sample_files(inputs, [i for i, name in enumerate(inputs.names) if name in then])}
+    changes = _Changes()
+    changes.removed = {name for name in then if name not in now or now[name].size == MISSING}
+    differences = {name: _difference(then[name], now[name]) for name in then.keys() - changes.removed}
+    changes.changed = {name: text for name, text in differences.items() if text}
+    for rank, record in records.items():
+        names = inputs.names[rank :: executor.world_size]
+        seed = getattr(reader, "shuffle_seed", None)
+        _compare(rank, record, names if seed is None else shuffled_names(names, seed), options_of(reader), changes)
+    if changes.ranks:
+        changes.added -= then.keys()
+        raise CheckpointMismatch(_message(reader, changes, len(records) == executor.world_size))
+    touched = sum(then[name].modified != now[name].modified for name in then)
+    if touched:
+        logger.warning(
+            f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the time of the last "
+            "change is another, size and samples of the content are the same. They are taken as unchanged."
+        )
+
+
+def _difference(then: FileRecord, now: FileRecord) -> str:
+    if then.size != now.size:
+        return f"had {then.size} bytes, has {now.size}"
+    return "has other content" if then.sample and now.sample and then.sample != now.sample else ""
+
+
+def _compare(rank: int, record: ReaderRecord, names: Sequence[str], options: dict[str, Any], changes: _Changes) -> None:
+    """Adds to ``changes`` what differs for one rank, which would read these files now."""
+    read = {file.name for file in record.files}
+    would_read = set(names[: len(record.files)] if record.limited else names)
+    changes.added |= would_read - read
+    other = {
+        name: f"{value!r} -> {options[name]!r}" for name, value in record.options.items() if value != options[name]
+    }
+    changes.options |= other
+    if other or would_read != read or not read.isdisjoint(changes.changed.keys() | changes.removed):
+        changes.ranks.append(rank)
+
+
+def _message(reader: BaseDiskReader, changes: _Changes, all_finished: bool) -> str:
+    first, others = changes.ranks[0], len(changes.ranks) - 1
+    who = f"rank {first} has" if not others else f"rank {first} and {plural(others, 'other finished rank')} have"
+    added = "added" if all_finished else "added, or moved here from another rank"
+    changed = [f"{name!r} ({text})" for name, text in sorted(changes.changed.items())]
+    lines = [
+        *_line("removed", map(repr, sorted(changes.removed))),
+        *_line("changed", changed),
+        *_line(added, map(repr, sorted(changes.added))),
+        *(f"  {name}: {text}" for name, text in changes.options.items()),
+    ]
+    return (
+        f"The input in {reader.data_folder.path} is not what {who} read:\n"
+        + "\n".join(lines or ["  the files are dealt out to the ranks in another order"])
+        + "\nA finished rank is not run again, so its output would stay that of the old input. Put the input back, or "
+        "process the new one as another run: with a checkpoints_local_dir, an output_folder and a logging_dir of its "
+        "own."
+    )
+
+
+def _line(what: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
+    return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"] if names else []

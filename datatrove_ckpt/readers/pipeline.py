@@ -1,0 +1,100 @@
+"""The readers of files in a pipeline, found through its generators: each holds its step and the generator before it.
+
+For readers that do not seek, this module does what ours do themselves: it notes their files, and refuses an input in
+which they found no document. It cannot count the rows that they skip.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.readers.base import BaseDiskReader
+
+from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.compressed import naming_damage
+from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
+from datatrove_ckpt.readers.positions import Reading
+from datatrove_ckpt.readers.sampling import list_input, record_reader
+from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
+
+
+def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """The steps that make these documents, the last one first: step (None for a function), its name, its arguments."""
+    while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
+        names = documents.gi_frame.f_locals
+        step = names.get("self")
+        yield step, type(step).__name__ if step is not None else documents.__name__, names
+        documents = names.get("data") or ()
+
+
+class PipelineReaders:
+    """The readers of files that make these documents. Must be made before the first document is read."""
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        found = [(step, names) for step, _, names in steps_before(documents) if isinstance(step, BaseDiskReader)]
+        self._readers: list[SeekingReader | _PlainReader] = [
+            step if isinstance(step, SeekingReader) else _PlainReader(step, names["rank"], names["world_size"])
+            for step, names in reversed(found)
+        ]
+
+    def start(self) -> None:
+        """Notes the files of the readers that do not seek. To be called before anything is read.
+
+        Raises:
+            OSError: the input cannot be read.
+        """
+        for reader in self._readers:
+            if isinstance(reader, _PlainReader):
+                reader.start()
+
+    def finish(self, reading: Reading) -> ShardRecord | None:
+        """What was read, once the last document has come; None if there is no reader of files.
+
+        Raises:
+            InputError: a reader that does not seek found no document, although its files have content.
+        """
+        starts = iter(reading.starts)
+        seen: list[Any] = self._readers or [None] * len(reading.starts)  # a step may hide the readers before it
+        records: list[ReaderRecord] = []
+        for reader in seen:
+            start = None if isinstance(reader, _PlainReader) else next(starts, None)
+            make = reader.finish if isinstance(reader, _PlainReader) else start.record if start else None
+            if make is None:
+                return None
+            records.append(make())
+        return ShardRecord(records, reading.skipped) if records else None
+
+
+class _PlainReader:
+    """A reader that does not seek, seen from outside."""
+
+    def __init__(self, reader: BaseDiskReader, rank: int, world_size: int) -> None:
+        self._reader, self._rank, self._world_size = reader, rank, world_size
+        self._inputs = Inputs(reader.data_folder, ())
+        self._before = 0
+
+    def start(self) -> None:
+        self._inputs = list_input(self._reader).shard(self._rank, self._world_size)
+        for index in range(len(self._inputs.names)):
+            self._inputs.size(index)
+        self._before = self._documents()
+
+    def finish(self) -> ReaderRecord:
+        reader = self._reader
+        kind = type(reader)
+        counts = kind.run is BaseDiskReader.run and kind.read_files_shard is BaseDiskReader.read_files_shard
+        if counts and reader.limit != 0 and not reader.skip and self._documents() == self._before:
+            for index, name in enumerate(self._inputs.names):
+                if self._inputs.size(index):
+                    with naming_damage(name):
+                        refuse_file_without_documents(reader, name, damaged=False)
+        return record_reader(reader, self._inputs, len(self._inputs.names))
+
+    def _documents(self) -> int:
+        """How many documents the reader has yielded, by datatrove's stats."""
+        metric = self._reader.stats.stats.get("documents")
+        return int(metric.total) if metric is not None else 0

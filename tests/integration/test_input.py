@@ -1,0 +1,339 @@
+"""What a run says of its input: rows that were skipped, rows that are no documents, changes after it was finished."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import zstandard
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers import CSVReader
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.jobs import ask, runner
+
+ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
+Run = Callable[..., int]
+
+
+class Drop(PipelineStep):
+    """A filter that keeps no document."""
+
+    name, type = "Drop", "test"
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for _ in data:
+            yield from ()
+
+
+def lines(*numbers: int) -> str:
+    return "".join(json.dumps({"text": f"text {number}", "id": f"id {number}"}) + "\n" for number in numbers)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Run]:
+    """``datatrove-ckpt run`` in this process. ``documents`` holds four files of two documents; there are two tasks."""
+    (tmp_path / "documents").mkdir()
+    for number in range(4):
+        (tmp_path / f"documents/{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
+    with FakeServer() as server:
+
+        def run(reader: str = "JsonlReader", tasks: int = 2, steps: tuple[Any, ...] = (), **options: Any) -> int:
+            writer = {"output_folder": f"{tmp_path}/output", "output_filename": "${rank}_${chunk_index}.jsonl"}
+            step = {
+                "rollout_fn": {"class_path": "PromptRollout", "init_args": {"prompt": "Q {text}"}},
+                "config": {"server_type": "endpoint", "endpoint_url": server.url, "model_name_or_path": "fake"},
+                "output_writer": {"class_path": "JsonlWriter", "init_args": {**writer, "compression": None}},
+                "checkpoints_local_dir": f"{tmp_path}/checkpoints",
+                "records_per_chunk": 3,
+            }
+            data = {"data_folder": f"{tmp_path}/documents", **options}
+            pipeline = [{"class_path": reader, "init_args": data}, *steps]
+            pipeline.append({"class_path": "InferenceRunner", "init_args": step})
+            arguments = {"tasks": tasks, "workers": 1, "logging_dir": f"{tmp_path}/logs", "pipeline": pipeline}
+            content = {"executor": {"class_path": "LocalPipelineExecutor", "init_args": arguments}}
+            (tmp_path / "job.yaml").write_text(json.dumps(content))
+            return main(["run", f"{tmp_path}/job.yaml"])
+
+        yield run
+
+
+def outputs(folder: Path) -> list[str]:
+    """The texts in the output, in the order of the files' names."""
+    found = [path.read_text().splitlines() for path in sorted((folder / "output").glob("*.jsonl"))]
+    return [json.loads(line)["text"] for file in found for line in file]
+
+
+def completed(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("logs/completions/*"))
+
+
+def kept(folder: Path, rank: int = 0) -> Any:
+    return orjson.loads((folder / f"checkpoints/{rank:05}/shard.json").read_bytes())
+
+
+# No documents ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (lines(1), {"text_key": "txt"}, "text_key='txt'. The first row has the keys 'text', 'id'."),
+        ("[\n", {}, "JSON array"),
+        ("Once upon a time\n", {}, "It begins with 'Once upon a time'."),
+    ],
+    ids=["wrong text_key", "array", "plain text"],
+)
+def test_a_rank_without_documents_is_not_complete(
+    job: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    reader: str,
+    content: str,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    for path in tmp_path.glob("documents/*"):
+        path.write_text(content)
+    assert job(reader, **options) == 1
+    assert message in capsys.readouterr().err
+    assert completed(tmp_path) == []
+    assert not list(tmp_path.glob("checkpoints/*/shard.json"))
+    for number, path in enumerate(sorted(tmp_path.glob("documents/*"))):
+        path.write_text(lines(number))
+    assert job(reader) == 0, "the same command, with the cause corrected"
+    assert len(outputs(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_path: Path, reader: str) -> None:
+    for number in range(1, 4):
+        (tmp_path / f"documents/{number}.jsonl").write_text("\n" * number if number > 1 else "")
+    assert job(reader, tasks=6) == 0
+    assert len(completed(tmp_path)) == 6
+    assert outputs(tmp_path) == ["text 0", "text 1"]
+
+
+@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tmp_path: Path, reader: str) -> None:
+    drop = {"class_path": f"{__name__}.Drop"}
+    assert job(reader, steps=(drop,)) == 0
+    shutil.rmtree(tmp_path / "logs")
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert job(reader, skip=100) == 0
+    shutil.rmtree(tmp_path / "logs")
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert job(reader, limit=0) == 0
+    assert outputs(tmp_path) == []
+
+
+def test_a_csv_file_with_other_columns_is_an_error_and_one_without_rows_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "documents" / "a.csv"
+    path.parent.mkdir()
+    with FakeServer() as server:
+        for content in ("id,content\n1,hello\n", "id,text\n"):
+            path.write_text(content)
+            step, reader = runner(tmp_path, server), CSVReader(path.parent.as_posix())
+            if "hello" in content:
+                with pytest.raises(InputError, match=r"text_key='text'\. The first row has the keys 'id', 'content'"):
+                    step.run(reader.run())
+            else:
+                step.run(reader.run())
+
+
+# What was skipped is said ----------------------------------------------------------------------------------------
+
+
+def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = tmp_path / "documents/0.jsonl"
+    first.write_text(lines(0) + "torn\n" + '{"text": "", "id": 1}\n' + lines(1) + '{"id": 2}\n[1]\n' + lines(8, 9, 10))
+    (tmp_path / "documents/2.jsonl").write_bytes(gzip.compress(b"x"))
+    (tmp_path / "documents/2.jsonl").rename(tmp_path / "documents/2.jsonl.gz")
+    whole = gzip.compress((lines(4, 5) + "end\n").encode())
+    (tmp_path / "documents/2.jsonl.gz").write_bytes(whole[:-4])
+    for _ in range(2):
+        assert job() == 1
+        assert "'2.jsonl.gz' is damaged or cut off" in capsys.readouterr().err
+    (tmp_path / "documents/2.jsonl.gz").write_bytes(whole)
+    assert job() == 0
+    skipped = "Skipped: 3 damaged lines and 2 rows without text."
+    assert skipped in capsys.readouterr().out
+    closing = [(tmp_path / f"logs/logs/task_0000{rank}.log").read_text() for rank in range(2)]
+    assert "Rank 0: 7 of 7" in closing[0]
+    assert f"completion tokens. {skipped} If you" in closing[0]
+    assert "Rank 1: 4 of 4" in closing[1]
+    assert "Skipped: " not in closing[1]
+    assert job() == 0
+    assert skipped in capsys.readouterr().out
+    assert kept(tmp_path)["skipped"] == [3, 2]
+
+
+def test_a_run_without_documents_from_the_start_to_the_end_of_a_zstd_file_is_no_success(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in tmp_path.glob("documents/*"):
+        path.unlink()
+    frame = zstandard.compress(lines(*range(1000)).encode())
+    (tmp_path / "documents/a.jsonl.zst").write_bytes(frame + frame[:-5])
+    assert job(tasks=1) == 1
+    assert "'a.jsonl.zst' is damaged or cut off" in capsys.readouterr().err
+    assert completed(tmp_path) == []
+
+
+# The input of a finished run -------------------------------------------------------------------------------------
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "file added": (lambda f: (f / "4.jsonl").write_text(lines(9)), "added: '4.jsonl'"),
+    "file added first": (lambda f: (f / "00.jsonl").write_text(lines(9)), "added: '00.jsonl'"),
+    "file removed": (lambda f: (f / "3.jsonl").unlink(), "removed: '3.jsonl'"),
+    "file renamed": (lambda f: (f / "3.jsonl").rename(f / "5.jsonl"), "removed: '3.jsonl'\n  added: '5.jsonl'"),
+    "file grown": (lambda f: (f / "3.jsonl").write_text(lines(6, 7, 8)), "changed: '3.jsonl' (had 66 bytes, has 99)"),
+    "file edited": (lambda f: rewrite(f / "1.jsonl", "text 2", "Text 2"), "changed: '1.jsonl' (has other content)"),
+}
+
+
+@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_runs(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], reader: str, change: str
+) -> None:
+    assert job(reader) == 0
+    before = outputs(tmp_path)
+    make, message = CHANGES[change]
+    shutil.copytree(tmp_path / "documents", tmp_path / "before")
+    make(tmp_path / "documents")
+    capsys.readouterr()
+    assert job(reader) == 1
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Put the input back, or process the new one as another run" in said
+    shutil.rmtree(tmp_path / "documents")
+    shutil.copytree(tmp_path / "before", tmp_path / "documents", copy_function=shutil.copyfile)
+    assert job(reader) == 0, "a copy with other times of change is the same input"
+    assert outputs(tmp_path) == before
+
+
+def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job() == 0
+    assert job() == 0
+    assert "time of the last change" not in capsys.readouterr().err
+    os.utime(tmp_path / "documents/1.jsonl", (1, 1))
+    assert job() == 0
+    assert "1 input file of finished ranks" in capsys.readouterr().err
+
+
+def test_another_text_key_or_limit_is_refused_for_finished_ranks(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job(limit=1) == 0
+    assert job(limit=1, text_key="id") == 1
+    assert "text_key: 'text' -> 'id'" in capsys.readouterr().err
+    assert job() == 1
+    assert "limit: 1 -> -1" in capsys.readouterr().err
+    (tmp_path / "documents/4.jsonl").write_text(lines(9))
+    assert job(limit=1) == 0, "files behind the limit are not read"
+
+
+def test_a_file_list_is_compared_by_the_files_that_it_names(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = tmp_path / "paths.txt"
+    paths.write_text("0.jsonl\n1.jsonl\n")
+    assert job(paths_file=str(paths)) == 0
+    (tmp_path / "documents/3.jsonl").unlink()
+    assert job(paths_file=str(paths)) == 0, "a file that is not in the list"
+    (tmp_path / "documents/1.jsonl").unlink()
+    assert job(paths_file=str(paths)) == 1
+    assert "removed: '1.jsonl'" in capsys.readouterr().err
+
+
+def test_finished_ranks_refuse_what_unfinished_ones_may_see(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 is finished. Rank 1 stops in its second file, which is then corrected."""
+    second = tmp_path / "documents/3.jsonl"
+    second.write_bytes(b"")
+    second = second.rename(second.with_suffix(".jsonl.gz"))
+    second.write_bytes(gzip.compress(lines(6, 7).encode())[:-3])
+    assert job() == 1
+    assert completed(tmp_path) == ["00000"]
+    (tmp_path / "documents/00.jsonl").write_text("")
+    capsys.readouterr()
+    assert job() == 1
+    assert "is not what rank 0 has read:\n  added, or moved here from another rank: '" in capsys.readouterr().err
+    (tmp_path / "documents/00.jsonl").unlink()
+    second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
+    assert job() == 0
+    assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
+
+
+def test_a_rank_that_an_earlier_release_finished_is_left_alone(job: Run, tmp_path: Path) -> None:
+    assert job() == 0
+    for path in tmp_path.glob("checkpoints/*/shard.json"):
+        path.unlink()
+    (tmp_path / "documents/4.jsonl").write_text(lines(9))
+    assert job() == 0
+
+
+def test_a_damaged_record_is_an_error_that_names_the_file(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job() == 0
+    (tmp_path / "checkpoints/00000/shard.json").write_text("[]")
+    assert job() == 1
+    assert "checkpoints/00000/shard.json cannot be read" in capsys.readouterr().err
+
+
+def test_what_grows_while_it_is_read_is_recorded_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "documents/a.jsonl"
+    path.parent.mkdir()
+    path.write_text(lines(*range(5)))
+    asked = threading.Event()
+
+    async def grow(document: Document, generate: Any) -> Any:
+        if not asked.is_set():
+            asked.set()
+            (path.parent / "b.jsonl").write_text(lines(6))
+            with path.open("a") as file:
+                file.write(lines(5))
+        return await ask(document, generate)
+
+    size = path.stat().st_size
+    with FakeServer() as server:
+        runner(tmp_path, server, grow).run(JsonlReader(path.parent.as_posix()).run())
+    assert [file[:2] for file in kept(tmp_path)["readers"][0]["files"]] == [["a.jsonl", size]]
+
+
+def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path) -> None:
+    folder = ram / "job"
+    (folder / "documents").mkdir(parents=True)
+    (folder / "documents/a.jsonl").write_text(lines(0) + "torn\n" + lines(1) + '{"text": ""}\n')
+    with FakeServer() as server:
+
+        def attempt(folder: Path) -> None:
+            runner(folder, server, records_per_chunk=1).run(JsonlReader((folder / "documents").as_posix()).run())
+            assert kept(folder)["skipped"] == [1, 1]
+            assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]
+
+        report = assert_same_output_after_crash(attempt, folder, recoveries=False)
+    assert any("shard.json" in point for point in report.points)

@@ -6,7 +6,9 @@ import math
 import os
 import re
 import secrets
+import socket
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl
 
@@ -32,8 +34,8 @@ class InferenceConfig:
     Attributes:
         server_type: "llamacpp" (embedded, for a laptop), "vllm", "sglang", "endpoint" (servers that run already),
             "dummy" (canned answers, for debugging), "custom" (your own script, ``model_kwargs["server_script"]``).
-        model_name_or_path: name or path of the model. For llamacpp: path of a GGUF file, or ``package://NAME/FILE`` for
-            a file inside an installed Python package.
+        model_name_or_path: name or path of the model. For llamacpp: path of a GGUF file (``~`` and ``$NAME`` are
+            expanded where the task runs), or ``package://NAME/FILE`` for a file inside an installed Python package.
         model_max_context: maximum context length, prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
         endpoint_url: for "endpoint": base URL (without /v1), or a list of them. ``${NAME}`` stands for an environment
@@ -51,8 +53,8 @@ class InferenceConfig:
         request_timeout: seconds one attempt of a request may take. None: 3600, because no request may wait without a
             limit.
         model_kwargs: further command-line flags of the server, ``{"enforce-eager": True, "seed": 1}``.
-        server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its server stops. Errors
-            of a server show the end of its log.
+        server_log_folder: folder for the servers' logs (``~`` and ``$NAME`` as in the model's path). None: a
+            temporary file, deleted when its server stops. Errors of a server show the end of its log.
         master_port: port of the head node when several nodes serve one model. The connection between the nodes'
             runners uses the next one, master_port + 1.
         server_start_timeout_sec: longest time to create the server's process.
@@ -308,6 +310,52 @@ def _check_flags(flags: dict[str, Any]) -> None:
                 f"model_kwargs: {name!r} is a secret, and would be in the process list and in files. Export it in the "
                 "environment instead, which servers inherit: HF_TOKEN for the model hub."
             )
+
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+
+def expand_path(setting: str, path: str) -> Path:
+    """The path on this node: ``~``, ``$NAME`` and ``${NAME}`` as in a shell, then absolute.
+
+    To be called where the task runs: on another node a variable may have another value.
+
+    Raises:
+        ConfigError: a variable is not set here, or there is no such home folder.
+    """
+    for match in _VARIABLE.finditer(path):
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise ConfigError(
+                f"{setting}: {path!r}: the environment variable {name} is not set here ({socket.gethostname()}). "
+                "Export it where the tasks run, or write the path out."
+            )
+    try:
+        found = Path(os.path.expandvars(path)).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"{setting}: {path!r}: there is no such home folder. Write the path out.") from None
+    _refuse_tilde(setting, path, found)
+    return found
+
+
+def refuse_variables(setting: str, path: str) -> None:
+    """For a folder that datatrove opens: it expands a ``~`` at the beginning, and takes the rest as it is.
+
+    Raises:
+        ConfigError: there is a variable in the path, or another ``~``.
+    """
+    if match := _VARIABLE.search(path):
+        raise ConfigError(
+            f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be a folder of that "
+            "name. Write the path out. (checkpoints_local_dir may contain variables.)"
+        )
+    if not path.startswith("~"):
+        _refuse_tilde(setting, path, Path(path))
+
+
+def _refuse_tilde(setting: str, path: str, found: Path) -> None:
+    if "~" in found.parts:
+        raise ConfigError(f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder.")
 
 
 def _check_url(url: Key) -> None:

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
-from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config import InferenceConfig, expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.dead_letters import Retry
@@ -71,7 +71,8 @@ class InferenceRunner(PipelineStep):
             starts.
         shared_context: keyword arguments for the rollout: a dict, a callable that returns one, a context manager
             that gives one, or a callable that returns such a context manager.
-        checkpoints_local_dir: local folder for checkpoints. None: no checkpoints, and a run that dies starts over.
+        checkpoints_local_dir: local folder for checkpoints; ``~`` and ``$NAME`` are expanded where the task runs. None:
+            no checkpoints, and a run that dies starts over.
         records_per_chunk: documents per output file, with checkpoints.
         metadata_key: where the results go in the document's metadata.
         skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 414, 422, 431) becomes a dead
@@ -205,7 +206,10 @@ class InferenceRunner(PipelineStep):
             self._process(data, rank, preemption, unopened, None)
         elif not self.retry_dead_letters:
             self._restore(rank, preemption)
-            self._process(data, rank, preemption, *self._checkpoint(self._root, rank, world_size, preemption))
+            opened = self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
+            self._process(data, rank, preemption, *opened)
+                data, rank, preemption, *self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
+            )
         else:
             self._retry(rank, world_size, preemption)
 
@@ -223,7 +227,7 @@ class InferenceRunner(PipelineStep):
 
     def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
         self._restore(rank, preemption)
-        if (retry := Retry.next(self._root, rank)) is None:
+        if (retry := Retry.next(self.checkpoints_root, rank)) is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             return
         checkpoint, output = self._checkpoint(retry.root, rank, world_size, preemption, retry.prefix)
@@ -283,7 +287,7 @@ class InferenceRunner(PipelineStep):
         self, root: Path, rank: int, world_size: int, preemption: Preemption, prefix: str = ""
     ) -> tuple[CheckpointManager, ChunkOutput]:
         folder = rank_folder(root, rank)
-        checkpoints = Path(self.checkpoints_local_dir or "").absolute()
+        checkpoints = self.checkpoints_root
         output = ChunkOutput(self.output_writer, rank, folder, checkpoints, prefix)
         manager = CheckpointManager(
             root,
@@ -303,16 +307,17 @@ class InferenceRunner(PipelineStep):
         """Copies from the mirror the parts of the checkpoint that this node does not have."""
         if self.checkpoints_remote_dir is not None:
             with preemption.interruptible():
-                restore_rank(self.checkpoints_remote_dir, self._root, rank, retries=self.retry_dead_letters)
+                restore_rank(self.checkpoints_remote_dir, self.checkpoints_root, rank, retries=self.retry_dead_letters)
 
     def _mirror(self, folder: Path) -> RemoteMirror | None:
         if (remote := self.checkpoints_remote_dir) is None:
             return None
-        return RemoteMirror(f"{remote}/{folder.relative_to(self._root)}", folder, self.mirror_seconds)
+        return RemoteMirror(f"{remote}/{folder.relative_to(self.checkpoints_root)}", folder, self.mirror_seconds)
 
     @property
-    def _root(self) -> Path:
-        return Path(self.checkpoints_local_dir or "").absolute()
+    def checkpoints_root(self) -> Path:
+        """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
+        return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
 
     async def _generate(
         self,
@@ -331,12 +336,9 @@ class InferenceRunner(PipelineStep):
                 f"{plural(len(point.journals), 'unfinished chunk')}; {plural(len(point.cached), 'document')} "
                 "with saved answers to finish."
             )
+        kept = self.checkpoints_local_dir is not None
         failures = Failures(
-            self.on_document_error,
-            self.skip_bad_requests,
-            checkpoint.resumed.dead,
-            self.max_dead_letters,
-            kept=self.checkpoints_local_dir is not None,
+            self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept=kept
         )
         documents = DocumentSource(data, failures.keep_as_read, self.seek)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]

@@ -20,7 +20,7 @@ from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build, show
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError, UnexpectedExit
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
@@ -130,7 +130,7 @@ def _check_output(executor: Any, before: bool) -> None:
             first = getattr(executor, "local_rank_offset", 0)
             check_output_of_run(
                 step.output_writer,
-                Path(step.checkpoints_local_dir).absolute(),
+                step.checkpoints_root,
                 executor.logging_dir.resolve_paths(""),
                 executor.world_size,
                 first_starts=range(first, first + executor.local_tasks) if here else (),
@@ -179,11 +179,11 @@ def _retry_dead_letters(executor: Any) -> None:
 def _summary(step: InferenceRunner, command: str) -> str:
     """The closing line, over all ranks and all attempts."""
     counts, files = DocumentCounts(), 0
-    for log in sorted(Path(step.checkpoints_local_dir or "").glob(f"*/{COMMITS}")):
+    for log in sorted(step.checkpoints_root.glob(f"*/{COMMITS}")):
         for commit in read_commits(log).values():
             counts.add(commit.counts)
             files += len(commit.files)
-    for log in sorted(Path(step.checkpoints_local_dir or "").glob(f"{RETRIES}/*/{COMMITS}")):
+    for log in sorted(step.checkpoints_root.glob(f"{RETRIES}/*/{COMMITS}")):
         for commit in read_commits(log).values():
             counts.written += commit.counts.written
             counts.dropped += commit.counts.dropped
@@ -191,9 +191,14 @@ def _summary(step: InferenceRunner, command: str) -> str:
             counts.requests += commit.counts.requests
             files += len(commit.files)
     skipped = SkippedLines()
-    for path in sorted(Path(step.checkpoints_local_dir or "").glob(f"*/{SHARD}")):
+    for path in sorted(step.checkpoints_root.glob(f"*/{SHARD}")):
         record = ShardRecord.read(path)
         skipped += record.skipped if record else SkippedLines()
+    if not counts.read and (skipped.damaged or skipped.without_text):
+        raise InputError(
+            f"No row of the whole input is a document.{skipped} Check text_key and the adapter of the reader, and "
+            "start again with another checkpoints_local_dir and logging_dir."
+        )
     return (
         f"{counts.written} of {counts.read} documents are in {files} files in "
         f"{step.output_writer.output_folder.resolve_paths('')} ({counts.dropped} dropped, {counts.dead} dead letters), "

@@ -31,6 +31,7 @@ from typing import Any, Literal
 import jsonargparse
 import yaml  # type: ignore[import-untyped]
 
+from datatrove_ckpt.config import refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret
@@ -48,6 +49,7 @@ _NAMES_BY_MODULE = {
     "datatrove.pipeline.extractors": "Trafilatura",
     "datatrove.pipeline.formatters": "FTFYFormatter PIIFormatter SymbolLinesFormatter",
 }
+_EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
@@ -154,13 +156,27 @@ def _construct(cls: Any, arguments: Any, label: str) -> Any:
     missing = [f'"{key}"' for key, (_, required) in parameters.items() if required and key not in values]
     if missing:
         raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
+    ours = cls.__module__.startswith("datatrove")
+    if ours:
+        _check_paths(label, values)
     try:
-        return cls(**values)
+        built = cls(**values)
     except ImportError as error:
         raise ConfigError(_not_installed(error, values, label)) from error
     except Exception as error:
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
+    if ours:  # folders again, because a tuple or another argument may name one
+        attributes = getattr(built, "__dict__", {})
+        _check_paths(label, {key: value.path for key, value in attributes.items() if hasattr(value, "resolve_paths")})
+    return built
+
+
+def _check_paths(label: str, arguments: dict[str, Any]) -> None:
+    """Refuses variables in paths that datatrove opens: it would make a folder of that name."""
+    for key, value in arguments.items():
+        if isinstance(value, str) and key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED:
+            refuse_variables(f"{label}: {key}", value)
 
 
 def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> str:

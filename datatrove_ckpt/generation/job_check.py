@@ -69,7 +69,7 @@ def check_job(executor: Any) -> None:
         if step.checkpoints_local_dir is None:
             _check_tasks(executor)
         else:
-            _check_step(executor, step, Path(step.checkpoints_local_dir).absolute())
+            _check_step(executor, step, step.checkpoints_root)
 
 
 def _local_ranks(executor: Any) -> range:

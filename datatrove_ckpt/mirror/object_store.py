@@ -16,6 +16,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
+from datatrove_ckpt.config import refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import holds_credentials
@@ -111,13 +112,15 @@ def check_url(key: str, url: str) -> None:
     """Refuses a URL that cannot work, without using the network. ``key`` names the setting in the error.
 
     Raises:
-        ConfigError: fsspec has no file system of this name, its package is not installed, or the URL holds a secret.
+        ConfigError: fsspec has no file system of this name, its package is not installed, or the URL holds a secret
+            or a variable.
     """
     if holds_credentials(url):
         raise ConfigError(
             f"{key}: the URL holds a user or a password, which would be written to files. Set credentials in the "
             "environment instead."
         )
+    refuse_variables(key, url)
     try:
         fsspec.get_filesystem_class(get_protocol(url))
     except (ImportError, ValueError) as error:

@@ -21,6 +21,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.config import refuse_variables
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.output.adapter import use_shallow_adapter
@@ -36,7 +37,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
 
     Raises:
         ConfigError: no ``${chunk_index}`` in the template, a writer that uploads by itself, a secret among the
-            output folder's storage options, or a compression whose package is not installed.
+            output folder's storage options, a variable in its path, or a compression whose package is not
+            installed.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
@@ -47,6 +49,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
             "published in one step. Use ParquetWriter with output_folder='hf://datasets/OWNER/NAME' instead."
         )
     check_no_secrets(writer.output_folder, "output_writer")
+    refuse_variables("output_writer: output_folder", writer.output_folder.path)
     if advice := missing_codec(writer.output_mg.compression, template):
         raise ConfigError(f"output_writer: compression: {advice}")
     if not writer.output_filename.is_valid():

@@ -115,7 +115,7 @@ def _check_checkpoints(
     if step.checkpoints_local_dir is None:
         text = "none: a run that dies starts over. Set checkpoints_local_dir."
         return [PreflightCheck("warning", subject, "folder", text)]
-    folder, need = Path(step.checkpoints_local_dir).absolute(), _needs(step, sample, ranks).checkpoints
+    folder, need = step.checkpoints_root, _needs(step, sample, ranks).checkpoints
     checks = check_checkpoints(subject, folder, step.sync_seconds, need, step.checkpoints_remote_dir is not None, moves)
     return [*checks, *check_earlier_run(subject, step)]
 

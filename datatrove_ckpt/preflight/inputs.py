@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datatrove.pipeline.readers.base import BaseDiskReader
@@ -17,7 +16,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.readers.inputs import shuffled_names
 from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
@@ -52,8 +51,11 @@ def check_inputs_unchanged(executor: Any) -> None:
 
 def _records(executor: Any, step: InferenceRunner, readers: int) -> list[tuple[int, ShardRecord]]:
     """What each finished rank has read, if a record tells, and if it is a record of so many readers."""
-    root, incomplete = Path(step.checkpoints_local_dir or "").absolute(), set(executor.get_incomplete_ranks())
-    records = []
+    try:
+        root = step.checkpoints_root
+    except ConfigError:  # a folder of other nodes only
+        return []
+    incomplete, records = set(executor.get_incomplete_ranks()), []
     for rank in range(executor.world_size):
         folder = rank_folder(root, rank)
         record = None if rank in incomplete else ShardRecord.read(folder / SHARD)

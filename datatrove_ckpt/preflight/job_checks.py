@@ -71,7 +71,7 @@ def check_earlier_run(subject: str, step: Any) -> list[PreflightCheck]:
 
     ``step``: an InferenceRunner with checkpoints.
     """
-    folder = Path(step.checkpoints_local_dir).absolute()
+    folder = step.checkpoints_root
     try:
         return within(REMOTE_SECONDS, lambda: _earlier_run(subject, folder, step.output_writer), str(folder))
     except Exception as error:  # whatever a remote file system raises, and files of any content

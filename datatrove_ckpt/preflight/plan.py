@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datatrove.io import get_datafolder
@@ -172,7 +171,7 @@ def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
     """
     if step.checkpoints_local_dir is None:
         raise ConfigError(f"{place}: checkpoints_local_dir is not set, so there is nothing to save.")
-    folder = Path(step.checkpoints_local_dir).absolute()
+    folder = step.checkpoints_root
     with probe_folder(folder) as probe:
         disk = (measure_disk(probe, SMALL_GROUP, seconds=2.0), measure_disk(probe, LARGE_GROUP, seconds=3.0))
     tables = [make_table("sync_seconds", disk[0].sync, mtbf, step.sync_seconds, SYNC_TUNING)]

@@ -23,6 +23,7 @@ from loguru import logger
 from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
+from datatrove_ckpt.config import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten, shuffled_names
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
@@ -86,6 +87,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def __init__(self, data_folder: DataFolderLike, *arguments: object, **options: object) -> None:
         super().__init__(data_folder, *arguments, **options)
         check_no_secrets(self.data_folder, "data_folder")
+        refuse_variables("data_folder", self.data_folder.path)
+        if isinstance(self.paths_file, str):
+            refuse_variables("paths_file", self.paths_file)
         if isinstance(self.paths_file, tuple):
             check_options(self.paths_file[1], self.paths_file[0], "paths_file")
 

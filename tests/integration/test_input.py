@@ -140,6 +140,21 @@ def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tm
     assert outputs(tmp_path) == []
 
 
+def test_a_whole_input_of_empty_texts_is_no_success(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in tmp_path.glob("documents/*"):
+        path.write_text(json.dumps({"text": ""}))
+    for _ in range(2):
+        assert job() == 1
+        assert "No row of the whole input is a document. Skipped: 4 rows without text." in capsys.readouterr().err
+    (tmp_path / "documents/3.jsonl").write_text(lines(7))
+    shutil.rmtree(tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "logs")
+    assert job() == 0
+    assert "1 of 1" in capsys.readouterr().out
+
+
 def test_a_csv_file_with_other_columns_is_an_error_and_one_without_rows_is_not(tmp_path: Path) -> None:
     path = tmp_path / "documents" / "a.csv"
     path.parent.mkdir()

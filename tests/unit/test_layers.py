@@ -26,11 +26,11 @@ ROOMS = {
     "rollouts": "errors config",
     "process": "errors",
     "checkpoint": "errors process",
-    "mirror": "errors formatting backoff redaction remote_errors checkpoint",
+    "mirror": "errors formatting backoff redaction remote_errors config checkpoint",
     "inference.client": "errors backoff redaction config process",
     "inference.servers": "errors backoff redaction config process inference.client",
-    "output": "errors formatting backoff redaction remote_errors documents checkpoint",
-    "readers": "errors redaction",
+    "output": "errors formatting backoff redaction remote_errors config documents checkpoint",
+    "readers": "errors redaction config",
     "torch": "errors readers",
     "generation": "errors formatting redaction config documents rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",
@@ -38,7 +38,8 @@ ROOMS = {
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors documents process checkpoint inference.servers output readers"
     " runner maintenance",
-    "cli": "errors formatting redaction process checkpoint output readers generation runner maintenance preflight",
+    "cli": "errors formatting redaction config process checkpoint output readers generation runner maintenance"
+    " preflight",
     "testing": "errors checkpoint mirror",
 }
 

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from datatrove_ckpt.config import expand_path
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
 _PACKAGE_SCHEME = "package://"
@@ -25,7 +26,7 @@ def resolve_model_path(model: str) -> Path:
     if model.startswith(_PACKAGE_SCHEME):
         path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
     else:
-        path = Path(model).expanduser()
+        path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
             f"model_name_or_path: there is no file {path} (from {model!r}). The llamacpp server needs a GGUF file: "

@@ -26,7 +26,7 @@ import aiohttp
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
-from datatrove_ckpt.config import LINK_KEY_VARIABLE, InferenceConfig
+from datatrove_ckpt.config import LINK_KEY_VARIABLE, InferenceConfig, expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian, leftovers
 from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_log, redacted_command, report
@@ -202,7 +202,8 @@ class InferenceServer(Server):
             os.close(descriptor)
             self._log_path = Path(name)
         else:
-            self._log_path = Path(self.config.server_log_folder) / f"server_{self.name}.log"
+            folder = expand_path("server_log_folder", self.config.server_log_folder)
+            self._log_path = folder / f"server_{self.name}.log"
             _make_private_folder(self._log_path.parent)
         descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_start = os.fstat(descriptor).st_size

@@ -1,0 +1,155 @@
+"""``~`` and ``$VAR`` in paths: expanded where the task runs, or refused; never a folder of that name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.config import expand_path, refuse_variables
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.servers.installed import resolve_model_path
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+
+JOB = """
+executor:
+  class_path: {executor}
+  init_args:
+    tasks: 1
+    logging_dir: {logs}
+    pipeline:
+      - class_path: {reader}
+        init_args: {{data_folder: "{data}"}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {{class_path: PromptRollout, init_args: {{prompt: "Q {{text}}"}}}}
+          config: {{server_type: dummy, model_name_or_path: m}}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {{output_folder: "{output}", output_filename: "${{chunk_index}}.jsonl", compression: null}}
+          checkpoints_local_dir: "{checkpoints}"
+"""
+PLACES = {
+    "executor": "LocalPipelineExecutor",
+    "reader": "JsonlReader",
+    "logs": "logs",
+    "data": "documents",
+    "output": "output",
+    "checkpoints": "checkpoints",
+}
+ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with a document; home is another folder."""
+    work = tmp_path / "work"
+    (work / "documents").mkdir(parents=True)
+    (work / "documents/a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.delenv("UNSET_HERE", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    DataFolder.clear_instance_cache()
+    yield work
+    DataFolder.clear_instance_cache()
+
+
+def run(**places: str) -> int:
+    Path("job.yaml").write_text(JOB.format(**{**PLACES, **places}))
+    return main(["run", "job.yaml"])
+
+
+def odd_names(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if "$" in path.name or "~" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"data": "$SCRATCH/in"}, "pipeline[0] JsonlReader: data_folder: '$SCRATCH/in' contains $SCRATCH"),
+        ({"data": "$SCRATCH/in", "reader": ORIGINAL}, "JsonlReader: data_folder: '$SCRATCH/in' contains $SCRATCH"),
+        ({"output": "${SCRATCH}/out"}, "output_folder: '${SCRATCH}/out' contains ${SCRATCH}"),
+        ({"logs": "$SCRATCH/logs"}, "executor LocalPipelineExecutor: logging_dir: "),
+        ({"logs": "a/~/logs"}, "only a ~ at the beginning"),
+        ({"checkpoints": "$UNSET_HERE/checkpoints"}, "the environment variable UNSET_HERE is not set here"),
+        ({"checkpoints": "a/~/b"}, "only a ~ at the beginning"),
+        ({"checkpoints": "~nobody-of-this-name/b"}, "there is no such home folder"),
+    ],
+)
+def test_a_path_that_nothing_expands_is_an_error_and_no_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], places: dict[str, str], message: str
+) -> None:
+    assert run(**places) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert odd_names(folder.parent) == []
+    assert not (folder.parent / "scratch").exists()
+
+
+@pytest.mark.parametrize("checkpoints", ["$SCRATCH/checkpoints", "${SCRATCH}/checkpoints", "~/checkpoints"])
+def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints(
+    folder: Path, capsys: pytest.CaptureFixture[str], checkpoints: str
+) -> None:
+    assert run(checkpoints=checkpoints) == 0
+    assert "1 of 1 documents" in capsys.readouterr().out
+    place = folder.parent / ("home" if checkpoints.startswith("~") else "scratch")
+    assert (place / "checkpoints/00000/run.json").exists()
+    assert odd_names(folder.parent) == []
+
+
+def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder: Path) -> None:
+    home = folder.parent / "home"
+    (folder / "documents").rename(home / "documents")
+    assert run(data="~/documents", output="~/output", logs="~/logs") == 0
+    assert [path.name for path in (home / "output").glob("*.jsonl")] == ["00000.jsonl"]
+    assert (home / "logs/completions/00000").exists()
+    assert odd_names(folder.parent) == []
+
+
+def test_it_is_expanded_where_the_task_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeServer() as server:
+        step = runner(folder, server)
+        step.checkpoints_local_dir = "$SCRATCH/checkpoints"
+        monkeypatch.setenv("SCRATCH", str(folder / "of this node"))
+        step.run(documents(3))
+    assert (folder / "of this node/checkpoints/00000/commits.jsonl").exists()
+
+
+def test_python_code_is_refused_the_same(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data_folder: '.*\$SCRATCH/in' contains \$SCRATCH"):
+        JsonlReader("$SCRATCH/in")
+    with pytest.raises(ConfigError, match=r"paths_file: '\$SCRATCH/list' contains"):
+        JsonlReader("documents", paths_file="$SCRATCH/list")
+    with FakeServer() as server:
+        changes: list[dict[str, Any]] = [
+            {"output_writer": JsonlWriter("$SCRATCH/out", "${rank}_${chunk_index}.jsonl")},
+            {"checkpoints_remote_dir": "$SCRATCH/mirror"},
+        ]
+        for change in changes:
+            with pytest.raises(ConfigError, match=r"\$SCRATCH"):
+                runner(folder, server, **change)
+
+
+def test_paths_of_the_server_are_expanded(folder: Path) -> None:
+    model = folder.parent / "scratch" / "model.gguf"
+    model.parent.mkdir()
+    model.write_bytes(b"GGUF")
+    assert resolve_model_path("$SCRATCH/model.gguf") == model
+    with pytest.raises(ConfigError, match="UNSET_HERE is not set here"):
+        resolve_model_path("$UNSET_HERE/model.gguf")
+
+
+def test_what_is_no_variable_stays(folder: Path) -> None:
+    for path in ("/data/100$/a", "s3://bucket/a~b", "/data/cost$$", "memory://x"):
+        refuse_variables("key", path)
+    assert expand_path("key", "/data/100$/a~b") == Path("/data/100$/a~b")

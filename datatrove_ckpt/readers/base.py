@@ -57,6 +57,9 @@ RowShard: TypeAlias = tuple[int, int]
 
 ALL_ROWS: RowShard = (0, 1)
 
+_KEYS = {"text_key": "text", "id_key": "id"}
+"""The options that decide what a row becomes, and their defaults. A state keeps those that differ."""
+
 ShardKey: TypeAlias = list[int | str]
 """The part of the input that a run reads, as its state names it: [rank, world_size], or [index, count, "rows"]."""
 
@@ -269,6 +272,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}
+        options |= {key: getattr(self, key) for key, usual in _KEYS.items() if getattr(self, key) != usual}
         return {
             key: shorten(value) if isinstance(value, str) else value
             for key, value in options.items()
@@ -293,10 +297,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         then = state["options"] | ({"shard": state["shard"]} if "shard" in state else {})
         now = self._options() | ({"shard": shard} if "shard" in state else {})
         for key in then | now:
-            if then.get(key) != now.get(key):
-                raise CheckpointMismatch(
-                    f"{where} was made with {key}={then.get(key)!r}, now {now.get(key)!r}. {REMEDY}"
-                )
+            old, new = then.get(key, _KEYS.get(key)), now.get(key, _KEYS.get(key))
+            if old != new and not (key in _KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
+                raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. {REMEDY}")
         return state if "file" in state else None
 
     def _check_read_files(self, inputs: Inputs, state: State | None) -> tuple[Digest, FilePosition]:

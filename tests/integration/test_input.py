@@ -20,6 +20,7 @@ from datatrove.pipeline.readers import CSVReader
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.jobs import ask, runner
@@ -337,6 +338,19 @@ def test_what_grows_while_it_is_read_is_recorded_as_it_was(tmp_path: Path) -> No
     with FakeServer() as server:
         runner(tmp_path, server, grow).run(JsonlReader(path.parent.as_posix()).run())
     assert [file[:2] for file in kept(tmp_path)["readers"][0]["files"]] == [["a.jsonl", size]]
+
+
+def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents/a.jsonl").write_text(lines(0, 1) + "torn\n")
+    with FakeServer() as server:
+        step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
+        step.run(JsonlReader(f"{tmp_path}/documents").run())
+    before = kept(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    restore_rank(f"{tmp_path}/mirror", tmp_path / "checkpoints", 0, retries=False)
+    assert kept(tmp_path) == before
+    assert before["skipped"] == [1, 0]
 
 
 def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path) -> None:

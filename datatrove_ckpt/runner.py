@@ -208,8 +208,6 @@ class InferenceRunner(PipelineStep):
             self._restore(rank, preemption)
             opened = self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
             self._process(data, rank, preemption, *opened)
-                data, rank, preemption, *self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
-            )
         else:
             self._retry(rank, world_size, preemption)
 

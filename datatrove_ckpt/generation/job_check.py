@@ -46,6 +46,8 @@ class CheckpointedStep(Protocol):
     accept_changes: bool
     retry_dead_letters: bool
 
+    @property
+    def checkpoints_root(self) -> Path: ...
     def identity(self, world_size: int) -> RunIdentity: ...
 
 

@@ -10,10 +10,13 @@ def main() -> int:
     try:
         from datatrove_ckpt.cli.main import main as command
 
-        return command()
+        code = command()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        code = 130
+    if event_loop := sys.modules.get("datatrove_ckpt.process.event_loop"):
+        event_loop.exit_past_threads(code)
+    return code
 
 
 if __name__ == "__main__":

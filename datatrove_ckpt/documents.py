@@ -33,6 +33,7 @@ _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 _TAG = "$py"
 _TAG_BYTES = b'"$py":'
+_RESULT_BYTES = b'"$py":["result",'
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
 
@@ -83,8 +84,9 @@ def _id_of(document: Document) -> str:
 
 
 def is_plain(data: bytes) -> bool:
-    """Whether an encoded document holds nothing but JSON: then every writer can write it."""
-    return _TAG_BYTES not in data
+    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer can write it."""
+    # A quote inside a string is escaped, so these bytes stand for wrapped values only.
+    return data.count(_TAG_BYTES) == data.count(_RESULT_BYTES)
 
 
 def encode_as_read(document: Document) -> bytes:

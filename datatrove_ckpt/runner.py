@@ -255,7 +255,8 @@ class InferenceRunner(PipelineStep):
             preemption.raise_if_stop_requested()
             names = output.names if output is not None else FileNames(self.output_writer, rank)
             main = self._generate(data, rank, checkpoint, progress, preemption, names)
-            with no_exit(f"The rollout {name_of(self.rollout_fn)}, or a task that it started,", preemption):
+            who = f"The rollout {name_of(self.rollout_fn)}, or a task that it started,"
+            with preemption.watched(checkpoint.flush), no_exit(who, preemption):
                 event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
             if output is not None:
                 with preemption.interruptible():

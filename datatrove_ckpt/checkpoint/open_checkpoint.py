@@ -187,6 +187,10 @@ class OpenCheckpoint:
         self.error = error
         self.on_change()
 
+    def flush(self) -> None:
+        """Returns when everything that was handed over is on the disk."""
+        self._storage.ask(self._files.sync)
+
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint now, with the answers put after number ``since``. Waits for the storage thread.
 

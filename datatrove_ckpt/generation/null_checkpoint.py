@@ -77,6 +77,9 @@ class OpenNullCheckpoint:
         else:
             self._abandon()
 
+    def flush(self) -> None:
+        """Nothing is kept for a resume."""
+
     def fast_stop(self) -> None:
         """``close`` waits at most ``_FAST_STOP_SECONDS``."""
         self._stops_fast = True

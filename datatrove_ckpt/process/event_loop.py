@@ -7,9 +7,17 @@ servers are started: its subprocesses accept no environment that hides its value
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar, TypeVarTuple
 
+_PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
+_left_behind: list[object] = []
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -27,13 +35,55 @@ def run(main: Awaitable[_Result], starts_processes: bool) -> _Result:
             interruptions.append(interruption)
             raise asyncio.CancelledError from None
 
-    with asyncio.Runner(loop_factory=None if starts_processes else _fastest()) as runner:
-        try:
-            return runner.run(catch_interruption())
-        except asyncio.CancelledError:
-            if interruptions:
-                raise interruptions[0] from None
-            raise
+    runner = asyncio.Runner(loop_factory=None if starts_processes else _fastest())
+    threads: list[threading.Thread] = []
+    # asyncio's own, but we can see the threads of ``asyncio.to_thread``.
+    executor = ThreadPoolExecutor(
+        thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
+    )
+    runner.get_loop().set_default_executor(executor)
+    try:
+        result = runner.run(catch_interruption())
+    except BaseException as error:
+        executor.shutdown(wait=False, cancel_futures=True)
+        _close(runner, threads)
+        if isinstance(error, asyncio.CancelledError) and interruptions:
+            raise interruptions[0] from None
+        raise
+    _close(runner, [])
+    return result
+
+
+def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
+    """Like ``Runner.close``, which would wait without a limit for a task that ignores its cancellation.
+
+    Args:
+        threads: those that get a few seconds to end, too.
+    """
+    loop = runner.get_loop()
+    for seconds in _PATIENCE:
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=seconds))
+    deadline = time.monotonic() + sum(_PATIENCE)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if not asyncio.all_tasks(loop) and not any(thread.is_alive() for thread in threads):
+        runner.close()
+        return
+    # The loop cannot be closed, and nothing may be collected: a coroutine that ignores its end would complain.
+    _left_behind.append((runner, asyncio.all_tasks(loop)))
+    asyncio.set_event_loop(None)
+
+
+def exit_past_threads(code: int) -> None:
+    """Ends the process if a rank has left something behind: Python would wait for its threads. Else does nothing."""
+    if _left_behind:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code)
 
 
 def _fastest() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -37,6 +37,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.process.loop_watch import LoopWatch
 from datatrove_ckpt.process.parent_watch import is_pool_worker
 from datatrove_ckpt.process.pool_workers import exit_after_this_task, exit_between_tasks, exits_on, stop_signal
 from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted, slurm_deadline
@@ -102,6 +103,7 @@ class Preemption:
         self._wake_loop: Callable[[], None] | None = None
         self._stop_requested = asyncio.Event()
         self._wait: asyncio.Timeout | None = None
+        self._watch: LoopWatch | None = None
         self._pid = os.getpid()
         self._expects_sigterm = is_pool_worker()
 
@@ -194,6 +196,8 @@ class Preemption:
         elif self._expects_sigterm and number == signal.SIGTERM:
             self._expects_sigterm = False
         elif self.seconds > SAME_EVENT:
+            if self._watch is not None:
+                self._watch.fast_stop()
             if self._wake_loop is not None and not self._loop_noticed:
                 raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
             self.fast_stop = True
@@ -204,6 +208,8 @@ class Preemption:
     def _request_stop(self, cause: str) -> None:
         self._requested_at = time.monotonic()
         self.cause = cause
+        if self._watch is not None:
+            self._watch.stop_requested(self.drain_seconds)
         self._notify()
 
     def _notify(self) -> None:
@@ -231,6 +237,34 @@ class Preemption:
         finally:
             self._interruptible = False
 
+    @contextmanager
+    def watched(self, save: Callable[[], None]) -> Iterator[None]:
+        """Around the event loop: if it is blocked when a stop is requested, the process saves and ends all the same.
+
+        Args:
+            save: returns when everything that was handed over is on the disk.
+        """
+        self._watch = watch = LoopWatch(save, self._hand_on)
+        try:
+            if self.cause:
+                watch.stop_requested(self.drain_seconds)
+            yield
+        finally:
+            watch.close()
+            self._watch = None
+
+    def _hand_on(self) -> int:
+        """For a process whose main thread is blocked: calls the old handlers in this thread. Returns the exit code."""
+        for number in self._received:
+            previous = self._previous.get(number)
+            if callable(previous) and previous is not signal.default_int_handler and not exits_on(number):
+                with suppress(BaseException), job_id_in_environment():
+                    previous(number, None)
+            elif previous is signal.SIG_DFL:
+                with suppress(Exception):
+                    requeue_if_preempted()
+        return 128 + self._received[0] if self._received else 1
+
     # on the event loop -------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -239,6 +273,8 @@ class Preemption:
         loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
         self._loop_noticed = False
+        if self._watch is not None:
+            self._watch.loop = loop
         self._wake_loop = lambda: call_soon(loop, self._notice)
         try:
             if self.cause:

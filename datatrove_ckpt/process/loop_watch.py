@@ -1,0 +1,98 @@
+"""Ends a process that was asked to stop and whose event loop is blocked.
+
+A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
+thread: no drain can end, and no signal is handed on. Then a thread of ours waits until everything that was handed over
+is on the disk, calls the old handlers (they may requeue the job), and ends the process with ``os._exit``. A run
+survives that like ``kill -9``: locks go with the process, servers end with their runner, nothing is marked complete.
+
+A loop that is only left behind by rollouts that ignore their cancellation is not blocked: see ``event_loop.py``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import multiprocess
+from loguru import logger
+
+from datatrove_ckpt.process.event_loop import call_soon
+
+# All times are seconds.
+_GRACE = 10.0  # after the drain's end
+_GRACE_FAST = 2.0  # after a second signal
+_PONG = 5.0  # the loop of a loaded machine may be late
+_SAVE = 30.0
+_AGAIN = 0.2
+
+
+class LoopWatch:
+    """Watches one rank's event loop from the moment a stop is requested until ``close``.
+
+    Args:
+        save: returns when everything that was handed over is on the disk.
+        hand_on: calls the signal's old handlers; returns the exit code.
+    """
+
+    def __init__(self, save: Callable[[], None], hand_on: Callable[[], int]) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._save = save
+        self._hand_on = hand_on
+        self._deadline: float | None = None
+        self._closed = False
+
+    def stop_requested(self, drain_seconds: float) -> None:
+        """Called in a signal handler. Takes no lock, as ``threading.Thread.start`` would."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + drain_seconds + _GRACE
+            _thread.start_new_thread(self._watch, ())
+
+    def fast_stop(self) -> None:
+        """A second signal came. Called in a signal handler."""
+        self._deadline = min(self._deadline or 0.0, time.monotonic() + _GRACE_FAST)
+
+    def close(self) -> None:
+        """The event loop has ended."""
+        self._closed = True
+
+    def _watch(self) -> None:
+        while not self._closed:
+            time.sleep(_AGAIN)
+            if time.monotonic() >= (self._deadline or 0.0) and not self._answers() and not self._closed:
+                self._end()
+
+    def _answers(self) -> bool:
+        pong = threading.Event()
+        if self.loop is not None:
+            call_soon(self.loop, pong.set)
+        return pong.wait(_PONG)
+
+    def _end(self) -> None:
+        code = [1]
+
+        def finish() -> None:
+            with suppress(BaseException):
+                self._save()
+            logger.error(
+                "This rank was asked to stop, and a rollout blocks its event loop: it computes without end, or calls "
+                "time.sleep. Everything that is finished is saved, and the process ends now. Run the same command "
+                "again to resume."
+            )
+            code[0] = self._hand_on()
+
+        # In a thread, because the main thread may hold a lock, of the log for example.
+        thread = threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join(_SAVE)
+        for child in multiprocess.active_children():  # datatrove's manager, which would never end
+            child.terminate()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code[0])

@@ -1,0 +1,128 @@
+"""Rollouts that do not let go: they swallow their cancellation or block the event loop. Real processes and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_signals import Process
+from tests.integration.test_whose_fault import all_of, written
+from tests.jobs import ask, documents, runner
+
+STUBBORN = {
+    "swallows its cancellation": "await asyncio.sleep(3600)",
+    "asks again and again": "await generate({'messages': [{'role': 'user', 'content': str(next(numbers))}]})",
+    "sleeps": "time.sleep(3600)",
+    "computes": "sum(range(100000))",
+    "sleeps in a thread": "await asyncio.to_thread(time.sleep, 3600)",
+}
+ROLLOUTS = """
+import asyncio, itertools, pathlib, time
+
+numbers = itertools.count()
+
+async def ask(document, generate):
+    number = int(document.id)
+    if pathlib.Path("good").exists() or number < 3:
+        return await generate({"messages": [{"role": "user", "content": document.text}]})
+    while not list(pathlib.Path("checkpoints/00000").glob("chunk_00000.jsonl")):
+        await asyncio.sleep(0.01)
+    print("stuck", flush=True)
+    while True:
+        try:
+            STUBBORN
+        except BaseException:
+            pass
+"""
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: 1
+    logging_dir: logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {{data_folder: input, add_file_path: false}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: my_rollouts.ask
+          config: {{server_type: endpoint, model_name_or_path: m, endpoint_url: "{url}"}}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {{output_folder: output, output_filename: "${{rank}}_${{chunk_index}}.jsonl", compression: null}}
+          checkpoints_local_dir: checkpoints
+          records_per_chunk: 10
+          drain_seconds: {drain}
+"""
+
+
+def job(folder: Path, server: FakeServer, kind: str, drain: float) -> Process:
+
+    (folder / "input").mkdir()
+    rows = [f'{{"id": "{number}", "text": "text {number}"}}\n' for number in range(4)]
+    (folder / "input" / "a.jsonl").write_text("".join(rows))
+    (folder / "my_rollouts.py").write_text(ROLLOUTS.replace("STUBBORN", STUBBORN[kind]))
+    (folder / "job.yaml").write_text(JOB.format(url=server.url, drain=drain))
+    return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], folder)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("swallows its cancellation", signal.SIGTERM),
+        ("sleeps", signal.SIGINT),
+        *(
+            pytest.param(kind, number, marks=pytest.mark.slow)
+            for kind in STUBBORN
+            for number in (signal.SIGTERM, signal.SIGINT)
+        ),
+    ],
+)
+def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
+    tmp_path: Path, server: FakeServer, kind: str, number: signal.Signals
+) -> None:
+    process = job(tmp_path, server, kind, 60.0)
+    process.until("stuck")
+    process.popen.send_signal(number)
+    time.sleep(1.2)  # a signal that comes sooner counts as the same event
+    process.popen.send_signal(number)
+    started = time.monotonic()
+    assert process.end() in (128 + number, -number)
+    assert time.monotonic() - started < 25
+    assert not list((tmp_path / "logs").glob("completions/*"))
+    assert process.left == []
+    (tmp_path / "good").touch()
+    asked = dict(server.asked)
+    again = Process(process.popen.args, tmp_path)  # type: ignore[arg-type]
+    assert again.end() == 0, again.log
+    assert written(tmp_path) == ["0", "1", "2", "3"]
+    assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 3":
+            raise RuntimeError("it fails")
+        while document.id == "id 2" and not good:
+            with suppress(BaseException):
+                await asyncio.sleep(3600)
+        return await ask(document, generate)
+
+    good: list[bool] = []
+    with pytest.raises(DocumentFailed, match="it fails"):
+        runner(tmp_path, server, rollout).run(documents(4))
+    assert [line for line in log if "1 rollouts ignored their cancellation" in line]
+    runner(tmp_path, server, accept_changes=True).run(documents(4))
+    assert written(tmp_path) == all_of(4)

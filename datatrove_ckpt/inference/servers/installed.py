@@ -29,7 +29,7 @@ def resolve_model_path(model: str) -> Path:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
-            f"model_name_or_path: there is no file {path} (from {model!r}). The llamacpp server needs a GGUF file: "
+            f"model_name_or_path: there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
             f"download one, or name one inside an installed package as package://NAME/FILE."
         )
     return path.absolute()

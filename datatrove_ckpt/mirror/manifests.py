@@ -27,7 +27,7 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import check_run
-from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, is_journal
+from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, SHARD, is_journal
 from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
 from datatrove_ckpt.mirror.object_store import ObjectStore
@@ -52,7 +52,7 @@ _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
 _HASHES = {"xxh128": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"([0-9a-f]{64})?")}
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_FILES = {COMMITS, DEAD_LETTERS, RETRY_INPUT}
+_FILES = {COMMITS, DEAD_LETTERS, RETRY_INPUT, SHARD}
 _TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 

@@ -59,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_launch(executor)
     try:
         check_job(executor)
-        if not arguments.retry_dead_letters:
-            check_inputs_unchanged(executor)
+        check_inputs_unchanged(executor)
     except CheckpointMismatch as error:
         return fail(_with_command(error, arguments.command), 1)
     if slurm_submit.submits(executor):

@@ -30,7 +30,7 @@ def check_inputs_unchanged(executor: Any) -> None:
     """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
 
     Says nothing of ranks that an earlier release finished, of ranks of a run with another number of tasks, and of
-    sources that are no files.
+    sources that are no files. A retry of dead letters does not need the input, so that may be gone as a whole.
 
     Raises:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader was changed.
@@ -45,6 +45,9 @@ def check_inputs_unchanged(executor: Any) -> None:
         if isinstance(step, InferenceRunner):
             records = [] if step.checkpoints_local_dir is None else _records(executor, step, len(readers))
             for number, reader in enumerate(readers):
+                if records and step.retry_dead_letters and not list_input(reader).names:
+                    logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
+                    continue
                 _check_reader(executor, reader, {rank: record.readers[number] for rank, record in records})
             readers = []
 
@@ -55,7 +58,8 @@ def _records(executor: Any, step: InferenceRunner, readers: int) -> list[tuple[i
         root = step.checkpoints_root
     except ConfigError:  # a folder of other nodes only
         return []
-    incomplete, records = set(executor.get_incomplete_ranks()), []
+    skip = step.retry_dead_letters or executor.skip_completed  # a retry runs finished ranks
+    incomplete, records = set(executor.get_incomplete_ranks(skip_completed=skip)), []
     for rank in range(executor.world_size):
         folder = rank_folder(root, rank)
         record = None if rank in incomplete else ShardRecord.read(folder / SHARD)

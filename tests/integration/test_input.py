@@ -51,7 +51,13 @@ def job(tmp_path: Path) -> Iterator[Run]:
         (tmp_path / f"documents/{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
     with FakeServer() as server:
 
-        def run(reader: str = "JsonlReader", tasks: int = 2, steps: tuple[Any, ...] = (), **options: Any) -> int:
+        def run(
+            reader: str = "JsonlReader",
+            tasks: int = 2,
+            steps: tuple[Any, ...] = (),
+            retry: bool = False,
+            **options: Any,
+        ) -> int:
             writer = {"output_folder": f"{tmp_path}/output", "output_filename": "${rank}_${chunk_index}.jsonl"}
             step = {
                 "rollout_fn": {"class_path": "PromptRollout", "init_args": {"prompt": "Q {text}"}},
@@ -66,7 +72,7 @@ def job(tmp_path: Path) -> Iterator[Run]:
             arguments = {"tasks": tasks, "workers": 1, "logging_dir": f"{tmp_path}/logs", "pipeline": pipeline}
             content = {"executor": {"class_path": "LocalPipelineExecutor", "init_args": arguments}}
             (tmp_path / "job.yaml").write_text(json.dumps(content))
-            return main(["run", f"{tmp_path}/job.yaml"])
+            return main(["run", f"{tmp_path}/job.yaml", *["--retry-dead-letters"] * retry])
 
         yield run
 
@@ -268,6 +274,20 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(
     assert "limit: 1 -> -1" in capsys.readouterr().err
     (tmp_path / "documents/4.jsonl").write_text(lines(9))
     assert job(limit=1) == 0, "files behind the limit are not read"
+
+
+def test_a_retry_is_refused_over_another_input_but_not_if_that_is_gone(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job() == 0
+    assert job(text_key="id", retry=True) == 1
+    assert "text_key: 'text' -> 'id'" in capsys.readouterr().err
+    (tmp_path / "documents/4.jsonl").write_text(lines(9))
+    assert job(retry=True) == 1
+    assert "'4.jsonl'" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "documents")
+    assert job(retry=True) == 0
+    assert "8 of 8 documents" in capsys.readouterr().out
 
 
 def test_a_file_list_is_compared_by_the_files_that_it_names(

@@ -21,7 +21,7 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
@@ -99,7 +99,7 @@ class Job:
             wait()
             return 500 if payload["messages"][-1]["content"] == question else None
 
-        with FakeServer(status=broken) as server, pytest.raises(DocumentFailed):
+        with FakeServer(status=broken) as server, pytest.raises(ServerUnavailable):
             self.run(server, **changes)
 
     def on_another_node(self) -> Job:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import orjson
@@ -82,7 +83,8 @@ class Answers:
             loop = asyncio.get_running_loop()
             future = self._cached = loop.create_future()
             receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
-            self._rank.checkpoint.lookup(self.slot.ordinal, receive)
+            with _storage_failures(self._rank):
+                self._rank.checkpoint.lookup(self.slot.ordinal, receive)
         return (await asyncio.shield(self._cached)).get(key)
 
     def request_started(self) -> None:
@@ -171,8 +173,19 @@ class Requests:
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         # Queue the answer first, then wait: kill -9 would lose an answer that waits here outside of the queue.
-        self._rank.checkpoint.put_answer(self._answers.slot, self._answers.doc_id, key, answer)
+        with _storage_failures(self._rank):
+            self._rank.checkpoint.put_answer(self._answers.slot, self._answers.doc_id, key, answer)
         await self._rank.wait_for_storage()
+
+
+@contextmanager
+def _storage_failures(rank: RankContext) -> Iterator[None]:
+    """A failure of the storage thread stops the rank. It passes through the rollout, and is not the rollout's."""
+    try:
+        yield
+    except BaseException as error:
+        rank.fail(error)
+        raise
 
 
 def _from_cache(answer: Answer, payload: Payload) -> InferenceResult | None:

@@ -60,7 +60,7 @@ class ExternalServers(Server):
         said_at = started - _SAY_AGAIN
         failures = 0
         headers = self.api_key.headers() if self.api_key is not None else None
-        timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT, window))
+        timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
         proxy = needs_proxy(self.urls)
         async with aiohttp.ClientSession(timeout=timeout, trust_env=proxy) as session:
             while True:

@@ -282,7 +282,6 @@ class Scheduler:
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()
-            self.checkpoint.raise_failure()
             letter = self._failures.letter_or_raise(source, slot, error, [request.last_hash for request in requests])
             return self._finished(source, slot, "dead", letter, requests)
         return self._finished(source, slot, "written" if kept else "dropped", data, requests, len(kept))
@@ -316,7 +315,6 @@ class Scheduler:
         except BaseException as error:  # it would end the event loop, and with it the process
             if self.stopping or self._preemption.raised(error):
                 raise
-            self.checkpoint.raise_failure()  # the storage thread's failure came out of ``generate``
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
 
     def _finished(

@@ -92,6 +92,18 @@ def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
+def real_ready_window() -> None:
+    """For tests of an endpoint that does not answer at the start."""
+
+
+@pytest.fixture(autouse=True)
+def start_has_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the first answer may take seconds. Tests with a small patience mean later requests."""
+    if "real_ready_window" not in request.fixturenames:
+        monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoint.ready_window", lambda config: 60.0)
+
+
+@pytest.fixture
 def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of hundreds of attempts with one rollout: describing its code takes a third of their time."""
     known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}

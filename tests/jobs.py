@@ -12,6 +12,9 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.testing import FakeServer
 
+STOPS_SOON = {"server_patience_seconds": 0.1}
+"""Config for servers that stop answering by design, where the rank's stop is waited for. The start has more time."""
+
 
 def documents(number: int) -> list[Document]:
     return [Document(text=f"text {index}", id=f"id {index}") for index in range(number)]
@@ -31,7 +34,7 @@ async def the_first_last(document: Document, generate: Any, others_committed: Ca
 
 
 def config(server: FakeServer, **changes: Any) -> InferenceConfig:
-    settings: dict[str, Any] = {"model_name_or_path": "fake", "server_patience_seconds": 0.3, **changes}
+    settings: dict[str, Any] = {"model_name_or_path": "fake", "server_patience_seconds": 60.0, **changes}
     return InferenceConfig(server_type="endpoint", endpoint_url=server.url, **settings)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import config, documents, writer
+from tests.jobs import STOPS_SOON, config, documents, writer
 
-ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1, "server_patience_seconds": 0.1}
+ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 
 async def ask_twice(document: Document, generate: Any) -> Any:
@@ -83,14 +83,14 @@ class Job:
         self.checkpoints = folder / "checkpoints"
         self.rank = self.checkpoints / "00000"
 
-    def run(self, server: FakeServer, number: int = 6, **changes: Any) -> None:
+    def run(self, server: FakeServer, number: int = 6, patience: Mapping[str, float] = {}, **changes: Any) -> None:
         settings: dict[str, Any] = {
             "checkpoints_remote_dir": self.remote,
             "mirror_seconds": 1000,
             "records_per_chunk": 3,
         }
         settings |= {"checkpoints_local_dir": str(self.checkpoints), "output_writer": writer(self.folder), **changes}
-        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE), **settings).run(documents(number))
+        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE | patience), **settings).run(documents(number))
 
     def run_until(self, question: str, wait: Callable[[], None] = lambda: None, **changes: Any) -> None:
         """Runs until this question fails; then the rank uploads a last time. ``wait`` is called before each answer."""
@@ -100,7 +100,7 @@ class Job:
             return 500 if payload["messages"][-1]["content"] == question else None
 
         with FakeServer(status=broken) as server, pytest.raises(ServerUnavailable):
-            self.run(server, **changes)
+            self.run(server, patience=STOPS_SOON, **changes)
 
     def on_another_node(self) -> Job:
         """The same job with a disk of its own, an empty one; output and mirror are shared."""

@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, DocumentFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
 from datatrove_ckpt.testing.disks import copy_tree
-from tests.jobs import documents, runner
+from tests.jobs import STOPS_SOON, documents, runner
 from tests.mirrors import ONE_BY_ONE, ask_twice
 
 RANK = Path("checkpoints/00000")
@@ -53,8 +53,8 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def run(folder: Path, server: FakeServer) -> None:
-    step = runner(folder, server, ask_twice, skip_bad_requests=True, config=ONE_BY_ONE)
+def run(folder: Path, server: FakeServer, patience: Mapping[str, float] = {}) -> None:
+    step = runner(folder, server, ask_twice, skip_bad_requests=True, config=ONE_BY_ONE | patience)
     step.run(documents(6))
 
 
@@ -69,8 +69,8 @@ class Half:
 
     def __init__(self, root: Path, server: FakeServer) -> None:
         self.job, self.template = root / "job", root / "half"
-        with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(DocumentFailed):
-            run(self.job, broken)
+        with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(ServerUnavailable):
+            run(self.job, broken, STOPS_SOON)
         copy_tree(self.job, self.template)
         assert {path.name for path in (self.job / RANK).iterdir()} == {Path(name).name for name in FILES[:-1]}
         run(self.job, server)
@@ -359,8 +359,8 @@ def test_a_rank_whose_folder_was_removed_starts_over(half: Half, server: FakeSer
     """last_chunk is still there then, and does not count."""
     folder = half.restore()
     shutil.rmtree(folder / RANK)
-    with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(DocumentFailed):
-        run(folder, broken)
+    with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(ServerUnavailable):
+        run(folder, broken, STOPS_SOON)
     run(folder, server)
     assert outputs(folder / "output") == half.output
 

@@ -20,7 +20,7 @@ from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, ServerRefused, ServerUnavailable, UnexpectedExit
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, documents, runner
+from tests.jobs import STOPS_SOON, ask, documents, runner
 
 LETTERS = "checkpoints/00000/dead_letters.jsonl"
 
@@ -63,7 +63,7 @@ async def gives_up(document: Document, generate: Any) -> Any:
 def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
     tmp_path: Path, status: int, rollout: Any
 ) -> None:
-    settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
+    settings = {"on_document_error": "dead_letter", "skip_bad_requests": True, "config": STOPS_SOON}
     with FakeServer(status=lambda payload, times: status) as server:
         with pytest.raises(ServerUnavailable, match=rf"HTTP {status} .*that of document 'id \d' \(number"):
             runner(tmp_path, server, rollout, **settings).run(documents(8))
@@ -85,7 +85,7 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path, log: list[str]
 
     server = FakeServer()
     server.__enter__()
-    settings = {"on_document_error": "dead_letter", "config": {"max_concurrent_generations": 1}}
+    settings = {"on_document_error": "dead_letter", "config": {"max_concurrent_generations": 1} | STOPS_SOON}
     with pytest.raises(ServerUnavailable, match=r"No request was answered .*ConnectionRefusedError.*'id 3'"):
         runner(tmp_path, server, rollout, **settings).run(documents(8))
     assert letters(tmp_path) == []
@@ -110,7 +110,7 @@ def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_n
     tmp_path: Path, rollout: Any
 ) -> None:
     status = lambda payload, times: 500 if payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
-    config = {"max_concurrent_generations": 4, "request_max_attempts": 2}
+    config = {"max_concurrent_generations": 4, "request_max_attempts": 2, "server_patience_seconds": 0.3}
     failed = pytest.raises(DocumentFailed, match=r"'id 1' \(number 1 .*Given up .*HTTP 500.*return None for it")
     with FakeServer(status=status, delay=lambda payload, times: 0.03) as server, failed:
         runner(tmp_path, server, rollout, on_document_error="dead_letter", config=config).run(documents(400))

@@ -54,8 +54,7 @@ class ExternalServers(Server):
             ServerStartFailed: no server answered within that window.
         """
         targets = [url.join("v1/models") for url in self.urls]
-        ready = self.config.server_ready_max_attempts * self.config.server_ready_delay_sec
-        window = min(self.config.server_patience_seconds, ready)
+        window = ready_window(self.config)
         started = time.monotonic()
         said_at = started - _SAY_AGAIN
         failures = 0
@@ -96,6 +95,11 @@ class ExternalServers(Server):
 
     async def stop(self) -> None:
         """Does nothing: we did not start these servers."""
+
+
+def ready_window(config: InferenceConfig) -> float:
+    """Seconds within which an endpoint must answer before the first request."""
+    return min(config.server_patience_seconds, config.server_ready_max_attempts * config.server_ready_delay_sec)
 
 
 @dataclass(frozen=True)

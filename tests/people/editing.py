@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tests.people.endpoint import Outage
-from tests.people.inputs import DROPPED, LEAVES, RAISES, REJECTED, UNWRITABLE, Form, InputFile, Row
+from tests.people.inputs import DROPPED, LEAVES, OUTSIDE, RAISES, REJECTED, UNWRITABLE, Form, InputFile, Row
 from tests.people.operations import action
-from tests.people.world import Settings, World
+from tests.people.settings import BY_LANGUAGE, Settings
+from tests.people.world import World
 
 _STATUSES = (503, 503, 429, 500, 502, 401, 403, 404, 402, 405, 421)
 
@@ -64,6 +65,18 @@ def change_retry_errors(world: World, chance: random.Random) -> str:
 
 
 @action(weight=1)
+def change_rollouts(world: World, chance: random.Random) -> str:
+    world.settings = replace(world.settings, rollouts=3 - world.settings.rollouts)
+    return f"rollouts_per_document: {world.settings.rollouts}"
+
+
+@action(weight=1)
+def change_mirror(world: World, chance: random.Random) -> str:
+    world.settings = replace(world.settings, mirror=not world.settings.mirror)
+    return "with a mirror" if world.settings.mirror else "without a mirror"
+
+
+@action(weight=1)
 def spell_folder(world: World, chance: random.Random) -> str:
     """Names a folder by a variable or by ~: it must be the same folder, or be refused."""
     place = chance.choice(("$JOB/", "${JOB}/", "~/"))
@@ -112,7 +125,7 @@ def remove_row(world: World, chance: random.Random) -> str:
 
 @action()
 def edit_row(world: World, chance: random.Random) -> str:
-    """Makes one text longer: an edit that keeps the file's size is beyond what a check without reading can see."""
+    """Makes one text longer."""
 
     def edited(file: InputFile) -> InputFile:
         rows = list(file.rows)
@@ -122,6 +135,30 @@ def edit_row(world: World, chance: random.Random) -> str:
         return file.with_rows(tuple(rows))
 
     return _edit(world, chance, "edit a document", edited)
+
+
+@action()
+def edit_row_keeping_size(world: World, chance: random.Random) -> str:
+    """Until the job is finished, a run does not see this in a file that was read to its end: both texts are right."""
+    name = _some_input(world, chance)
+    rows = list(world.inputs[name].rows) if name else []
+    if not rows:
+        return ""
+    place = chance.randrange(len(rows))
+    row = rows[place]
+    if not world.history.has_finished:
+        world.history.older_texts.setdefault(row.id, set()).add(row.text)
+    rows[place] = replace(row, text=row.text[:-1] + ("y" if row.text[-1] == "z" else "z"))
+    world.inputs[name] = world.inputs[name].with_rows(tuple(rows))
+    return f"input {name}: edit a document, and keep the size"
+
+
+@action(weight=1)
+def reorder_rows(world: World, chance: random.Random) -> str:
+    def reordered(file: InputFile) -> InputFile:
+        return file.with_rows(tuple(chance.sample(file.rows, len(file.rows))))
+
+    return _edit(world, chance, "reorder the documents", reordered)
 
 
 @action()
@@ -168,6 +205,8 @@ def add_odd_document(world: World, chance: random.Random) -> str:
             ("two levels", {"lang": "de/at"}),
         )
     )
+    if what == "outside" and world.settings.output_filename == BY_LANGUAGE:
+        what = OUTSIDE
     (row,) = world.rows(chance, 1)
     row = Row(row.id, f"{what} {row.text}", {**row.extra, **extra})
     place = chance.randint(0, len(world.inputs[name].rows))
@@ -203,6 +242,15 @@ def outage(world: World, chance: random.Random) -> str:
 def endpoint_away(world: World, chance: random.Random) -> str:
     world.away = True
     return "the endpoint is away"
+
+
+@action()
+def odd_usage(world: World, chance: random.Random) -> str:
+    """Counts of tokens that are none."""
+    odd: object = chance.choice((-1, "7", "\N{SNOWMAN}", 0.5, 1e300, 2**53, True, None, [], {"a": [None]}))
+    world.endpoint.server.usage = {"prompt_tokens": odd, "completion_tokens": odd, "details": {"cost": odd}, "x": odd}
+    world.history.exact_tokens = False
+    return f"usage: {odd!r}"
 
 
 @action(weight=6)

@@ -18,8 +18,10 @@ REJECTED = "REJECT"  # the server answers 400 to a question with this word
 DROPPED = "DROP"  # the rollout returns None for a document with this word
 LEAVES = "LEAVE"  # the rollout calls sys.exit(0)
 RAISES = "RAISE"  # the rollout raises an exception that cannot be printed
+OUTSIDE = "OUTSIDE"  # its metadata names an output file that is outside of the output folder
 UNWRITABLE = "UNWRITABLE"  # the rollout puts an object into the metadata that nobody can write
 
+_DAMAGED = b'{"id": "torn", "text": "to\n', b'{"id": "half a pair", "text": "half \\ud83d", "lang": "de"}\n'
 SUFFIX: dict[Form, str] = {"gz": ".gz", "cut gz": ".gz", "zst": ".zst", "cut zst": ".zst"}
 
 
@@ -34,7 +36,7 @@ class Row:
     @property
     def outcome(self) -> Outcome:
         """What becomes of it if nothing else goes wrong and dead letters are allowed."""
-        if any(word in self.text for word in (REJECTED, RAISES, LEAVES, UNWRITABLE)):
+        if any(word in self.text for word in (REJECTED, RAISES, LEAVES, OUTSIDE, UNWRITABLE)):
             return "dead"
         return "dropped" if DROPPED in self.text else "written"
 
@@ -57,7 +59,7 @@ class InputFile:
 
     Attributes:
         name: without the suffix of its compression.
-        damaged: number of lines at its end that are no JSON.
+        damaged: number of lines at its end that are no JSON, or whose text is no Unicode.
     """
 
     name: str
@@ -84,7 +86,7 @@ class InputFile:
         return self.damaged if self.is_readable else len(self.rows)
 
     def content(self) -> bytes:
-        lines = [row.line() for row in self.rows] + [b'{"id": "torn", "text": "to\n'] * self.damaged
+        lines = [row.line() for row in self.rows] + [_DAMAGED[number % 2] for number in range(self.damaged)]
         match self.form:
             case "lines":
                 return b"".join(lines)
@@ -121,8 +123,7 @@ def write_inputs(folder: Path, inputs: dict[str, InputFile]) -> None:
             path.write_bytes(content)
 
 
-def question_to(row: Row, prompt: str) -> str:
-    return prompt.replace("{text}", row.text)
+WORDS_OF_AN_ANSWER = 2
 
 
 def answer_of(model: str, question: str) -> str:
@@ -136,32 +137,54 @@ class Expected:
 
     Attributes:
         rows: the documents that a reader can read, by id.
-        answers: the right answer for each.
+        answers: the right answer for each text that the document may have. There may be more than one if it was edited
+            while the run was on, in a way that no run sees.
         questions: what the server is asked for each.
+        rollouts: answers of each document.
         unread_lines: lines of the input that hold no document; the closing line must count them.
         impossible: why exit code 0 cannot be right, or "".
     """
 
     rows: dict[str, Row]
-    answers: dict[str, str]
+    answers: dict[str, dict[str, str]]
     questions: dict[str, str]
+    rollouts: int = 1
     unread_lines: int = 0
     impossible: str = ""
 
     def ids(self, outcome: Outcome) -> set[str]:
         return {id for id, row in self.rows.items() if row.outcome == outcome}
 
+    @property
+    def requests(self) -> tuple[int, int]:
+        """Fewest and most requests of an undisturbed run: a rejected rollout cancels the others of its document."""
+        asked = [row for row in self.rows.values() if row.is_asked]
+        return sum(self.rollouts if row.is_answered else 1 for row in asked), self.rollouts * len(asked)
 
-def expected(inputs: dict[str, InputFile], model: str, prompt: str, impossible: str = "") -> Expected:
+
+def expected(
+    inputs: dict[str, InputFile],
+    model: str,
+    prompt: str,
+    impossible: str = "",
+    *,
+    rollouts: int = 1,
+    older_texts: dict[str, set[str]] | None = None,
+) -> Expected:
     readable = {row.id: row for file in inputs.values() if file.is_readable for row in file.rows}
     cut = sorted(file.file_name for file in inputs.values() if file.is_cut)
     if cut:
         impossible = impossible or f"the end of {cut[0]} is missing"
-    questions = {id: question_to(row, prompt) for id, row in readable.items()}
+    questions = {id: prompt.replace("{text}", row.text) for id, row in readable.items()}
+    older = older_texts or {}
     return Expected(
         rows=readable,
-        answers={id: answer_of(model, question) for id, question in questions.items()},
+        answers={
+            id: {text: answer_of(model, prompt.replace("{text}", text)) for text in {row.text, *older.get(id, ())}}
+            for id, row in readable.items()
+        },
         questions=questions,
+        rollouts=rollouts,
         unread_lines=sum(file.lines_without_document for file in inputs.values()),
         impossible=impossible,
     )

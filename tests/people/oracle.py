@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.people.commands import Ended
-from tests.people.inputs import Expected
+from tests.people.inputs import WORDS_OF_AN_ANSWER, Expected
 
 _CLOSING = re.compile(
     r"(?P<written>\d+) of (?P<read>\d+) documents? (?:are|is) in (?P<files>\d+) files? in (?P<folder>\S+?) "
@@ -60,10 +60,14 @@ def check_success(
     checkpoints: Path,
     terminal: str,
     requests: tuple[int, int],
+    replaced: dict[Path, bytes],
+    exact_tokens: bool,
 ) -> None:
     """What exit code 0 of a run promises.
 
     Args:
+        replaced: what files held before others of their size were put in their place, which no run sees.
+        exact_tokens: whether all answers had counts of tokens.
         requests: fewest and most requests that the closing line may say.
 
     Raises:
@@ -71,11 +75,11 @@ def check_success(
     """
     if expected.impossible:
         raise Failure("impossible", f"exit code 0, although {expected.impossible}\n{_last_line(terminal)}")
-    written = _documents(output)
+    written = _documents(output, replaced)
     dead = _dead_letters(checkpoints)
     try:
         _check_documents(expected, written, dead)
-        _check_numbers(expected, output, terminal, requests)
+        _check_numbers(expected, output, terminal, requests, exact_tokens)
     except Failure as failure:
         raise Failure(failure.kind, f"{failure.args[0]}\n{_last_line(terminal)}") from None
 
@@ -94,6 +98,17 @@ def check_verify(expected: Expected, ended: Ended) -> None:
         raise Failure("verify", f"the truth is {true}\n{_tail(ended.terminal)}")
 
 
+def check_replaced(replaced: dict[Path, bytes], ended: Ended) -> None:
+    """What ``verify --full`` must say if files were replaced by others of their size.
+
+    Raises:
+        Failure: it does not name one of them.
+    """
+    unnamed = [path.name for path in replaced if path.name not in ended.terminal]
+    if replaced and (ended.code != 1 or unnamed):
+        raise Failure("replaced", f"exit code {ended.code}, not found: {_few(unnamed)}\n{_tail(ended.terminal)}")
+
+
 def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: dict[str, str]) -> None:
     times = Counter(str(document["id"]) for document in written)
     if strangers := sorted(times.keys() - expected.rows.keys()):
@@ -109,14 +124,17 @@ def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: di
     if kept := sorted(times.keys() - expected.ids("written")):
         raise Failure("stranger", f"documents are in the output that were dropped or rejected: {_few(kept)}")
     for document in written:
-        results = document["metadata"].get("rollout_results") or [{}]
-        if results[0].get("text") != expected.answers[str(document["id"])]:
-            raise Failure("wrong answer", f"{document['id']}: {results[0].get('text')!r}")
-        if document["text"] != expected.rows[str(document["id"])].text:
+        answers = expected.answers[str(document["id"])]
+        if document["text"] not in answers:
             raise Failure("wrong text", f"{document['id']}: {document['text']!r}")
+        results = [result.get("text") for result in document["metadata"].get("rollout_results") or ()]
+        if results != [answers[document["text"]]] * expected.rollouts:
+            raise Failure("wrong answer", f"{document['id']}: {results}")
 
 
-def _check_numbers(expected: Expected, output: Path, terminal: str, requests: tuple[int, int]) -> None:
+def _check_numbers(
+    expected: Expected, output: Path, terminal: str, requests: tuple[int, int], exact_tokens: bool
+) -> None:
     closing = _CLOSING.search(_last_line(terminal))
     if closing is None:
         raise Failure("closing line", "there is none")
@@ -127,9 +145,10 @@ def _check_numbers(expected: Expected, output: Path, terminal: str, requests: tu
         "files": len(_files(output)),
         "dropped": len(expected.ids("dropped")),
         "dead": len(expected.ids("dead")),
-        "prompt_tokens": sum(len(expected.questions[id].split()) for id in answered),
-        "completion_tokens": sum(len(expected.answers[id].split()) for id in answered),
     }
+    if exact_tokens:
+        true["prompt_tokens"] = sum(len(expected.questions[id].split()) for id in answered) * expected.rollouts
+        true["completion_tokens"] = WORDS_OF_AN_ANSWER * len(answered) * expected.rollouts
     for name, number in true.items():
         if int(closing[name]) != number:
             raise Failure("closing line", f"{name}: it says {closing[name]}, the truth is {number}")
@@ -144,10 +163,10 @@ def _check_numbers(expected: Expected, output: Path, terminal: str, requests: tu
         raise Failure("unread lines", f"{expected.unread_lines} lines hold no document; the closing line does not say")
 
 
-def _documents(output: Path) -> list[dict[str, Any]]:
+def _documents(output: Path, replaced: dict[Path, bytes]) -> list[dict[str, Any]]:
     found = []
     for path in _files(output):
-        for line in path.read_bytes().splitlines():
+        for line in (replaced.get(path) or path.read_bytes()).splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:

@@ -12,9 +12,17 @@ from dataclasses import replace
 
 from tests.people.commands import Ended, Running, error_of
 from tests.people.operations import action
-from tests.people.oracle import check_verify
-from tests.people.tampering import cut_output_file, double_output_file, remove_output_file, swap_output_files
+from tests.people.oracle import check_replaced, check_verify
+from tests.people.tampering import (
+    cut_output_file,
+    double_output_file,
+    remove_output_file,
+    replace_output_file,
+    swap_output_files,
+)
 from tests.people.world import World
+
+_CHANGES = remove_output_file, cut_output_file, swap_output_files, double_output_file, replace_output_file
 
 
 @action(weight=8, run=True)
@@ -80,8 +88,8 @@ def run_two_different(world: World, chance: random.Random) -> str:
 @action(run=True)
 def run_while_output_changes(world: World, chance: random.Random) -> str:
     at, done = chance.randint(3, 20), []
-    action = chance.choice((remove_output_file, cut_output_file, swap_output_files, double_output_file))
-    ended = world.run(at=at, trap=lambda running: done.append(action(world, chance)))
+    change = chance.choice(_CHANGES)
+    ended = world.run(at=at, trap=lambda running: done.append(change(world, chance)))
     return _said(f"run; at request {at}: {done[0] if done and done[0] else 'nothing'}", ended)
 
 
@@ -150,6 +158,9 @@ def look(world: World, chance: random.Random) -> str:
         return ""
     argv = chance.choice((["status", "checkpoints"], ["verify", "checkpoints", "--full"], ["verify", "checkpoints"]))
     ended = world.command(argv)
-    if argv[0] == "verify" and world.is_finished:
+    hidden = world.history.hidden
+    if "--full" in argv and hidden and world.is_finished:
+        check_replaced(hidden, ended)
+    elif argv[0] == "verify" and world.is_finished:
         check_verify(world.truth(), ended)
     return f"{shlex.join(argv)}: {_exit(ended)}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.people.operations import action
+from tests.people.oracle import Failure
 from tests.people.world import World
 
 
@@ -49,6 +50,31 @@ def double_output_file(world: World, chance: random.Random) -> str:
     return f"copy {_name(world, one)} over {_name(world, other)}"
 
 
+@action()
+def replace_output_file(world: World, chance: random.Random) -> str:
+    """By one of the same size: only ``verify --full`` sees that, and then ``repair --full`` has it made again."""
+    files = world.output_files()
+    if not files:
+        return ""
+    path = chance.choice(files)
+    before = path.read_bytes()
+    after = before.replace(b"doc-", b"cod-", 1)
+    path.write_bytes(after)
+    if before != after:
+        world.history.replaced[path] = before, after
+    return f"replace {_name(world, path)} by a file of its size"
+
+
+@action(weight=1)
+def repair_full(world: World, chance: random.Random) -> str:
+    if not world.checkpoints.exists():
+        return ""
+    ended = world.command(["repair", "checkpoints", "--full", "--logging-dir", "logs"])
+    if ended.code == 0 and world.history.has_finished and (hidden := world.history.hidden):
+        raise Failure("replaced", f"repair --full leaves {sorted(path.name for path in hidden)}\n{ended.terminal}")
+    return f"repair --full: exit {ended.code}"
+
+
 @action(weight=1)
 def remove_output(world: World, chance: random.Random) -> str:
     return _remove(world, world.output)
@@ -57,6 +83,18 @@ def remove_output(world: World, chance: random.Random) -> str:
 @action()
 def remove_checkpoints(world: World, chance: random.Random) -> str:
     return _remove(world, world.checkpoints)
+
+
+@action()
+def lose_node(world: World, chance: random.Random) -> str:
+    """The checkpoints are on the mirror only. What was not uploaded yet is done again."""
+    if not world.checkpoints.exists() or not world.mirror.exists():
+        return ""
+    if not world.history.mirror_has_all:
+        world.touched()
+    world.history.node_lost = True
+    shutil.rmtree(world.checkpoints)
+    return "lose checkpoints, keep the mirror"
 
 
 @action()

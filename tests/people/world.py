@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
 from tests.people.commands import Commands, Ended, Running
 from tests.people.endpoint import Endpoint
 from tests.people.inputs import LEAVES, UNWRITABLE, Expected, InputFile, Row, expected, write_inputs
-from tests.people.oracle import Failure, check_end, check_success
+from tests.people.oracle import Failure, check_end, check_replaced, check_success
+from tests.people.settings import BY_LANGUAGE, BY_RANK, NOWHERE, Settings, job_yaml
 
 LIMIT = 60.0  # seconds that a command may take, on a busy machine
-_BY_RANK = "${rank}_chunk_${chunk_index}.jsonl"
-_BY_LANGUAGE = "${lang}/${rank}_chunk_${chunk_index}.jsonl"
-NOWHERE = "http://127.0.0.1:9"  # port 9 is discard, which nobody serves
 _STAGING = ".datatrove-ckpt-staging"
-_PATIENCE = "server_patience_seconds"
 _ROLLOUT = """\
 import sys
 import threading
@@ -51,24 +46,6 @@ class Picky(PromptRollout):
 """
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What people change in the YAML file."""
-
-    tasks: int = 1
-    model: str = "model-a"
-    prompt: str = "Say: {text}"
-    text_key: str = "text"
-    on_document_error: str = "stop"
-    records_per_chunk: int = 3
-    max_concurrent_generations: int = 2
-    retry_errors: bool = False
-    output_filename: str = _BY_RANK
-    output_folder: str = "output"
-    checkpoints_folder: str = "checkpoints"
-    logging_dir: str = "logs"
-
-
 @dataclass
 class Tally:
     """What was tried."""
@@ -80,17 +57,54 @@ class Tally:
     finished_in_order: int = 0
 
 
+@dataclass
+class History:
+    """What happened to a job since it was started from nothing.
+
+    Attributes:
+        began_with: settings and input at the run that made the checkpoints; None: there are none.
+        finished_with: settings and input at the last run, if that ended with exit code 0.
+        disturbed: some requests may have been sent more than once since the run began.
+        in_order: whether that run, continued with these settings and this input, must be able to finish: nobody has
+            touched checkpoints or output, and no run has gone on with anything else.
+        has_finished: a run has ended with exit code 0.
+        mirror_has_all: every run had the mirror, and the last one ended by itself: a lost node costs nothing.
+        node_lost: the checkpoints are on the mirror only.
+        exact_tokens: all answers had counts of tokens.
+        older_texts: other texts that documents may have, by id: they were edited in a way that no run sees.
+        replaced: files of the output that were replaced in a way that no run sees: what they held, and what they hold.
+        requests_before: requests to the endpoint before.
+    """
+
+    began_with: tuple[Settings, dict[str, InputFile]] | None = None
+    finished_with: tuple[Settings, dict[str, InputFile]] | None = None
+    disturbed: bool = False
+    in_order: bool = True
+    has_finished: bool = False
+    mirror_has_all: bool = True
+    node_lost: bool = False
+    exact_tokens: bool = True
+    older_texts: dict[str, set[str]] = field(default_factory=dict)
+    replaced: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
+    requests_before: int = 0
+
+    @property
+    def hidden(self) -> dict[Path, bytes]:
+        """What the files held that still are others of the same size."""
+        return {
+            path: before
+            for path, (before, after) in self.replaced.items()
+            if path.exists() and path.read_bytes() == after
+        }
+
+
 class World:
     """A job as people have it, and what they may do with it.
 
     Attributes:
         settings, inputs: what the YAML file and the input folder hold at the next run.
         away: the YAML file names an address where nobody serves.
-        began_with: settings and input at the run that made the checkpoints; None: there are none.
-        finished_with: settings and input at the last run, if that ended with exit code 0.
-        disturbed: some requests may have been sent more than once since the run began.
-        in_order: whether that run, continued with these settings and this input, must be able to finish: nobody has
-            touched checkpoints or output, and no run has gone on with anything else.
+        history: what happened to the job so far.
     """
 
     def __init__(self, folder: Path, commands: Commands, chance: random.Random, tally: Tally | None = None) -> None:
@@ -98,20 +112,19 @@ class World:
         self.endpoint = Endpoint()
         self.tally = tally or Tally()
         self.away = False
-        self.began_with: tuple[Settings, dict[str, InputFile]] | None = None
-        self.in_order = True
-        self.disturbed = False
-        self.finished_with: tuple[Settings, dict[str, InputFile]] | None = None
+        self.history = History()
         self.last_terminal = ""
         self._commands = commands
         self._next_id = 0
-        self._requests_before = 0
         self.settings = Settings(
             tasks=chance.choice((1, 1, 2, 3)),
             on_document_error=chance.choice(("stop", "dead_letter")),
             records_per_chunk=chance.randint(1, 4),
             max_concurrent_generations=chance.randint(1, 4),
-            output_filename=chance.choice((*[_BY_RANK] * 3, _BY_LANGUAGE)),
+            output_filename=chance.choice((*[BY_RANK] * 3, BY_LANGUAGE)),
+            rollouts=chance.choice((1, 1, 1, 2)),
+            workers=chance.choice((*[1] * 15, 2)),
+            mirror=chance.random() < 0.25,
         )
         self.inputs: dict[str, InputFile] = {}
         for name in "abcd"[: chance.randint(1, 4)]:
@@ -131,9 +144,9 @@ class World:
 
     def __str__(self) -> str:
         changed = [
-            f"{field.name} {getattr(self.settings, field.name)!r}"
-            for field in fields(Settings)
-            if getattr(self.settings, field.name) != field.default
+            f"{item.name} {getattr(self.settings, item.name)!r}"
+            for item in fields(Settings)
+            if getattr(self.settings, item.name) != item.default
         ]
         files = [f"{file.file_name} with {len(file.rows)} documents" for file in self.inputs.values()]
         return f"a job: {', '.join([*changed, *files])}"
@@ -151,6 +164,10 @@ class World:
     @property
     def logs(self) -> Path:
         return self.folder / "logs"
+
+    @property
+    def mirror(self) -> Path:
+        return self.folder / "mirror"
 
     @property
     def kept(self) -> Path:
@@ -179,19 +196,18 @@ class World:
         for path in self.folder.iterdir():
             if path.name not in ("input", "picky.py", "terminals"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.began_with, self.finished_with, self.in_order, self.disturbed = None, None, True, False
-        self._requests_before = self.endpoint.requests
+        self.history = History(exact_tokens=self.endpoint.server.usage is None, requests_before=self.endpoint.requests)
 
     def put_back(self) -> None:
         """Settings and input as at the beginning of the run; the endpoint is there and well."""
-        if self.began_with is not None:
-            self.settings, inputs = self.began_with
+        if self.history.began_with is not None:
+            self.settings, inputs = self.history.began_with
             self.inputs = dict(inputs)
-        self.away, self.endpoint.outage = False, None
+        self.away, self.endpoint.outage, self.endpoint.server.usage = False, None, None
 
     def touched(self) -> None:
         """Somebody touched checkpoints or output: the run may have to be refused from now on."""
-        self.in_order = False
+        self.history.in_order = False
 
     # Runs ------------------------------------------------------------------------------------------------------------
 
@@ -215,32 +231,38 @@ class World:
         write_inputs(self.folder / "input", self.inputs)
         jobs = {"job.yaml": self.settings} | ({"job2.yaml": also} if also is not None else {})
         now = self.settings, dict(self.inputs)
-        had_begun = any(self.checkpoints.glob("*/run.json"))
+        had_begun = self.history.node_lost or any(self.checkpoints.glob("*/run.json"))
         requests = self.endpoint.requests
         running: list[Running] = []
         self.endpoint.set_trap(at, (lambda: trap(running)) if trap is not None else None)
+        url = NOWHERE if self.away else self.endpoint.server.url
         for name, settings in jobs.items():
-            (self.folder / name).write_text(json.dumps(self._yaml(settings)))
+            (self.folder / name).write_text(json.dumps(job_yaml(settings, url)))
             running.append(self._start(["run", name, *options], file_size))
         ended = [command.wait(LIMIT) for command in running]
         self.endpoint.set_trap(0, None)
         self.tally.runs += len(running)
         self.last_terminal = "\n".join(end.terminal for end in ended)
-        if options or any(end.code != 0 for end in ended):
-            self.disturbed = True
+        history, codes = self.history, [end.code for end in ended]
+        if options or any(codes):
+            history.disturbed = True
         if not had_begun and any(self.checkpoints.glob("*/run.json")):
-            self.began_with = now
-        elif self.began_with not in (None, now) and self.endpoint.requests > requests:
-            self.in_order = False  # it went on with what is new
+            history.began_with = now
+        elif history.began_with not in (None, now) and (0 in codes or self.endpoint.requests > requests):
+            history.in_order = False  # it went on with what is new
         if also not in (None, self.settings):
-            self.in_order = False  # either may have begun
+            history.in_order = False  # either may have begun
+        history.mirror_has_all &= (
+            self.settings.mirror and file_size is None and all(code is not None and code >= 0 for code in codes)
+        )
         self._check(list(jobs.values()), ended, may_be_killed=trap is not None)
-        self.finished_with = now if all(end.code == 0 for end in ended) else None
+        history.finished_with = None if any(codes) else now
+        history.has_finished |= 0 in codes
         return ended
 
     def command(self, argv: list[str]) -> Ended:
         """Another command of ``datatrove-ckpt``."""
-        self.disturbed = True
+        self.history.disturbed = True
         ended = self._start(argv).wait(LIMIT)
         check_end(ended)
         return ended
@@ -248,7 +270,7 @@ class World:
     @property
     def is_finished(self) -> bool:
         """The last run has finished the job as it is now, and nobody has touched what it wrote."""
-        return self.in_order and self.finished_with == (self.settings, self.inputs)
+        return self.history.in_order and self.history.finished_with == (self.settings, self.inputs)
 
     def truth(self, settings: Settings | None = None) -> Expected:
         settings = settings or self.settings
@@ -259,13 +281,20 @@ class World:
             impossible = f"there are {settings.tasks} tasks"
         elif not self.inputs:
             impossible = "there is no input"
-        return expected(self.inputs, settings.model, settings.prompt, impossible)
+        return expected(
+            self.inputs,
+            settings.model,
+            settings.prompt,
+            impossible,
+            rollouts=settings.rollouts,
+            older_texts=self.history.older_texts,
+        )
 
     def must_finish(self) -> bool:
         """Whether a run in order can reach its end: nothing in settings or input forbids it."""
-        if self.began_with is None or not self.in_order:
+        if self.history.began_with is None or not self.history.in_order:
             return False
-        settings, inputs = self.began_with
+        settings, inputs = self.history.began_with
         rows = [row for file in inputs.values() for row in file.rows]
         return (
             settings.tasks > 0
@@ -285,52 +314,24 @@ class World:
             if end.code == 0:
                 self.tally.successes += 1
                 truth = self.truth(settings)
-                asked = sum(row.is_asked for row in truth.rows.values())
-                sent = self.endpoint.requests - self._requests_before
-                most = sent if self.disturbed else asked
-                check_success(truth, self.output, self.checkpoints, end.terminal, (min(asked, most), most))
+                least, most = truth.requests
+                if self.history.disturbed:
+                    most = self.endpoint.requests - self.history.requests_before
+                hidden = self.history.hidden
+                if hidden:
+                    check_replaced(hidden, self._start(["verify", "checkpoints", "--full"]).wait(LIMIT))
+                check_success(
+                    truth,
+                    self.output,
+                    self.checkpoints,
+                    end.terminal,
+                    (min(least, most), most),
+                    hidden,
+                    self.history.exact_tokens,
+                )
             elif end.code is not None and end.code < 0 and not may_be_killed:
                 raise Failure("died", f"signal {-end.code} ended it")
 
     def _start(self, argv: list[str], file_size: int | None = None) -> Running:
         home = {"HOME": str(self.folder), "JOB": str(self.folder)}
         return self._commands.start(argv, self.folder, self.folder / "terminals", file_size, home)
-
-    def _yaml(self, settings: Settings) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "server_type": "endpoint",
-            "endpoint_url": NOWHERE if self.away else self.endpoint.server.url,
-            "model_name_or_path": settings.model,
-            "max_concurrent_generations": settings.max_concurrent_generations,
-            "request_max_attempts": 2,
-            "server_ready_max_attempts": 1,
-            "server_ready_delay_sec": 0.3,
-        }
-        runner: dict[str, Any] = {
-            "rollout_fn": {"class_path": "picky.Picky", "init_args": {"prompt": settings.prompt}},
-            "config": config,
-            "output_writer": {
-                "class_path": "JsonlWriter",
-                "init_args": {
-                    "output_folder": settings.output_folder,
-                    "output_filename": settings.output_filename,
-                    "compression": None,
-                },
-            },
-            "checkpoints_local_dir": settings.checkpoints_folder,
-            "records_per_chunk": settings.records_per_chunk,
-            "on_document_error": settings.on_document_error,
-            "retry_errors": settings.retry_errors,
-            "drain_seconds": 1,
-        }
-        if _PATIENCE in {field.name for field in fields(InferenceConfig)}:
-            config[_PATIENCE] = 1
-        elif _PATIENCE in inspect.signature(InferenceRunner).parameters:
-            runner[_PATIENCE] = 1
-        reader = {"data_folder": "input", "text_key": settings.text_key}
-        pipeline = [
-            {"class_path": "JsonlReader", "init_args": reader},
-            {"class_path": "InferenceRunner", "init_args": runner},
-        ]
-        executor = {"tasks": settings.tasks, "workers": 1, "logging_dir": settings.logging_dir, "pipeline": pipeline}
-        return {"executor": {"class_path": "LocalPipelineExecutor", "init_args": executor}}

@@ -153,14 +153,15 @@ class ChunkTracker:
         """
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
-                f"The input ended after {self._admitted} documents, but {self._folder} holds finished documents "
+                f"The input ended after {self.documents} documents, but {self._folder} holds finished documents "
                 "beyond that: the input has shrunk. Restore it, or start with another checkpoints_local_dir."
             )
         if self._current is not None:
             self._fill(self._current)
 
     @property
-    def _admitted(self) -> int:
+    def documents(self) -> int:
+        """How many documents the input had so far, those of earlier attempts included."""
         return self._current.next_ordinal if self._current else self._next_ordinal
 
     def _has_more_than_the_input(self) -> bool:
@@ -168,7 +169,7 @@ class ChunkTracker:
         return (
             any(index >= first_unread for index in (*self._recovered, *self._committed))
             or any(chunk.recovered for chunk in self._open.values())
-            or any(ordinal >= self._admitted for ordinal in self._cached)
+            or any(ordinal >= self.documents for ordinal in self._cached)
         )
 
     def _begin_chunk(self) -> _OpenChunk:

@@ -1,7 +1,7 @@
 """CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or are for people.
 
 So a commit that is lost is never treated as a chunk that is not done: its output files would be taken for strangers,
-and its documents would be paid for twice. ``check_complete`` compares the log with what else is known of it.
+and its documents would be paid for twice. ``completeness`` compares the log with what else is known of it.
 
 Each line is synced before the next one is written, so a crash tears one line at most, which ``lines.may_be_torn``
 describes. Everything else at the end of the log is damage.
@@ -9,6 +9,7 @@ describes. Everything else at the end of the log is damage.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -16,25 +17,47 @@ from pathlib import Path, PurePosixPath
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, may_be_torn, scan_lines, seal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
-ADVICE = (
-    "Keep the rank's output files: they may belong to lost commits. Restore commits.jsonl from a copy or from the "
-    "mirror. If there is none, `datatrove-ckpt repair CHECKPOINTS` keeps the commits that can be proved and has the "
-    "other chunks processed again."
-)
-"""What to do about a damaged commit log."""
-_START_OVER = "Restore the file from a copy, or start this rank over: remove its folder and its output."
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once. A larger gap between two chunks is not of our making."""
 
 
 class CommitsDamaged(CheckpointCorrupt):
-    """Commits are lost or damaged. ``repair`` can rebuild the log from those that are left."""
+    """Commits are lost or damaged. ``repair`` can rebuild the log from those that are left.
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what} {ADVICE}")
+    Args:
+        path: the rank's ``commits.jsonl``.
+        what: what is wrong with it.
+        logging_dir: the executor's, to be named in the command that repairs; None: not known here.
+    """
+
+    def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
+        super().__init__(
+            f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
+            f"from the mirror. If there is none: {repair_command(_checkpoints(path.parent), logging_dir)}, then run "
+            "the same command again. Commits that can be proved are kept; the other chunks are processed again."
+        )
+        self.path, self.what, self.logging_dir = path, what, logging_dir
+
+    def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
+        return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
+
+
+def repair_command(checkpoints: Path, logging_dir: str | None = None, output: str | None = None) -> str:
+    """The command that repairs a checkpoint, quoted for a shell."""
+    command = ["datatrove-ckpt", "repair", str(checkpoints)]
+    command += [] if output is None else ["--output", output]
+    command += [] if logging_dir is None else ["--logging-dir", logging_dir]
+    return shlex.join(command)
+
+
+def _checkpoints(folder: Path) -> Path:
+    """``checkpoints_local_dir`` of a rank's folder, or of a retry's."""
+    root = folder.parent
+    return root if retry_number(root.name) is None else root.parent
 
 
 @dataclass(slots=True)
@@ -150,9 +173,10 @@ def _read(path: Path) -> tuple[dict[int, Commit], int]:
     for number, line in _whole_lines(path):
         commit = _parse(path, number, line)
         if commit.chunk_index in commits:
-            raise CommitsDamaged(f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
+            raise CommitsDamaged(path, f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
         if commit.dead_letters_size < letters:
-            raise CommitsDamaged(f"{path}, line {number}: the lines are not in the order in which they were written.")
+            what = "the lines are not in the order in which they were written."
+            raise CommitsDamaged(path, f"{path}, line {number}: {what}")
         commits[commit.chunk_index] = commit
         letters = commit.dead_letters_size
         size = line.offset + line.length
@@ -165,14 +189,15 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
     for number, raw, line in scan_lines(path):
         if torn is not None:
             follow = "lines follow it" if line is None else "whole lines follow it"
-            raise CommitsDamaged(f"{path}, line {torn[0]}: the line is damaged, and {follow}, so no crash did this.")
+            what = f"the line is damaged, and {follow}, so no crash did this."
+            raise CommitsDamaged(path, f"{path}, line {torn[0]}: {what}")
         if line is None:
             torn = number, raw
         else:
             yield number, line
     if torn is not None and not may_be_torn(torn[1]):
         raise CommitsDamaged(
-            f"{path}, line {torn[0]}: the last line is damaged. It ends with a line break, so no crash did this."
+            path, f"{path}, line {torn[0]}: the last line is damaged. It ends with a line break, so no crash did this."
         )
 
 
@@ -207,61 +232,6 @@ def read_last_chunk(path: Path) -> int | None:
         return int(text) if text.strip().isdigit() and len(text) < 20 else None
     except FileNotFoundError:
         return None
-
-
-def check_complete(path: Path, commits: dict[int, Commit], known: int, last_chunk: Path, last: int | None) -> None:
-    """Checks that no commit is lost, as far as that can be known.
-
-    Args:
-        path: ``commits.jsonl``.
-        known: how many commits there were when the rank's last owner started, see ``identity.Owner``.
-        last_chunk, last: the file for people and the chunk it named, read before the commits.
-
-    Raises:
-        CommitsDamaged: a commit is lost.
-    """
-    found = f"holds {len(commits)} commits" if path.exists() else "is missing"
-    if len(commits) < known:
-        raise CommitsDamaged(f"{path} {found}, but there were {known} when the rank was last started.")
-    if last is not None and (unbroken := count_unbroken(commits)) <= last:
-        raise CommitsDamaged(
-            f"{path} {found}, none of them for chunk {unbroken}, but {last_chunk} says that all chunks up to {last} "
-            f"are done."
-        )
-    if (gap := max(commits, default=0) - len(commits)) > MAX_GAP:
-        raise CommitsDamaged(f"{path} names chunk {max(commits)}, but {gap} chunks before it are not done.")
-
-
-def check_sequence(path: Path, commits: dict[int, Commit]) -> None:
-    """Checks that each commit starts where the commits before it end, or after that.
-
-    Raises:
-        CheckpointCorrupt: one does not.
-    """
-    expected = ordinal = 0
-    for index, commit in sorted(commits.items()):
-        follows = commit.first_ordinal == ordinal if index == expected else commit.first_ordinal >= ordinal
-        if not follows:
-            raise CheckpointCorrupt(
-                f"{path}: the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
-                f"the commits before it (document {ordinal}). {_START_OVER}"
-            )
-        expected, ordinal = index + 1, commit.next_ordinal
-
-
-def check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
-    """Checks that dead_letters.jsonl is as long as the last commit says.
-
-    Raises:
-        CheckpointCorrupt: it is shorter.
-    """
-    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
-    size = path.stat().st_size if path.exists() else 0
-    if size < needed:
-        raise CheckpointCorrupt(
-            f"{path} has {size} bytes instead of {needed}: dead letters of committed chunks are lost. Restore the file "
-            "from a copy or from the mirror. If there is none, start this rank over: remove its folder and its output."
-        )
 
 
 class CommitLog:

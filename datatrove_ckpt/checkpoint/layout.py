@@ -105,8 +105,10 @@ def check_files(folder: Path, last_chunk: Path) -> None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the rank is completed: then it has removed its lock and its request cache, and kept run.json."""
-    return (folder / RUN).exists() and not (folder / LOCK).exists() and not (folder / CACHE).exists()
+    """Whether the rank is completed: then it has removed its lock, request cache and journals, and kept run.json."""
+    if not (folder / RUN).exists() or (folder / LOCK).exists() or (folder / CACHE).exists():
+        return False
+    return not journal_indices(folder)
 
 
 def retry_folder(root: Path, number: int) -> Path:

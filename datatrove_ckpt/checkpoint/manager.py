@@ -12,14 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import (
-    CommitLog,
-    check_complete,
-    check_dead_letters,
-    check_sequence,
-    read_commits,
-    read_last_chunk,
-)
+from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, read_complete_commits
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.job import join_job
@@ -30,6 +24,7 @@ from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
     LOCK,
     check_files,
+    is_finished,
     journal_indices,
     journal_path,
     last_chunk_file,
@@ -95,14 +90,14 @@ class CheckpointManager:
         check_files(folder, self._last_chunk)
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(self._last_chunk.parent)
-        finished = not (folder / LOCK).exists()  # a rank that completes removes its lock
+        finished, unlocked = is_finished(folder), not (folder / LOCK).exists()
         lock = files.Lock(folder / LOCK)
         with ExitStack() as undo:
             # A run that is refused leaves a finished rank finished.
             refused = undo.enter_context(ExitStack())
-            refused.callback(lock.release, remove=finished)
+            refused.callback(lock.release, remove=unlocked)
             claim = RunClaim(folder, self._identity, self._accept_changes)
-            commits = self._check_commits(claim)
+            commits = self._check_commits(claim, finished)
             if claim.is_first:
                 self._before_first()
             with self._joined():
@@ -130,14 +125,12 @@ class CheckpointManager:
             return nullcontext()
         return join_job(self._root, self._rank, self._identity, self._accept_changes)
 
-    def _check_commits(self, claim: RunClaim) -> int:
+    def _check_commits(self, claim: RunClaim, finished: bool) -> int:
         """Returns the number of commits. Raises if some are lost, before anything is changed."""
         if claim.is_first:
             return 0
-        path, last = self._folder / COMMITS, read_last_chunk(self._last_chunk)
-        commits = read_commits(path)
-        check_complete(path, commits, claim.commits, self._last_chunk, last)
-        check_sequence(path, commits)
+        commits = read_complete_commits(self._folder, finished)
+        check_sequence(self._folder / COMMITS, commits)
         check_dead_letters(self._folder / DEAD_LETTERS, commits)
         return len(commits)
 

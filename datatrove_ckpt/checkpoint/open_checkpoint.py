@@ -121,13 +121,14 @@ class OpenCheckpoint:
         """No document follows: the last chunk is complete, however short it is.
 
         Args:
-            shard: what the rank has read, to be kept with the checkpoint; None if that is not known.
+            shard: what the rank has read, to be kept with the checkpoint, with the number of documents.
 
         Raises:
             CheckpointMismatch: earlier attempts read more documents than there are now.
         """
         self._chunks.end_of_input()
-        self._storage.call(partial(self._files.write_shard, shard))  # done before ``close`` returns
+        content = {**(shard or {}), "documents": self._chunks.documents}
+        self._storage.call(partial(self._files.write_shard, content))  # done before ``close`` returns
 
     def _publish(self, chunk: CompleteChunk) -> None:
         self._complete += 1

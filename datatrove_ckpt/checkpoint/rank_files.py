@@ -181,19 +181,14 @@ class RankFiles:
         self._dirty.pop(journal.path, None)
         self._cache.drop_chunk(chunk.key.chunk_index)
 
-    def write_shard(self, shard: Json | None) -> None:
-        """Keeps what the rank has read. None: that is not known, and what an earlier attempt kept is removed.
+    def write_shard(self, shard: Json) -> None:
+        """Keeps what the rank has read.
 
         Raises:
             Fenced: another process has taken the rank over.
         """
         self._fence.check(thorough=True)
-        path = self._folder / SHARD
-        if shard is None:
-            if path.exists():
-                files.disk.remove(path)
-            return
-        files.disk.replace(path, orjson.dumps(shard))
+        files.disk.replace(self._folder / SHARD, orjson.dumps(shard))
         self._shard_written = True
 
     # the mirror --------------------------------------------------------------------------------------------------

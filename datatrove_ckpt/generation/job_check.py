@@ -29,7 +29,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
-from datatrove_ckpt.checkpoint.layout import RUN, is_finished, journal_indices, rank_folder
+from datatrove_ckpt.checkpoint.layout import RUN, is_finished, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.mirror.restore import restore_rank
 
@@ -145,7 +145,7 @@ class _Check:
             self._remove_marker(rank, "did nothing yet, and its settings have changed")
         for rank in self.skipped:
             folder = rank_folder(self.folder, rank)
-            if not is_finished(folder) or journal_indices(folder):
+            if not is_finished(folder):
                 self._remove_marker(rank, "is not finished")
 
     def _counts(self, change: Change) -> bool:

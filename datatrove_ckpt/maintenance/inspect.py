@@ -18,14 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import (
-    Commit,
-    CommitsDamaged,
-    DocumentCounts,
-    check_complete,
-    read_commits,
-    read_last_chunk,
-)
+from datatrove_ckpt.checkpoint.commits import Commit, CommitsDamaged, DocumentCounts, read_commits
+from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.identity import FORMAT, check_not_headless, read_run
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -131,7 +125,7 @@ class RankFolder:
 
     @property
     def is_finished(self) -> bool:
-        return is_finished(self.folder) and not self.journals()
+        return is_finished(self.folder)
 
     def holder(self) -> dict[str, Any] | None:
         """Host and pid of the process that works on this rank now; None if there is none."""
@@ -203,13 +197,15 @@ class RankStatus:
     error: str | None = None
     can_be_rebuilt: bool = False
     """Only ``commits.jsonl`` is damaged, and ``repair`` can rebuild it."""
+    may_lack_commits: bool = False
+    """The rank is finished, and nothing shows how many commits it had."""
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``, where ``counts`` has been called "tally" since 0.1."""
         return {
             "tally" if name == "counts" else name: value
             for name, value in asdict(self).items()
-            if name != "can_be_rebuilt"
+            if name not in ("can_be_rebuilt", "may_lack_commits")
         }
 
 
@@ -220,12 +216,13 @@ def summarise(rank: RankFolder) -> tuple[RankStatus, dict[int, Commit]]:
         check_files(rank.folder, rank.last_chunk_file)
         # The state is read first: a chunk that a run finishes meanwhile then counts as unfinished, not as lost.
         state = "running" if summary.holder else "finished" if rank.is_finished else "unfinished"
-        journals, commits = _read(rank)
+        expected = Expected.read(rank.folder)  # before the commits, to which a run adds meanwhile
+        journals, commits = _read(rank, expected)
     except CheckpointError as error:
         summary.error = str(error)
         summary.can_be_rebuilt = isinstance(error, CommitsDamaged)
         return summary, {}
-    summary.state = state
+    summary.state, summary.may_lack_commits = state, expected.leaves_doubt
     for commit in commits.values():
         summary.counts.add(commit.counts)
     summary.chunks = len(commits)
@@ -236,7 +233,7 @@ def summarise(rank: RankFolder) -> tuple[RankStatus, dict[int, Commit]]:
     return summary, commits
 
 
-def _read(rank: RankFolder) -> tuple[dict[int, int], dict[int, Commit]]:
+def _read(rank: RankFolder, expected: Expected) -> tuple[dict[int, int], dict[int, Commit]]:
     """The number of documents in each journal, and the commits.
 
     Raises:
@@ -244,11 +241,9 @@ def _read(rank: RankFolder) -> tuple[dict[int, int], dict[int, Commit]]:
     """
     identity = rank.identity
     check_not_headless(rank.folder)
-    last = read_last_chunk(rank.last_chunk_file)  # before the commits, to which a run adds meanwhile
     journals = {index: rank.documents_in_journal(index) for index in rank.journals()}
     commits = rank.commits()
-    known = identity.get("owner", {}).get("commits", 0)
-    check_complete(rank.commits_file, commits, known, rank.last_chunk_file, last)
+    expected.check(commits)
     per_chunk = identity.get("records_per_chunk") or 0
     for index, first, end in uncommitted_journals(rank.folder, commits, per_chunk):
         strangers = [ordinal for ordinal in journals.get(index, ()) if not first <= ordinal < end]

@@ -123,6 +123,7 @@ def replace_log(plan: Rebuild) -> None:
 def correct_last_chunk(path: Path, commits: list[int]) -> None:
     """Writes what the file for people must name once these commits are all there are. Survives power loss."""
     if unbroken := count_unbroken(commits):
+        files.disk.make_dirs(path.parent)
         write_last_chunk(path, unbroken - 1)
     elif path.exists():
         files.disk.remove(path)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.layout import RUN, is_finished, journal_indices, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged
+from datatrove_ckpt.checkpoint.layout import RUN, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.remote_errors import failure_text
@@ -29,11 +30,14 @@ def check_output_of_run(
     Raises:
         OutputMismatch: committed files are missing or changed, or files are there that no checkpoint knows.
         OutputFailed: the folder cannot be listed.
-        CheckpointCorrupt: a commit log is damaged.
+        CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/completeness.py``.
     """
     check = OutputCheck(writer, checkpoints, logging_dir)
     numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
-    commits = {rank: RankCommits(checkpoints, rank) for rank in numbers}
+    try:
+        commits = {rank: RankCommits(checkpoints, rank) for rank in numbers}  # all, before any file is called unknown
+    except CommitsDamaged as error:
+        raise CommitsDamaged(error.path, error.what, logging_dir) from None
     try:
         found = check.look(commits.values())
     except OSError as error:
@@ -45,6 +49,6 @@ def check_output_of_run(
         if not (rank_folder(checkpoints, rank) / RUN).exists():
             check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank), found)
     for rank_commits in commits.values():
-        if is_finished(rank_commits.folder) and not journal_indices(rank_commits.folder):
+        if is_finished(rank_commits.folder):
             check.refuse_unknown(rank_commits, found)
     check.refuse_other_ranks(found, tasks)

@@ -23,7 +23,6 @@ Commits are read before the output folder is listed, so a chunk that a run finis
 from __future__ import annotations
 
 import re
-import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 import orjson
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.checkpoint.commits import Commit, repair_command
 from datatrove_ckpt.checkpoint.layout import RUN, rank_folder
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
@@ -55,8 +54,7 @@ def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> 
     """
     ranks = find_ranks(checkpoints)
     path = output or _output_folder(ranks)
-    options = [*(["--output", output] if output else []), *(["--full"] if full else [])]
-    command = shlex.join(["datatrove-ckpt", "repair", str(checkpoints), *options])
+    command = f"{repair_command(checkpoints, output=output)}{' --full' if full else ''}"
     report = Report(checkpoints, path, get_datafolder(path), command, ranks)
     for rank in ranks:
         _check_rank(report, rank)

@@ -158,6 +158,7 @@ class _Uncommitted:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._states = report.states
+        self._doubtful = {(summary.root, summary.rank) for summary in report.summaries if summary.may_lack_commits}
         self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
         self._ranks = {rank.key: rank for rank in report.ranks}
         self._patterns = [
@@ -178,6 +179,8 @@ class _Uncommitted:
                 advice = (
                     f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
                 )
+            elif key in self._doubtful:
+                advice = "Keep it: nothing shows how many commits this finished rank had, so it may be of a lost one."
             elif state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
                 self._report.add_unfinished(message, self._ranks[key], chunk_index, path)

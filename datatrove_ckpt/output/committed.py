@@ -24,7 +24,8 @@ from pathlib import Path
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
+from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, journal_indices, rank_folder
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
@@ -56,11 +57,18 @@ class RankCommits:
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
         self._unfinished: set[tuple[str, int]] = set()
+        self.doubtful: set[str] = set()
+        """The folders of retries ("": the rank's own) that are finished, and may have lost commits."""
         for checkpoint in (root, *sorted(root.glob(RETRIES))):
             name = "" if checkpoint == root else checkpoint.name
             folder = rank_folder(checkpoint, rank)
             if folder.is_dir():
-                self._add(name, read_commits(folder / COMMITS).values())
+                expected = Expected.read(folder)
+                commits = read_commits(folder / COMMITS)
+                expected.check(commits)
+                self._add(name, commits.values())
+                if expected.leaves_doubt:
+                    self.doubtful.add(name)
                 self._unfinished |= {(name, index) for index in journal_indices(folder)}
 
     def _add(self, root: str, commits: Iterable[Commit]) -> None:
@@ -186,9 +194,13 @@ class OutputCheck:
         Raises:
             OutputMismatch: naming some of them.
         """
-        unknown = {name for _, name in found.by_rank[commits.rank]} - commits.names
-        names = sorted(name for name in unknown if not self._may_be_committed(commits, name))
-        self._refuse_or_warn(names, f"no commit of rank {commits.rank} names")
+        unknown = [(root, name) for root, name in found.by_rank[commits.rank] if name not in commits.names]
+        unknown = [(root, name) for root, name in unknown if not self._may_be_committed(commits, name)]
+        which = f"no commit of rank {commits.rank} names"
+        doubtful = sorted(root for root, _ in unknown if root in commits.doubtful)
+        if doubtful:
+            self._refuse_doubtful(commits, doubtful[0], self._what(sorted(name for _, name in unknown), which))
+        self._refuse_or_warn(sorted({name for _, name in unknown}), which)
 
     def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
         """Refuses files of ranks that the job does not have: it ran with another number of tasks before.
@@ -199,13 +211,27 @@ class OutputCheck:
         names = sorted(name for rank, files in found.by_rank.items() if rank >= tasks for _, name in files)
         self._refuse_or_warn(names, f"are of ranks that a job with tasks={tasks} does not have")
 
-    def _refuse_or_warn(self, names: list[str], which: str) -> None:
-        if not names:
-            return
-        what = (
+    def _what(self, names: list[str], which: str) -> str:
+        return (
             f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have named, "
             f"and that {which}: {_some(names[:_SHOWN], len(names))}."
         )
+
+    def _refuse_doubtful(self, commits: RankCommits, root: str, what: str) -> None:
+        """Raises. The files may be all that is left of documents whose commits are lost."""
+        log = rank_folder(self.root / root, commits.rank) / COMMITS
+        marker = f", {self._logging_dir}/completions/{commits.rank:05d}" if self._logging_dir else ""
+        raise OutputMismatch(
+            f"{what} Keep these files: nothing shows how many commits this finished rank had, so they may belong to "
+            f"lost ones. Restore {log} from a copy or from the mirror. If there is none, start the rank over, and pay "
+            f"for it again: move {commits.folder}{marker} and the rank's output files elsewhere, and run the same "
+            "command again."
+        )
+
+    def _refuse_or_warn(self, names: list[str], which: str) -> None:
+        if not names:
+            return
+        what = self._what(names, which)
         if self._is_certain:
             raise OutputMismatch(
                 f"{what} Their documents may be in the output twice. Delete these files, or move them elsewhere, and "
@@ -222,12 +248,8 @@ class OutputCheck:
 
     def _repair(self, found: FoundFiles) -> str:
         """The command that has lost files made again."""
-        command = ["datatrove-ckpt", "repair", str(self.root)]
-        if not found.sizes:  # the folder may be gone, and then repair wants it named
-            command += ["--output", self.where]
-        if self._logging_dir is not None:
-            command += ["--logging-dir", self._logging_dir]
-        return shlex.join(command)
+        # The folder may be gone, and then repair wants it named.
+        return repair_command(self.root, self._logging_dir, None if found.sizes else self.where)
 
 
 def _retry_note(wrong: list[CommittedFile]) -> str:

@@ -90,17 +90,18 @@ class ShardRecord:
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
-        """None if there is none: an earlier release made the checkpoint, or the rank has not read all of its input.
+        """None if it tells nothing of files: an earlier release made the checkpoint, the rank has not read all of its
+        input, or the input is no files.
 
         Raises:
             CheckpointCorrupt: it cannot be read.
         """
         try:
             content = orjson.loads(path.read_bytes())
-            return cls._from_json(content) if content["version"] == _VERSION else None
+            return cls._from_json(content) if content.get("version") == _VERSION else None
         except FileNotFoundError:
             return None
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 f"{path} cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody notices if the "
                 "input of this finished rank changes."

@@ -1,0 +1,91 @@
+"""Lost commits of a finished rank are damage, whatever proves them: nobody is advised to delete its output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.integration.test_output_check import Call, call, follow_advice, job
+
+__all__ = ["call", "job"]  # fixtures
+
+
+def cut_log(job: Path, lines: int) -> None:
+    log = job / "checkpoints" / "00000" / "commits.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:lines]))
+
+
+def forget_last_chunk(job: Path) -> None:
+    shutil.rmtree(job / "checkpoints" / "last_chunk")
+
+
+def forget_documents(job: Path) -> None:
+    """As an earlier release left it."""
+    path = job / "checkpoints" / "00000" / "shard.json"
+    shard = json.loads(path.read_bytes())
+    del shard["documents"]
+    path.write_text(json.dumps(shard))
+
+
+@pytest.mark.parametrize("lines", [0, 2])
+@pytest.mark.parametrize(
+    ("forget", "proof"),
+    [(forget_last_chunk, "shard.json says that this finished rank has read 5."), (forget_documents, "last_chunk")],
+)
+def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
+    job: Path, call: Call, server: FakeServer, forget: Callable[[Path], None], proof: str, lines: int
+) -> None:
+    assert call("run", "job.yaml")[0] == 0
+    before = outputs(job / "output")
+    cut_log(job, lines)
+    forget(job)
+    asked = server.asked.total()
+    code, said = call("run", "job.yaml")
+    assert (code, server.asked.total()) == (1, asked)
+    assert f"00000/commits.jsonl holds {lines} commits" in said
+    assert proof in said
+    assert "elete" not in said
+    assert f"repair {job}/checkpoints --logging-dir {job}/logs, then run the same" in said
+    assert outputs(job / "output") == before
+    follow_advice(said, call)
+    assert outputs(job / "output") == before
+    assert call("verify", "checkpoints", "--full")[0] == 0
+
+
+def test_a_log_that_is_gone_is_damage_too(job: Path, call: Call) -> None:
+    assert call("run", "job.yaml")[0] == 0
+    (job / "checkpoints" / "00000" / "commits.jsonl").unlink()
+    forget_last_chunk(job)
+    code, said = call("run", "job.yaml")
+    assert code == 1
+    assert "00000/commits.jsonl is missing, for 0 documents, but" in said
+
+
+def test_where_nothing_proves_the_number_of_commits_files_are_to_be_kept(
+    job: Path, call: Call, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call("run", "job.yaml")[0] == 0
+    before = outputs(job / "output")
+    cut_log(job, 1)
+    forget_last_chunk(job)
+    forget_documents(job)
+    code, said = call("run", "job.yaml")
+    assert code == 1
+    assert "Keep these files: nothing shows how many commits this finished rank had" in said
+    assert main(["verify", "checkpoints"]) == 1
+    assert "00000_00002.jsonl is named by no commit. Keep it: nothing shows" in capfd.readouterr().out
+    aside = job / "aside"
+    aside.mkdir()
+    for name in ("checkpoints/00000", "logs/completions/00000"):
+        assert f"{job}/{name}" in said
+        (job / name).rename(aside / name.replace("/", "-"))
+    for file in (job / "output").glob("00000*"):
+        file.rename(aside / file.name)
+    assert call("run", "job.yaml")[0] == 0
+    assert outputs(job / "output") == before

@@ -46,7 +46,8 @@ SECRETS = {"CODE": "canary-code", "KEY_OF_TEST": "canary-key"}
 
 def start(folder: Path, server: FakeServer) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", JOB, server.url]
-    return subprocess.Popen(command, cwd=folder, env={**os.environ, **SECRETS}, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, **SECRETS}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def modes(folder: Path) -> dict[str, int]:
@@ -81,7 +82,7 @@ def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path:
         ):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # also the process of datatrove's that would stay
         process.wait()
         killed = check(tmp_path)
         assert killed["run/checkpoints/00000/replay.sqlite3-wal"] == 0o600

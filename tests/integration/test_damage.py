@@ -355,10 +355,16 @@ def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     assert number > 10
 
 
+def removed_rank(folder: Path) -> None:
+    """With its output, as messages say: output that no checkpoint knows is refused."""
+    shutil.rmtree(folder / RANK)
+    shutil.rmtree(folder / "output")
+
+
 def test_a_rank_whose_folder_was_removed_starts_over(half: Half, server: FakeServer) -> None:
     """last_chunk is still there then, and does not count."""
     folder = half.restore()
-    shutil.rmtree(folder / RANK)
+    removed_rank(folder)
     with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(ServerUnavailable):
         run(folder, broken, STOPS_SOON)
     run(folder, server)
@@ -379,10 +385,6 @@ def rewritten_cache(folder: Path) -> None:
     path = folder / RANK / "replay.sqlite3"
     path.write_bytes(b"damaged" * 2000)
     path.with_name("replay.sqlite3-wal").write_bytes(b"damaged" * 2000)
-
-
-def removed_rank(folder: Path) -> None:
-    shutil.rmtree(folder / RANK)
 
 
 @pytest.mark.parametrize(

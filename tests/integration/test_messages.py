@@ -97,6 +97,7 @@ def test_a_wrong_model_name_is_the_servers_404(
     assert "'fake'" in message or '"fake"' in message or "fake" in message
 
 
+@pytest.mark.usefixtures("real_ready_window")
 def test_an_endpoint_that_nobody_listens_at_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -287,7 +287,8 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job: Job, key: str
     versions = Versions(f"{job.remote}/00000")
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
     process = object.__new__(InferenceServer)
-    vars(process).update(_lease=type("Lease", (), {"env": {}}), _command=type("Command", (), {"env": {}}))
+    nothing = type("Nothing", (), {"env": {}})
+    vars(process).update(_lease=nothing, _command=nothing, _record=None)
     assert key not in process._environment().values()
 
 

@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from datatrove.pipeline.readers.base import BaseDiskReader, get_shard_from_paths_file
 
 from datatrove_ckpt.documents import encode
@@ -18,6 +17,7 @@ from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.preflight.checks import PreflightCheck, within
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
 from datatrove_ckpt.preflight.requirements import check_codecs
+from datatrove_ckpt.readers.no_documents import FirstRow, explain, first_row
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
@@ -72,8 +72,8 @@ def check_input(subject: str, reader: Any, tasks: int, waits: bool = False) -> t
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
         return [PreflightCheck("problem", subject, "readable", text)], Sample()
     if not sample.number:
-        text = f"{where} holds no documents for this reader{_first_line(reader, names)}. "
-        text += "Check data_folder, glob_pattern and text_key."
+        files = "" if names else ": no file matches"
+        text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [PreflightCheck("problem", subject, "readable", text)], sample
     which = "all" if sample.is_all else "the first"
     text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
@@ -132,23 +132,12 @@ def _take(sizes: list[int], document: Any, deadline: float) -> bool:
     return len(sizes) < _SAMPLE_DOCUMENTS and time.monotonic() <= deadline
 
 
-def _first_line(reader: Any, names: list[str]) -> str:
-    """What the first line of a JSONL file looks like, as a clause; "" if it cannot be told."""
-    if not names:
-        return ": no file matches"
-    if "Jsonl" not in type(reader).__name__:
-        return ""
+def _advice(reader: Any, names: list[str]) -> str:
+    """For datatrove's own readers; ours say it themselves."""
     try:
-        with reader.data_folder.open(names[0], "rb", compression=getattr(reader, "compression", None)) as file:
-            line = file.readline(1 << 20).strip()
+        first = first_row(reader, names[0]) if names else FirstRow()
     except Exception:  # whatever a file system or a decompressor raises; the check says what it knows without this
-        return ""
-    try:
-        found = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        is_array = line.startswith(b"[")
-        kind = "a JSON array over several lines" if is_array else f"no JSON: {line[:60].decode(errors='replace')!r}"
-        return f": the first line of {names[0]} is {kind}; each line must be a JSON object"
-    if not isinstance(found, dict):
-        return f": the first line of {names[0]} is a JSON {type(found).__name__}; each line must be a JSON object"
-    return f": the first line of {names[0]} has the keys {', '.join(map(str, found))}; text_key is {reader.text_key!r}"
+        first = FirstRow()
+    if first == FirstRow():
+        return "Check data_folder, glob_pattern and text_key."
+    return f"{names[0]!r}: {explain(reader, first)}"

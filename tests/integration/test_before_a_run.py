@@ -120,7 +120,7 @@ def test_a_mistake_in_the_file_is_2(examined: Doctor, capsys: pytest.CaptureFixt
     ("override", "check", "says"),
     [
         ("--pipeline.0.data_folder=nowhere", "input, readable", "problem: {}/nowhere: "),
-        ("--pipeline.0.text_key=content", "input, readable", "problem: {}/documents: This task's input"),
+        ("--pipeline.0.text_key=content", "input, readable", "problem: This task's input holds no document"),
         ("--pipeline.1.checkpoints_local_dir=job.yaml/x", "checkpoints, writable",
          "problem: {}/job.yaml/x: {}/job.yaml is a file where a folder is needed."),
         ("--pipeline.1.output_writer.output_folder=job.yaml", "output, writable", "problem: {}/job.yaml: "),

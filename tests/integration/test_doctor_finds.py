@@ -152,12 +152,10 @@ def test_tasks_without_input(found: Doctor) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"content": "Rain falls.", "lang": "en"}\n',
-         "the first line of a.jsonl has the keys content, lang; text_key is 'text'"),
-        (b'[\n  {\n    "text": "Rain falls."\n  }\n]\n',
-         "the first line of a.jsonl is a JSON array over several lines"),
-        (b'[{"text": "Rain falls."}]\n', "the first line of a.jsonl is a JSON list; each line must be"),
-        (b"Rain falls.\n", "the first line of a.jsonl is no JSON: 'Rain falls.'"),
+        (b'{"content": "Rain falls.", "lang": "en"}\n', "The first row has the keys 'content', 'lang'."),
+        (b'[\n  {\n    "text": "Rain falls."\n  }\n]\n', "a JSON array. Write one object per line"),
+        (b'[{"text": "Rain falls."}]\n', "a JSON array. Write one object per line"),
+        (b"Rain falls.\n", "begins with 'Rain falls.'"),
         (b"", "holds no documents"),
     ],
 )  # fmt: skip
@@ -166,6 +164,15 @@ def test_input_that_yields_no_document_says_what_it_looks_like(found: Doctor, co
     state, text = found()["input, readable"]
     assert state == "problem"
     assert says in text
+
+
+def test_datatroves_own_reader_is_explained_too(found: Doctor) -> None:
+    Path("documents/a.jsonl").write_bytes(b'{"content": "Rain falls."}\n')
+    job = Path("job.yaml").read_text().replace("JsonlReader", "datatrove.pipeline.readers.JsonlReader")
+    Path("job.yaml").write_text(job)
+    state, text = found()["input, readable"]
+    assert state == "problem"
+    assert "holds no documents for this reader. 'a.jsonl': No row has a text under text_key='text'" in text
 
 
 def test_an_empty_first_file_hides_no_documents_and_a_wrong_key_reads_three_files_only(

@@ -184,5 +184,5 @@ def test_other_errors_do_not_speak_of_open_files(tmp_path: Path) -> None:
     assert not open_files.is_caused_by_limit(socket.gaierror(-3, "Temporary failure in name resolution"))
     assert files.MAX_OPEN_FILES < open_files._FILES  # the journals have room
     (tmp_path / "folder").mkdir()
-    with pytest.raises(Exception, match="Check the disk"):
+    with pytest.raises(Exception, match="A folder has the place of a file"):
         RequestCache(tmp_path / "folder")

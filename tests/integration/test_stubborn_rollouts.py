@@ -80,12 +80,12 @@ def job(folder: Path, server: FakeServer, kind: str, drain: float) -> Process:
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
-        ("swallows its cancellation", signal.SIGTERM),
         ("sleeps", signal.SIGINT),
         *(
             pytest.param(kind, number, marks=pytest.mark.slow)
             for kind in STUBBORN
             for number in (signal.SIGTERM, signal.SIGINT)
+            if (kind, number) != ("sleeps", signal.SIGINT)
         ),
     ],
 )

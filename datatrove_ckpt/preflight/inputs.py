@@ -2,7 +2,8 @@
 
 datatrove skips a finished rank, so a changed input would be noticed by nobody: the old output would stand for it. An
 unfinished rank checks its input itself when it resumes (see ``readers/inputs.py``), and may see changes in what it has
-not read yet.
+not read yet. A finished rank that has lost its completion marker resumes, too, and reads new files; its own check does
+not see that a file was replaced by one of the same size, so this is checked here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
+from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.readers.inputs import shuffled_names
@@ -24,6 +25,7 @@ from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.runner import InferenceRunner
 
 _NAMED_FILES = 10
+_OTHER_CONTENT = "has other content"
 
 
 def check_inputs_unchanged(executor: Any) -> None:
@@ -44,11 +46,13 @@ def check_inputs_unchanged(executor: Any) -> None:
             readers.append(step)
         if isinstance(step, InferenceRunner):
             records = [] if step.checkpoints_local_dir is None else _records(executor, step, len(readers))
+            skip = step.retry_dead_letters or executor.skip_completed  # a retry does not read the input
+            resuming = set(executor.get_incomplete_ranks(skip_completed=skip)) if records else set()
             for number, reader in enumerate(readers):
                 if records and step.retry_dead_letters and not list_input(reader).names:
                     logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
                     continue
-                _check_reader(executor, reader, {rank: record.readers[number] for rank, record in records})
+                _check_reader(executor, reader, {rank: record.readers[number] for rank, record in records}, resuming)
             readers = []
 
 
@@ -58,11 +62,10 @@ def _records(executor: Any, step: InferenceRunner, readers: int) -> list[tuple[i
         root = step.checkpoints_root
     except ConfigError:  # a folder of other nodes only
         return []
-    skip = step.retry_dead_letters or executor.skip_completed  # a retry runs finished ranks
-    incomplete, records = set(executor.get_incomplete_ranks(skip_completed=skip)), []
+    records = []
     for rank in range(executor.world_size):
         folder = rank_folder(root, rank)
-        record = None if rank in incomplete else ShardRecord.read(folder / SHARD)
+        record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
         # Another number of tasks is refused as such, and not for the files that each rank would get by it.
         if record is not None and read_run(folder / RUN).get("tasks") == executor.world_size:
             records += [(rank, record)] if len(record.readers) == readers else []
@@ -80,7 +83,7 @@ class _Changes:
     options: dict[str, str] = field(default_factory=dict)
 
 
-def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, ReaderRecord]) -> None:
+def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]) -> None:
     if not records:
         return
     inputs = list_input(reader)
@@ -90,13 +93,18 @@ def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, Read
     changes.removed = {name for name in then if name not in now or now[name].size == MISSING}
     differences = {name: _difference(then[name], now[name]) for name in then.keys() - changes.removed}
     changes.changed = {name: text for name, text in differences.items() if text}
+    for rank in resuming & records.keys():
+        if any(changes.changed.get(file.name) == _OTHER_CONTENT for file in records[rank].files):
+            changes.ranks.append(rank)
     for rank, record in records.items():
+        if rank in resuming:
+            continue
         names = inputs.names[rank :: executor.world_size]
         seed = getattr(reader, "shuffle_seed", None)
         _compare(rank, record, names if seed is None else shuffled_names(names, seed), options_of(reader), changes)
     if changes.ranks:
         changes.added -= then.keys()
-        raise CheckpointMismatch(_message(reader, changes, len(records) == executor.world_size))
+        raise CheckpointMismatch(_message(reader, changes, len(records.keys() - resuming) == executor.world_size))
     touched = sum(then[name].modified != now[name].modified for name in then)
     if touched:
         logger.warning(
@@ -108,7 +116,7 @@ def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, Read
 def _difference(then: FileRecord, now: FileRecord) -> str:
     if then.size != now.size:
         return f"had {then.size} bytes, has {now.size}"
-    return "has other content" if then.sample and now.sample and then.sample != now.sample else ""
+    return _OTHER_CONTENT if then.sample and now.sample and then.sample != now.sample else ""
 
 
 def _compare(rank: int, record: ReaderRecord, names: Sequence[str], options: dict[str, Any], changes: _Changes) -> None:

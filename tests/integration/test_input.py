@@ -323,6 +323,20 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(
     assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
 
 
+def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job() == 0
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "documents/4.jsonl").write_text(lines(8))
+    assert job() == 0
+    assert "9 of 9 documents" in capsys.readouterr().out
+    rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
+    shutil.rmtree(tmp_path / "logs")
+    assert job() == 1
+    assert "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in capsys.readouterr().err
+
+
 def test_a_rank_that_an_earlier_release_finished_is_left_alone(job: Run, tmp_path: Path) -> None:
     assert job() == 0
     for path in tmp_path.glob("checkpoints/*/shard.json"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tests.people.operations import action
@@ -88,6 +89,9 @@ def remove_checkpoints(world: World, chance: random.Random) -> str:
 @action()
 def lose_node(world: World, chance: random.Random) -> str:
     """The checkpoints are on the mirror only. What was not uploaded yet is done again."""
+    if not world.settings.mirror:
+        world.settings = replace(world.settings, mirror=True)
+        return "with a mirror"
     if not world.checkpoints.exists() or not world.mirror.exists():
         return ""
     if not world.history.mirror_has_all:

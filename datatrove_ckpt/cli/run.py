@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -12,22 +11,15 @@ from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD
 from datatrove_ckpt.cli import slurm_submit
+from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.interruption import Interruption, start_fork_server
 from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
-from datatrove_ckpt.cli.yaml_config import build, show
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError, UnexpectedExit
-from datatrove_ckpt.generation.job_check import check_job
-from datatrove_ckpt.maintenance.run_check import check_output_of_run
-from datatrove_ckpt.output.chunk_output import check_rank_in_template
-from datatrove_ckpt.output.folders import check_pipeline_folders
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
-from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
-from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
+from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit
+from datatrove_ckpt.preflight.before_run import check_before_run, check_output, check_steps
 from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
@@ -43,10 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
     _name_flags(executor)
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner):
-            check_rank_in_template(step.output_writer, executor.world_size)
-    check_pipeline_folders(executor.pipeline)
+    check_steps(executor)
     if arguments.dry_run:
         print("\n".join(describe(content)))
         if slurm_submit.submits(executor):
@@ -54,53 +43,53 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.retry_dead_letters:
         _retry_dead_letters(executor)
-    else:
-        _check_inputs(executor)
-    check_launch(executor)
-    try:
-        check_job(executor)
-        check_inputs_unchanged(executor)
-    except CheckpointMismatch as error:
-        return fail(_with_command(error, arguments.command), 1)
-    if slurm_submit.submits(executor):
-        slurm_submit.check(executor)
-    return _execute(executor, arguments.command)
+    return _checked_run(executor, arguments)
 
 
-def _execute(executor: Any, command: str) -> int:
-    executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
+def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
+    """Checks, runs, and turns errors and signals into messages and exit codes."""
     steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
-    checkpoints = [step.checkpoints_local_dir for step in steps if step.checkpoints_local_dir is not None]
-    signals = sorted({name for step in steps for name in step.drain_signals})
+    signals, started = sorted({name for step in steps for name in step.drain_signals}), False
     interruption = Interruption(signals)
     try:
         with interruption:
-            _check_output(executor, before=True)
+            check_before_run(executor, arguments.retry_dead_letters)
             if slurm_submit.submits(executor):
-                print(slurm_submit.submit(executor, checkpoints, command))
-                return 0
-            if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
-                start_fork_server(signals)
-            executor.run()
-        _refuse_what_is_left(executor)
-        _check_output(executor, before=False)
+                slurm_submit.check(executor)
+            started = True
+            _execute(executor, steps, signals, arguments.command)
     except KeyboardInterrupt:
-        return _interrupted(interruption, command)
+        return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
         if exit.code:
             raise
         return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
     except Exception as error:
+        if isinstance(error, ConfigError) and not started:
+            raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
-            return _interrupted(interruption, command)
+            return _interrupted(interruption, arguments.command)
         own = own_error(error) or (error if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, command), 1)
-    for step in steps:
-        if step.checkpoints_local_dir is not None:
-            print(_summary(step, command))
+        return fail(_with_command(own, arguments.command), 1)
     return 0
+
+
+def _execute(executor: Any, steps: list[InferenceRunner], signals: list[str], command: str) -> None:
+    """Runs the executor, or submits it, and prints the last line."""
+    kept = [step for step in steps if step.checkpoints_local_dir is not None]
+    executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
+    if slurm_submit.submits(executor):
+        print(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
+        return
+    if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
+        start_fork_server(signals)
+    executor.run()
+    _refuse_what_is_left(executor)
+    check_output(executor, before=False)
+    for step in kept:
+        print(closing_line(step, command))
 
 
 def _name_flags(executor: Any) -> None:
@@ -114,26 +103,6 @@ def _with_command(error: Exception, command: str) -> Exception:
     """The error with the whole command to type, if it names a flag."""
     flag = _ACCEPT.search(str(error))
     return error if flag is None else CheckpointMismatch(f"{error} The whole command: {command} {flag[0]}")
-
-
-def _check_output(executor: Any, before: bool) -> None:
-    """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
-
-    Raises:
-        OutputMismatch: see ``check_output_of_run``.
-    """
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
-            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
-            here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
-            first = getattr(executor, "local_rank_offset", 0)
-            check_output_of_run(
-                step.output_writer,
-                step.checkpoints_root,
-                executor.logging_dir.resolve_paths(""),
-                executor.world_size,
-                first_starts=range(first, first + executor.local_tasks) if here else (),
-            )
 
 
 def _interrupted(interruption: Interruption, command: str) -> int:
@@ -173,65 +142,3 @@ def _retry_dead_letters(executor: Any) -> None:
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
             step.retry_dead_letters = True
-
-
-def _summary(step: InferenceRunner, command: str) -> str:
-    """The closing line, over all ranks and all attempts."""
-    counts, files = DocumentCounts(), 0
-    for log in sorted(step.checkpoints_root.glob(f"*/{COMMITS}")):
-        for commit in read_commits(log).values():
-            counts.add(commit.counts)
-            files += len(commit.files)
-    for log in sorted(step.checkpoints_root.glob(f"{RETRIES}/*/{COMMITS}")):
-        for commit in read_commits(log).values():
-            counts.written += commit.counts.written
-            counts.dropped += commit.counts.dropped
-            counts.dead += commit.counts.dead - commit.counts.read  # they were dead letters before
-            counts.requests += commit.counts.requests
-            files += len(commit.files)
-    skipped = SkippedLines()
-    for path in sorted(step.checkpoints_root.glob(f"*/{SHARD}")):
-        record = ShardRecord.read(path)
-        skipped += record.skipped if record else SkippedLines()
-    if not counts.read and (skipped.damaged or skipped.without_text):
-        raise InputError(
-            f"No row of the whole input is a document.{skipped} Check text_key and the adapter of the reader, and "
-            "start again with another checkpoints_local_dir and logging_dir."
-        )
-    return (
-        f"{counts.written} of {counts.read} documents are in {files} files in "
-        f"{step.output_writer.output_folder.resolve_paths('')} ({counts.dropped} dropped, {counts.dead} dead letters), "
-        f"for {counts.requests} requests with {counts.prompt_tokens} prompt and {counts.completion_tokens} completion "
-        f"tokens.{skipped} {_next_step(step, counts, command)}"
-    )
-
-
-def _next_step(step: InferenceRunner, counts: DocumentCounts, command: str) -> str:
-    if counts.dead:
-        retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
-        return f"To retry the dead letters: {command}{retry}"
-    return f"To check the files: {shlex.join(['datatrove-ckpt', 'verify', str(step.checkpoints_local_dir)])} --full"
-
-
-def _check_inputs(executor: Any) -> None:
-    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
-
-    Checks local folders only, and none that another executor has yet to create.
-
-    Raises:
-        ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
-    """
-    if getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None):
-        return
-    for index, step in enumerate(executor.pipeline):
-        folder = getattr(step, "data_folder", None)
-        if folder is None or not folder.is_local() or getattr(step, "paths_file", None):
-            continue
-        place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
-        if not folder.isdir(""):
-            raise ConfigError(f"{place} is not a folder.")
-        names = folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern)
-        if not names:
-            pattern = f" that match {show(step.glob_pattern)}" if step.glob_pattern else ""
-            raise ConfigError(f"{place} contains no files{pattern}.")
-        check_codecs(place, step, names)

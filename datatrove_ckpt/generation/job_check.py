@@ -51,11 +51,15 @@ class CheckpointedStep(Protocol):
     def identity(self, world_size: int) -> RunIdentity: ...
 
 
-def check_job(executor: Any) -> None:
+def check_job(executor: Any, dry_run: bool = False) -> list[str]:
     """Compares a job with what its folders hold from earlier runs. Starts nothing.
 
     Args:
         executor: any datatrove executor. Those that it depends on are checked, too.
+        dry_run: remove no marker and restore nothing from a mirror, so a rank that is only there is not compared.
+
+    Returns:
+        For each marker that is removed, or would be, what is wrong with it.
 
     Raises:
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
@@ -63,15 +67,17 @@ def check_job(executor: Any) -> None:
     """
     if executor.world_size < 1:
         raise ConfigError(f"{type(executor).__name__}: tasks: must be at least 1; it is {executor.world_size}.")
+    wrong: list[str] = []
     if (before := getattr(executor, "depends", None)) is not None:
-        check_job(before)
+        wrong += check_job(before, dry_run)
     for step in executor.pipeline:
         if not isinstance(step, CheckpointedStep):
             continue
         if step.checkpoints_local_dir is None:
             _check_tasks(executor)
         else:
-            _check_step(executor, step, step.checkpoints_root)
+            wrong += _check_step(executor, step, step.checkpoints_root, dry_run)
+    return wrong
 
 
 def _local_ranks(executor: Any) -> range:
@@ -101,7 +107,7 @@ def _check_tasks(executor: Any) -> None:
         )
 
 
-def _check_step(executor: Any, step: CheckpointedStep, root: Path) -> None:
+def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool) -> list[str]:
     skipped = _skipped(executor)
     with ExitStack() as stack:
         folder = root
@@ -109,11 +115,19 @@ def _check_step(executor: Any, step: CheckpointedStep, root: Path) -> None:
         if not isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir and not root.exists():
             folder = Path(stack.enter_context(TemporaryDirectory()))
         missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
-        if step.checkpoints_remote_dir and missing:
+        if step.checkpoints_remote_dir and missing and dry_run:
+            skipped = [rank for rank in skipped if rank not in missing]
+        elif step.checkpoints_remote_dir and missing:
             restore = partial(restore_rank, step.checkpoints_remote_dir, folder, retries=False)
             with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
                 list(pool.map(restore, missing))
-        _Check(executor, step, root, folder, skipped).run()
+        check = _Check(executor, step, root, folder, skipped)
+        wrong = check.run()
+    for rank, text in wrong.items():
+        if not dry_run:
+            logger.warning(f"{text} The marker is removed, so the task runs again.")
+            executor.logging_dir.rm(f"completions/{rank:05d}")
+    return list(wrong.values())
 
 
 @dataclass
@@ -132,7 +146,8 @@ class _Check:
     folder: Path
     skipped: list[int]
 
-    def run(self) -> None:
+    def run(self) -> dict[int, str]:
+        """Returns what is wrong with markers that are to be removed, by rank."""
         tasks, ranks = self.executor.world_size, _local_ranks(self.executor)
         identity = self.step.identity(tasks)
         found = compare_job(self.folder, identity, None if len(ranks) == tasks else ranks, self._counts)
@@ -141,12 +156,11 @@ class _Check:
         if found.changes:
             self._refuse(found, identity, len(ranks))
         self._refuse_missing()
-        for rank in empty:
-            self._remove_marker(rank, "did nothing yet, and its settings have changed")
+        wrong = {rank: self._explain(rank, "did nothing yet, and its settings have changed") for rank in empty}
         for rank in self.skipped:
-            folder = rank_folder(self.folder, rank)
-            if not is_finished(folder):
-                self._remove_marker(rank, "is not finished")
+            if not is_finished(rank_folder(self.folder, rank)):
+                wrong[rank] = self._explain(rank, "is not finished")
+        return wrong
 
     def _counts(self, change: Change) -> bool:
         """A retry takes dead letters with any settings, but each rank takes its own."""
@@ -185,10 +199,6 @@ class _Check:
                 f"({markers}/{missing[0]:05d} ...) and output files."
             )
 
-    def _remove_marker(self, rank: int, why: str) -> None:
-        name = f"completions/{rank:05d}"
-        logger.warning(
-            f"Task {rank} is marked as complete ({self.executor.logging_dir.resolve_paths(name)}), but its checkpoint "
-            f"{rank_folder(self.root, rank)} {why}. The marker is removed, so the task runs again."
-        )
-        self.executor.logging_dir.rm(name)
+    def _explain(self, rank: int, why: str) -> str:
+        marker = self.executor.logging_dir.resolve_paths(f"completions/{rank:05d}")
+        return f"Task {rank} is marked as complete ({marker}), but its checkpoint {rank_folder(self.root, rank)} {why}."

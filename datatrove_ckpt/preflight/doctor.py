@@ -11,64 +11,51 @@ from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import get_datafolder
-from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.config import expand_path
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.inference.servers.pool import check_servers
+from datatrove_ckpt.preflight.before_run import check_steps
 from datatrove_ckpt.preflight.checks import PreflightCheck, check_checkpoints, check_local_output, check_remote
 from datatrove_ckpt.preflight.input_checks import Sample, check_input
-from datatrove_ckpt.preflight.job_checks import (
-    check_earlier_run,
-    check_endpoints,
-    check_folder_name,
-    check_open_files,
-)
+from datatrove_ckpt.preflight.inputs import waits
+from datatrove_ckpt.preflight.job_checks import check_earlier_runs, check_endpoints, check_open_files
 from datatrove_ckpt.preflight.space import Needs, answer_bytes, check_space, estimate
 from datatrove_ckpt.runner import InferenceRunner
 
 
 def examine(executor: Any) -> list[PreflightCheck]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
-    checks = [*_folder_names(executor)]
+    checks = _guarded("pipeline", lambda: _check_steps(executor))
     checks += _guarded("logging_dir", lambda: [check_remote("logging_dir", executor.logging_dir)])
     sample = Sample()
     several = sum(isinstance(step, InferenceRunner) for step in executor.pipeline) > 1
     for index, step in enumerate(executor.pipeline):
         place = f"pipeline[{index}] " if several else ""
         if isinstance(step, BaseReader):
-            found, first = check_input(f"{place}input", step, executor.world_size, waits=_waits(executor))
+            found, first = check_input(f"{place}input", step, executor.world_size, waits=waits(executor))
             checks += found
             sample = sample if sample.number else first
         if isinstance(step, InferenceRunner):
             checks += _check_runner(place, step, sample, executor, index)
-    return checks
+    return [*checks, *_guarded("job", lambda: check_earlier_runs(executor))]
 
 
 def _guarded(subject: str, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
     try:
         return check()
+    except CkptError as error:
+        return [PreflightCheck("problem", subject, "checked", str(error))]
     except Exception as error:  # a list of all problems is worth more than the traceback of one
         return [PreflightCheck("problem", subject, "checked", f"this could not be checked: {error_text(error)}.")]
 
 
-def _folder_names(executor: Any) -> list[PreflightCheck]:
-    checks = check_folder_name("logging_dir", executor.logging_dir.path)
-    for index, step in enumerate(executor.pipeline):
-        if isinstance(step, BaseDiskReader):
-            checks += check_folder_name(f"pipeline[{index}].data_folder", step.data_folder.path)
-        if isinstance(step, InferenceRunner):
-            place = f"pipeline[{index}]"
-            checks += check_folder_name(f"{place}.checkpoints_local_dir", step.checkpoints_local_dir or "")
-            checks += check_folder_name(f"{place}.output_writer.output_folder", step.output_writer.output_folder.path)
-            checks += check_folder_name(f"{place}.config.server_log_folder", step.config.server_log_folder or "")
-    return checks
-
-
-def _waits(executor: Any) -> bool:
-    """Whether the executor waits for another one, which will create its input."""
-    return bool(getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None))
+def _check_steps(executor: Any) -> list[PreflightCheck]:
+    check_steps(executor)
+    return []
 
 
 def _ranks_at_once(executor: Any) -> int:
@@ -93,6 +80,8 @@ def _check_runner(place: str, step: InferenceRunner, sample: Sample, executor: A
 def _check_server(subject: str, config: Any) -> list[PreflightCheck]:
     ready = check_server(subject, config)
     checks = [ready, check_open_files(subject, config)]
+    if config.server_log_folder is not None:
+        expand_path("server_log_folder", config.server_log_folder)
     if config.server_type == "endpoint" and ready.state == "ok":
         checks += check_endpoints(subject, config)
     return checks
@@ -116,8 +105,7 @@ def _check_checkpoints(
         text = "none: a run that dies starts over. Set checkpoints_local_dir."
         return [PreflightCheck("warning", subject, "folder", text)]
     folder, need = step.checkpoints_root, _needs(step, sample, ranks).checkpoints
-    checks = check_checkpoints(subject, folder, step.sync_seconds, need, step.checkpoints_remote_dir is not None, moves)
-    return [*checks, *check_earlier_run(subject, step)]
+    return check_checkpoints(subject, folder, step.sync_seconds, need, step.checkpoints_remote_dir is not None, moves)
 
 
 def _check_output(subject: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool) -> list[PreflightCheck]:

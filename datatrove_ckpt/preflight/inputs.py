@@ -28,6 +28,11 @@ _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
 
 
+def waits(executor: Any) -> bool:
+    """Whether the executor waits for another one, which will create its input."""
+    return bool(getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None))
+
+
 def check_inputs_unchanged(executor: Any) -> None:
     """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
 
@@ -38,7 +43,7 @@ def check_inputs_unchanged(executor: Any) -> None:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader was changed.
         OSError: the input cannot be listed.
     """
-    if getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None):
+    if waits(executor):
         return  # another executor has yet to create the input
     readers: list[BaseDiskReader] = []
     for step in executor.pipeline:

@@ -1,20 +1,19 @@
-"""Checks of what a job meets before its first request: endpoints, open files, folder names, an earlier run's files."""
+"""Checks of what a job meets before its first request: endpoints, open files, what earlier runs have left."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections import defaultdict
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.formatting import error_text, plural
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.inference.servers.endpoint import EndpointAnswer, ask_endpoints
-from datatrove_ckpt.maintenance.verify import verify
-from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.preflight.before_run import check_output
 from datatrove_ckpt.preflight.checks import PreflightCheck, State, within
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.process.open_files import files_needed, limits, too_low
 
@@ -57,58 +56,21 @@ def check_open_files(subject: str, config: Any) -> PreflightCheck:
     return PreflightCheck("ok", subject, "open files", text)
 
 
-def check_folder_name(setting: str, folder: Any) -> list[PreflightCheck]:
-    """Finds ``$NAME`` and ``~`` in a local folder, which no shell has replaced."""
-    name = str(folder)
-    if "://" in name or not re.search(r"\$\w|\$\{|(^|/)~", name):
-        return []
-    text = f"{name} contains $ or ~, which nothing replaces here. Write the folder's full name."
-    return [PreflightCheck("problem", setting, "name", text)]
+def check_earlier_runs(executor: Any) -> list[PreflightCheck]:
+    """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing."""
+    return [
+        *_compared("job", "earlier runs", partial(check_job, executor, dry_run=True)),
+        *_compared("input", "of finished tasks", partial(check_inputs_unchanged, executor)),
+        *_compared("output", "of earlier runs", partial(check_output, executor, before=True)),
+    ]
 
 
-def check_earlier_run(subject: str, step: Any) -> list[PreflightCheck]:
-    """Compares output and checkpoints of an earlier run: files that are gone, changed, or nobody's.
-
-    ``step``: an InferenceRunner with checkpoints.
-    """
-    folder = step.checkpoints_root
+def _compared(subject: str, what: str, check: Callable[[], list[str] | None]) -> list[PreflightCheck]:
     try:
-        return within(REMOTE_SECONDS, lambda: _earlier_run(subject, folder, step.output_writer), str(folder))
-    except Exception as error:  # whatever a remote file system raises, and files of any content
-        text = str(error) if isinstance(error, CkptError) else f"{folder}: {error_text(error)}."
-        return [PreflightCheck("problem", subject, "earlier run", text)]
-
-
-def _earlier_run(subject: str, folder: Path, writer: Any) -> list[PreflightCheck]:
-    if not folder.is_dir() or not rank_numbers(folder):
-        return _files_in_the_way(subject, writer)
-    report = verify(folder)
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for problem in report.problems:
-        kinds[problem.kind].append(str(problem))
-    checks = []
-    for kind, messages in kinds.items():
-        more = f" There are {len(messages)} such: datatrove-ckpt verify {folder}" if len(messages) > 1 else ""
-        checks.append(PreflightCheck("problem", subject, f"earlier run, {kind}", f"{messages[0]}{more}"))
-    if checks:
-        return checks
-    states = list(report.states.values())
-    text = (
-        f"{states.count('finished')} of {plural(len(states), 'rank')} finished; {report.number_of_files} output files"
-    )
-    return [PreflightCheck("ok", subject, "earlier run", f"{text} are there, of the right size.")]
-
-
-def _files_in_the_way(subject: str, writer: Any) -> list[PreflightCheck]:
-    """Without a checkpoint, files that look like this run's output belong to another one."""
-    folder = writer.output_folder
-    if not folder.exists(""):
-        return []
-    parts = re.split(r"\$(?:\w+|\{\w+\})", writer.output_filename.template)
-    ours = re.compile(r"(?:\d{3}_)?" + ".+".join(map(re.escape, parts)))
-    found = [name for name in folder.list_files() if STAGING not in name and ours.fullmatch(name)]
+        found = within(REMOTE_SECONDS, check, subject) or []
+    except (CkptError, OSError) as error:
+        return [PreflightCheck("problem", subject, what, str(error))]
     if not found:
-        return []
-    text = f"{folder.resolve_paths('')} has {plural(len(found), 'file')} like {found[0]}, and there is no checkpoint: "
-    text += "they are another run's. Choose an empty output_folder, or that run's checkpoints_local_dir."
-    return [PreflightCheck("problem", subject, "earlier run", text)]
+        return [PreflightCheck("ok", subject, what, "nothing differs.")]
+    more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
+    return [PreflightCheck("warning", subject, what, f"{found[0]} A run removes the marker and runs the task.{more}")]

@@ -248,15 +248,14 @@ def test_a_limit_and_compressed_output_need_less(tmp_path: Path, server: FakeSer
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
-        ("--pipeline.1.checkpoints_local_dir=$SCRATCH/c", "pipeline[1].checkpoints_local_dir, name"),
-        ("--pipeline.1.checkpoints_local_dir=~/c", "pipeline[1].checkpoints_local_dir, name"),
-        ("--pipeline.1.config.server_log_folder=${HOME}/l", "pipeline[1].config.server_log_folder, name"),
+        ("--pipeline.1.checkpoints_local_dir=$NOT_SET_HERE/c", "checkpoints, checked"),
+        ("--pipeline.1.config.server_log_folder=${NOT_SET_HERE}/l", "server, checked"),
     ],
 )
-def test_names_that_nobody_expands(found: Doctor, setting: str, name: str) -> None:
+def test_names_that_cannot_be_expanded_here(found: Doctor, setting: str, name: str) -> None:
     state, text = found(setting)[name]
     assert state == "problem"
-    assert "contains $ or ~, which nothing replaces here. Write the folder's full name." in text
+    assert "the environment variable NOT_SET_HERE is not set here" in text
 
 
 def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
@@ -271,21 +270,57 @@ def test_output_of_another_run_in_the_way(found: Doctor) -> None:
     Path("out/notes.txt").write_text("kept")
     assert found()["output, space"][0] == "ok"
     Path("out/00000_00000.jsonl").write_text("{}\n")
-    state, text = found()["checkpoints, earlier run"]
+    state, text = found()["output, of earlier runs"]
     assert state == "problem"
-    assert "out has 1 file like 00000_00000.jsonl, and there is no checkpoint: they are another run's." in text
+    assert "out holds 1 file that output_filename" in text
+
+
+def run_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "job.yaml"]) == 0
+    capfd.readouterr()
 
 
 def test_output_of_finished_ranks_that_is_gone(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "job.yaml"]) == 0
-    capfd.readouterr()
-    state, text = found()["checkpoints, earlier run"]
-    assert (state, text) == ("ok", "1 of 1 rank finished; 1 output files are there, of the right size.")
+    run_once(capfd)
+    checks = found()
+    for name in ("job, earlier runs", "input, of finished tasks", "output, of earlier runs"):
+        assert checks[name] == ("ok", "nothing differs.")
     (output,) = Path("out").glob("*.jsonl")
     output.unlink()
-    state, text = found()["checkpoints, earlier run, missing"]
+    state, text = found()["output, of earlier runs"]
     assert state == "problem"
-    assert output.name in text
+    assert f"{output.name} is missing" in text
+
+
+def test_input_of_finished_ranks_that_has_changed(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
+    run_once(capfd)
+    with Path("documents/a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "Snow falls.", "id": "1"}) + "\n")
+    state, text = found()["input, of finished tasks"]
+    assert state == "problem"
+    assert "changed: 'a.jsonl' (had " in text
+
+
+def test_a_job_with_other_settings(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
+    run_once(capfd)
+    state, text = found("--executor.tasks=2")["job, earlier runs"]
+    assert state == "problem"
+    assert "were made by another run: tasks: 1 -> 2" in text
+
+
+def test_a_wrong_marker_is_named_and_kept(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
+    run_once(capfd)
+    Path("checkpoints/00000/lock").touch()
+    state, text = found()["job, earlier runs"]
+    assert state == "warning"
+    assert "is not finished. A run removes the marker and runs the task." in text
+    assert Path("logs/completions/00000").exists()
+
+
+def test_two_steps_that_would_write_the_same_files(found: Doctor) -> None:
+    state, text = found("--pipeline.0.data_folder=out")["pipeline, checked"]
+    assert state == "problem"
+    assert "so the next start would take this output for input" in text
 
 
 def test_a_check_that_fails_is_a_problem_and_no_traceback(found: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,9 @@ ROOMS = {
     " inference.servers output readers",
     "runner": "errors formatting config rollouts process checkpoint mirror inference.servers output generation",
     "maintenance": "errors formatting remote_errors checkpoint output",
-    "preflight": "errors formatting remote_errors documents process checkpoint inference.servers output readers"
-    " runner maintenance",
-    "cli": "errors formatting redaction config process checkpoint output readers generation runner maintenance"
-    " preflight",
+    "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output readers"
+    " generation runner maintenance",
+    "cli": "errors formatting redaction config process checkpoint readers runner maintenance preflight",
     "testing": "errors checkpoint mirror",
 }
 

@@ -1,0 +1,95 @@
+"""Everything that is checked before a run starts anything. ``check_output`` is for its end, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datatrove.executor import LocalPipelineExecutor
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.maintenance.run_check import check_output_of_run
+from datatrove_ckpt.output.chunk_output import check_rank_in_template
+from datatrove_ckpt.output.folders import check_pipeline_folders
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, waits
+from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
+from datatrove_ckpt.runner import InferenceRunner
+
+
+def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
+    """All checks that need more than the settings. It starts nothing.
+
+    Args:
+        retries_dead_letters: the run processes dead letters, so the input may be gone.
+
+    Raises:
+        ConfigError: input that is not there, or a requirement that is missing on this machine.
+        CheckpointMismatch: checkpoints, markers or the input of finished ranks are those of another run.
+        CkptError: see ``check_output_of_run``.
+        OSError: the input cannot be listed.
+    """
+    if not retries_dead_letters:
+        check_inputs(executor)
+    check_launch(executor)
+    check_job(executor)
+    check_inputs_unchanged(executor)
+    check_output(executor, before=True)
+
+
+def check_steps(executor: Any) -> None:
+    """The checks of settings that one step alone cannot see.
+
+    Raises:
+        ConfigError: steps or tasks would write the same files, or a step would read its own output.
+    """
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner):
+            check_rank_in_template(step.output_writer, executor.world_size)
+    check_pipeline_folders(executor.pipeline)
+
+
+def check_inputs(executor: Any) -> None:
+    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
+
+    Checks local folders only, and none that another executor has yet to create.
+
+    Raises:
+        ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
+    """
+    if waits(executor):
+        return
+    for index, step in enumerate(executor.pipeline):
+        folder = getattr(step, "data_folder", None)
+        if folder is None or not folder.is_local() or getattr(step, "paths_file", None):
+            continue
+        place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
+        if not folder.isdir(""):
+            raise ConfigError(f"{place} is not a folder.")
+        names = folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern)
+        if not names:
+            pattern = f' that match "{step.glob_pattern}"' if step.glob_pattern else ""
+            raise ConfigError(f"{place} contains no files{pattern}.")
+        check_codecs(place, step, names)
+
+
+def check_output(executor: Any, before: bool) -> None:
+    """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
+
+    Args:
+        before: ranks that have no checkpoint will start.
+
+    Raises:
+        CkptError: see ``check_output_of_run``.
+    """
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
+            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
+            here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
+            first = getattr(executor, "local_rank_offset", 0)
+            check_output_of_run(
+                step.output_writer,
+                step.checkpoints_root,
+                executor.logging_dir.resolve_paths(""),
+                executor.world_size,
+                first_starts=range(first, first + executor.local_tasks) if here else (),
+            )

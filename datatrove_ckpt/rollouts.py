@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
-from datatrove_ckpt.config import check_generation_params
+from datatrove_ckpt.config.generation_params import check_generation_params
 from datatrove_ckpt.errors import ConfigError
 
 Payload: TypeAlias = dict[str, Any]

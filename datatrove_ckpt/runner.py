@@ -23,12 +23,13 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
-from datatrove_ckpt.config import InferenceConfig, expand_path
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.dead_letters import Retry
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.failures import Failures, OnDocumentError
+from datatrove_ckpt.generation.messages import RankMessages
 from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress, wants_bar
@@ -241,14 +242,11 @@ class InferenceRunner(PipelineStep):
     ) -> None:
         checkpoint = unopened.open()
         preemption.on_signal = checkpoint.fast_stop
-        if not checkpoint.has_locks:
-            logger.warning(
-                f"{self.checkpoints_local_dir} has no working file locks: do not start a second process for rank "
-                f"{rank}. A second process takes over the rank, and this one stops before its next write."
-            )
         completed = False
         progress = Progress(self.stats, checkpoint.counts, self.config.metric_interval, wants_bar())
+        say = RankMessages(rank, self.checkpoints_local_dir, checkpoint, progress)
         try:
+            say.started()
             if output is not None:
                 with preemption.interruptible():
                     output.prepare()
@@ -270,11 +268,11 @@ class InferenceRunner(PipelineStep):
                 output.stop()
             checkpoint.close(completed)
             if preemption.cause and not completed:
-                self._say_ended(rank, checkpoint, progress, preemption)
+                say.stopped(preemption)
         checkpoint.raise_failure()
         if output is not None:
             output.finish()
-        self._say_done(rank, checkpoint, progress)
+        say.done(str(self.output_writer.output_folder.resolve_paths("")))
 
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
@@ -328,13 +326,6 @@ class InferenceRunner(PipelineStep):
         names: FileNames,
     ) -> None:
         point = checkpoint.resumed
-        if not point.is_fresh:
-            logger.info(
-                f"Resuming: {plural(checkpoint.counts.read, 'document')} committed, and "
-                f"{sum(len(journal.recovered) for journal in point.journals.values())} saved in "
-                f"{plural(len(point.journals), 'unfinished chunk')}; {plural(len(point.cached), 'document')} "
-                "with saved answers to finish."
-            )
         kept = self.checkpoints_local_dir is not None
         failures = Failures(
             self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept=kept
@@ -370,32 +361,6 @@ class InferenceRunner(PipelineStep):
         if not isinstance(timer, TimingStats):
             timer = self.stats.stats["inference_time"] = TimingStats(unit="seconds")
         return timer
-
-    def _say_ended(self, rank: int, checkpoint: Checkpoint, progress: Progress, preemption: Preemption) -> None:
-        if checkpoint.error is not None:
-            logger.error(f"Rank {rank}: a part of its work could not be saved: {checkpoint.error}")
-        kept = (
-            f"the {progress.documents} documents that this run finished are saved, and so is every answer; "
-            f"{preemption.given_up} requests in flight were given up. Run the same command again to resume."
-            if self.checkpoints_local_dir is not None
-            else "there is no checkpoint (checkpoints_local_dir is not set), so the same command starts over."
-        )
-        logger.warning(f"Rank {rank}: stopped by {preemption.cause} after {preemption.seconds:.1f} s; {kept}")
-
-    def _say_done(self, rank: int, checkpoint: Checkpoint, progress: Progress) -> None:
-        counts = checkpoint.counts
-        where = self.output_writer.output_folder.resolve_paths("")
-        resume = (
-            "If you run the same command again, it has nothing to do."
-            if self.checkpoints_local_dir is not None
-            else "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
-        )
-        logger.success(
-            f"Rank {rank}: {counts.written} of {counts.read} documents written to {where} "
-            f"({counts.dropped} dropped, {counts.dead} dead letters); {counts.requests} requests, of which "
-            f"{progress.requests} were sent in this run, {counts.prompt_tokens} prompt tokens, "
-            f"{counts.completion_tokens} completion tokens.{progress.skipped} {resume}"
-        )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

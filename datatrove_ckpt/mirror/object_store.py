@@ -16,7 +16,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
-from datatrove_ckpt.config import refuse_variables
+from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import holds_credentials

@@ -14,7 +14,7 @@ from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.config import expand_path
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.inference.servers.pool import check_servers

@@ -23,7 +23,7 @@ from loguru import logger
 from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.config import refuse_variables
+from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten, shuffled_names
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents

@@ -147,6 +147,7 @@ def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path: Path, s
     assert sorted(outputs(tmp_path / "checkpoints")) == [
         "00000/commits.jsonl",
         "00000/run.json",
+        "00000/shard.json",
         "job.json",
         "last_chunk/00000.txt",
     ]

@@ -77,4 +77,4 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
         "job.py",
     ]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "datatrove_ckpt.config.InferenceConfig" in checked.stdout
+    assert "datatrove_ckpt.config.inference_config.InferenceConfig" in checked.stdout

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from datatrove_ckpt.config import expand_path
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
 _PACKAGE_SCHEME = "package://"

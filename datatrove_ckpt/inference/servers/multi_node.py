@@ -28,7 +28,8 @@ from typing import Self
 
 from loguru import logger
 
-from datatrove_ckpt.config import LINK_KEY_VARIABLE, InferenceConfig
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.node_link import (

@@ -17,7 +17,7 @@ import hmac
 import os
 import secrets
 
-from datatrove_ckpt.config import LINK_KEY_VARIABLE
+from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.errors import ServerStartFailed
 
 HEAD, WORKER = b"head", b"worker"

@@ -26,7 +26,9 @@ import aiohttp
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
-from datatrove_ckpt.config import LINK_KEY_VARIABLE, InferenceConfig, expand_path
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian, leftovers
 from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_log, redacted_command, report

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
-import socket
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl
 
-import orjson
-
+from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import EnvironmentSecret, Key, names_secret
-
-Secret = EnvironmentSecret
-"""The name in 0.1, by which steps that 0.1 pickled (tasks in a queue) find the class."""
 
 LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
 
@@ -172,7 +165,7 @@ class InferenceConfig:
                 raise ConfigError(f"{name} must be >= 0; it is {getattr(self, name)!r}.")
 
     def _check_context(self) -> None:
-        for name in _TOKEN_LIMITS:
+        for name in TOKEN_LIMITS:
             tokens = self.default_generation_params.get(name)
             if self.server_type != "endpoint" and tokens is not None and tokens >= self.model_max_context:
                 raise ConfigError(
@@ -256,40 +249,8 @@ _AT_LEAST_ONE = (
     "target_waiting",
 )
 _AT_LEAST_ZERO = ("server_start_max_retries", "server_max_restarts")
-_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-# What vLLM, SGLang, llama.cpp and OpenAI all refuse. Upper limits of the temperature differ.
-_RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0)}
 _WITH_METRICS = ("vllm", "sglang", "llamacpp")
 _WITH_INTERPRETER = ("vllm", "sglang", "custom")
-
-
-def check_generation_params(key: str, params: object) -> None:
-    """Refuses parameters with which no request can succeed. ``key`` names the setting in the error.
-
-    Raises:
-        ConfigError: they are no JSON object, ask for a stream, or have a number that no server takes.
-    """
-    if not isinstance(params, dict):
-        raise ConfigError(f"{key}: {params!r} is not a mapping of payload keys to values.")
-    if params.get("stream"):
-        raise ConfigError(f"{key}.stream: answers are read as a whole; remove it.")
-    for name in _TOKEN_LIMITS:
-        value = params.get(name)
-        if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):
-            raise ConfigError(f"{key}.{name}: {value!r} is not a whole number of tokens, 1 or more.")
-    for name, (least, most) in _RANGES.items():
-        value = params.get(name)
-        if value is not None and not (_is_number(value) and least <= value <= most):
-            raise ConfigError(f"{key}.{name}: {value!r} is not a number from {least:g} to {most:g}.")
-    for name, value in params.items():
-        try:
-            orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-        except TypeError as error:
-            raise ConfigError(f"{key}.{name}: {value!r} cannot be sent as JSON ({error}).") from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _make_link_key() -> None:
@@ -310,52 +271,6 @@ def _check_flags(flags: dict[str, Any]) -> None:
                 f"model_kwargs: {name!r} is a secret, and would be in the process list and in files. Export it in the "
                 "environment instead, which servers inherit: HF_TOKEN for the model hub."
             )
-
-
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-
-
-def expand_path(setting: str, path: str) -> Path:
-    """The path on this node: ``~``, ``$NAME`` and ``${NAME}`` as in a shell, then absolute.
-
-    To be called where the task runs: on another node a variable may have another value.
-
-    Raises:
-        ConfigError: a variable is not set here, or there is no such home folder.
-    """
-    for match in _VARIABLE.finditer(path):
-        name = match[1] or match[2]
-        if name not in os.environ:
-            raise ConfigError(
-                f"{setting}: {path!r}: the environment variable {name} is not set here ({socket.gethostname()}). "
-                "Export it where the tasks run, or write the path out."
-            )
-    try:
-        found = Path(os.path.expandvars(path)).expanduser().absolute()
-    except RuntimeError:
-        raise ConfigError(f"{setting}: {path!r}: there is no such home folder. Write the path out.") from None
-    _refuse_tilde(setting, path, found)
-    return found
-
-
-def refuse_variables(setting: str, path: str) -> None:
-    """For a folder that datatrove opens: it expands a ``~`` at the beginning, and takes the rest as it is.
-
-    Raises:
-        ConfigError: there is a variable in the path, or another ``~``.
-    """
-    if match := _VARIABLE.search(path):
-        raise ConfigError(
-            f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be a folder of that "
-            "name. Write the path out. (checkpoints_local_dir may contain variables.)"
-        )
-    if not path.startswith("~"):
-        _refuse_tilde(setting, path, Path(path))
-
-
-def _refuse_tilde(setting: str, path: str, found: Path) -> None:
-    if "~" in found.parts:
-        raise ConfigError(f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder.")
 
 
 def _check_url(url: Key) -> None:

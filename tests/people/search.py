@@ -50,13 +50,14 @@ class Found:
 
 def sequence(seed: int) -> list[Operation]:
     """The operations of a sequence: four in ten run the job, the others are of a few kinds, so that each kind meets
-    worlds that others have not disturbed (swarm testing; Groce et al. 2012)."""
+    worlds that others have not disturbed (swarm testing; Groce et al. 2012). Half begin with a run, because most
+    operations need one."""
     chance = random.Random(f"sequence {seed}")
     others = [name for name in ACTIONS if name not in RUNS and name not in _ALWAYS]
     runs = [name for name in RUNS if name not in _ALWAYS]
     kinds = [*chance.sample(others, chance.randint(2, 6)), "put_back", "start_over"]
     ways = [*chance.sample(runs, chance.randint(0, 3)), "run", "do_what_it_says"]
-    operations = []
+    operations = [Operation(chance.choice(ways), chance.randrange(1000))] if chance.random() < 0.5 else []
     for _ in range(chance.randint(4, 12)):
         names = ways if chance.random() < 0.4 else kinds
         (name,) = chance.choices(names, [WEIGHTS[name] for name in names])

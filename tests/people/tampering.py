@@ -60,9 +60,10 @@ def replace_output_file(world: World, chance: random.Random) -> str:
     path = chance.choice(files)
     before = path.read_bytes()
     after = before.replace(b"doc-", b"cod-", 1)
+    if before == after:
+        return ""
+    world.history.replaced[path] = world.history.hidden.get(path, before), after
     path.write_bytes(after)
-    if before != after:
-        world.history.replaced[path] = before, after
     return f"replace {_name(world, path)} by a file of its size"
 
 

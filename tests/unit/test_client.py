@@ -445,13 +445,74 @@ def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
 )
 def test_retry_after_is_respected(header: str, low: float, high: float) -> None:
     outcome = Outcome(answer(http(429, b"", f"Retry-After: {header}")), GOOD)
-    assert low <= outcome.sleeps[0] <= high
+    assert low <= sum(outcome.sleeps) <= high + 1e-9
 
 
 @pytest.mark.parametrize(("ahead", "low", "high"), [(60, 40, 60), (-60, 0, 0.5), (9999, 120, 120)])
 def test_retry_after_may_be_a_date(ahead: int, low: float, high: float) -> None:
     date = formatdate(time.time() + ahead, usegmt=True)
-    assert low <= Outcome(answer(http(503, b"", f"Retry-After: {date}")), GOOD).sleeps[0] <= high
+    assert low <= sum(Outcome(answer(http(503, b"", f"Retry-After: {date}")), GOOD).sleeps) <= high + 1e-9
+
+
+BUSY = answer(http(429, b"", "Retry-After: 3600"))
+
+
+def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: list[str]) -> None:
+    outcome = Outcome(BUSY, server_patience_seconds=10.0)
+    assert isinstance(outcome.result, ServerUnavailable)
+    assert sum(outcome.sleeps) == pytest.approx(10)
+    assert len(outcome.server.requests) <= 4, "one more attempt when the patience ends"
+    assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
+
+
+def test_a_request_that_is_asked_to_wait_alone_has_ten_times_the_patience() -> None:
+    async def play() -> None:
+        sleeps = Sleeps()
+
+        async def sleep(seconds: float) -> None:
+            await client.complete(b"{}")
+            await sleeps(seconds)
+
+        async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+            await (BUSY if server.requests[-1][1] == BODY else GOOD)(server, writer)
+
+        settings = config(server_patience_seconds=10.0, request_max_attempts=2)
+        async with (
+            serving(reply) as (_, url),
+            CompletionClient(settings, [url], None, sleep=sleep, clock=sleeps.clock) as client,
+        ):
+            with pytest.raises(RequestFailed):
+                await client.complete(BODY)
+            assert 100 <= sum(sleeps) < 102
+
+    asyncio.run(play())
+
+
+def test_retry_after_goes_on_when_others_are_answered_again() -> None:
+    async def play() -> None:
+        sleeps = Sleeps()
+
+        async def sleep(seconds: float) -> None:
+            await sleeps(seconds)
+            await client.complete(b"{}")
+
+        asked = 0
+
+        async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            asked += server.requests[-1][1] == BODY
+            await (BUSY if server.requests[-1][1] == BODY and asked == 1 else GOOD)(server, writer)
+
+        async with (
+            serving(reply) as (_, url),
+            CompletionClient(
+                config(server_patience_seconds=13.0), [url], None, sleep=sleep, clock=sleeps.clock
+            ) as client,
+        ):
+            await client.complete(BODY)
+        assert sum(sleeps) == pytest.approx(120)
+
+    asyncio.run(play())
 
 
 def test_the_backoff_grows_up_to_half_a_minute() -> None:

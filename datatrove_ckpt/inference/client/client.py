@@ -12,9 +12,9 @@
 
 Only the HTTP status decides, never words in a body: a body may quote the document, and documents contain anything.
 
-Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After says (at most 120 s).
-A sleeping request holds no slot. There is no task and no log line per request: each costs about 0.1 ms of CPU, and at
-thousands of requests per second the event loop has no more than that.
+Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After says (at most 120 s,
+and never beyond the patience). A sleeping request holds no slot. There is no task and no log line per request: each
+costs about 0.1 ms of CPU, and at thousands of requests per second the event loop has no more than that.
 
 An answer from a server that was given up is thrown away, however complete it looks: servers that were asked to stop
 have answered 200 with half a text.
@@ -192,15 +192,15 @@ class CompletionClient:
                     raise self._poisoned(request) from None
                 self.stats.resent += 1
                 continue
-            except RetryableError as failure:
+            except RetryableError as error:
                 if self.router.closed:  # a cluster stops our servers together with us: the request is not at fault
                     self.stats.resent += 1
                     continue
-                delay = self._delay(failure, clock)
+                failure, delay = error, self._delay(error, clock)
             finally:
                 self.router.release(target)
             self.stats.retries += 1
-            await self._sleep(delay)
+            await self._wait(delay, failure)
 
     def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
         """Seconds until the next attempt.
@@ -210,7 +210,19 @@ class CompletionClient:
         """
         self.outage.failed(failure, self._oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
-        return max(failure.retry_after, backoff_seconds(failures, _FIRST_BACKOFF, _MAX_BACKOFF, jitter=1.0))
+        backoff = backoff_seconds(failures, _FIRST_BACKOFF, _MAX_BACKOFF, jitter=1.0)
+        return max(min(failure.retry_after, clock.left(failure)), backoff)
+
+    async def _wait(self, seconds: float, failure: RetryableError) -> None:
+        """Sleeps until the next attempt. If the patience with an outage ends before, that attempt is due then."""
+        bounded = self.outage.left() > 0
+        while seconds > 0 and not (bounded and self.outage.left() <= 0):
+            pause = min(seconds, self.outage.left()) if bounded else seconds
+            if failure.retry_after:  # without it attempts are frequent enough to show the line
+                pause = min(pause, self.outage.next_line())
+            await self._sleep(pause)
+            seconds -= pause
+            self.outage.show(failure)
 
     def _oldest_in_flight(self) -> float:
         """Seconds for which the oldest attempt under way is under way; 0 if there is none."""

@@ -10,10 +10,13 @@ retried, and two clocks decide when that ends. Both run for ``server_patience_se
 A server that answers 429, 503 or 529 says that it is busy. Where many requests compete for a small rate, one of them
 may have bad luck for minutes while others are answered. So these failures have ten times the patience. A busy server
 that has worked on a request of ours for a minute already is not away, either: long answers need minutes.
+
+A wait that a server asks for (Retry-After) ends with the patience, too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from loguru import logger
@@ -76,9 +79,26 @@ class Outage:
                 f"failure: {failure}. Check the server and the network, and run the same command again: finished "
                 "work is saved, and no document is blamed for its server."
             )
-        if waited >= _SAY_AFTER and (self._said_at is None or now - self._said_at >= _SAY_AGAIN):
-            self._said_at = now
+        self.show(failure)
+
+    def show(self, failure: RetryableError) -> None:
+        """Logs that the run waits, if it is time for that."""
+        if self._since is not None and self.next_line() <= 0:
+            self._said_at = self.clock()
+            waited = self._said_at - self._since
             logger.warning(waiting(str(failure), failure.unreachable, waited, self.patience))
+
+    def next_line(self) -> float:
+        """Seconds until the next line is due; infinite while requests are answered."""
+        if self._since is None:
+            return math.inf
+        if self._said_at is None:
+            return _SAY_AFTER - (self.clock() - self._since)
+        return _SAY_AGAIN - (self.clock() - self._said_at)
+
+    def left(self) -> float:
+        """Seconds until the patience ends, below 0 afterwards; infinite while requests are answered."""
+        return math.inf if self._since is None else self.patience - (self.clock() - self._since)
 
 
 def waiting(cause: str, unreachable: bool, waited: float, patience: float) -> str:
@@ -116,11 +136,14 @@ class RequestClock:
             self._beside += 1
             self._seconds += now - self._at
         self._at, self._answers = now, self._outage.answers
-        patience = self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1)
-        if self._beside >= max_attempts and self._seconds >= patience:
+        if self._beside >= max_attempts and self.left(failure) <= 0:
             raise RequestFailed(
                 f"Given up after {self._attempts} attempts: for {self._seconds:.0f} s this request failed while others "
                 f"were answered (request_max_attempts={max_attempts}, "
                 f"server_patience_seconds={self._outage.patience:g}). Last cause: {failure}"
             )
         return self._attempts
+
+    def left(self, failure: RetryableError) -> float:
+        """Seconds until this request's patience ends; 0 or less afterwards."""
+        return self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1) - self._seconds

@@ -38,7 +38,11 @@ def _check_answer(subject: str, answer: EndpointAnswer, model: str, silent: Stat
         text = f"{answer.url}: {answer.cause}. Start the server, or correct endpoint_url (without /v1)."
         return PreflightCheck(silent, subject, "endpoint", text)
     if answer.models is None:
-        return PreflightCheck("ok", subject, "endpoint", f"{answer.url} answers, and does not list its models.")
+        text = (
+            f"{answer.url} answers, and does not list its models. Some gateways have no /v1/models: then all is well. "
+            "Otherwise correct endpoint_url (without /v1)."
+        )
+        return PreflightCheck("warning", subject, "endpoint", text)
     if model in answer.models:
         return PreflightCheck("ok", subject, "endpoint", f"{answer.url} answers, and serves {model}.")
     listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (", ..." if len(answer.models) > _SHOWN_MODELS else "")

@@ -119,9 +119,9 @@ def test_a_model_that_the_endpoint_does_not_list(found: Doctor) -> None:
         (web.Response(status=401), "problem", "it refuses this run's API key. Check api_key_env"),
         (web.Response(status=403), "problem", "it refuses this run's API key"),
         (web.Response(status=503), "problem", "HTTP 503. Start the server"),
-        (web.Response(status=404), "ok", "answers, and does not list its models."),
-        (web.Response(text="<html>"), "ok", "answers, and does not list its models."),
-        (web.json_response([1]), "ok", "answers, and does not list its models."),
+        (web.Response(status=404), "warning", "Some gateways have no /v1/models"),
+        (web.Response(text="<html>"), "warning", "correct endpoint_url (without /v1)."),
+        (web.json_response([1]), "warning", "answers, and does not list its models."),
         (web.json_response({"data": [1, {"id": 7}]}), "problem", "it lists 7."),
     ],
 )

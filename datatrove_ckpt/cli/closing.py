@@ -46,4 +46,10 @@ def _next_step(step: InferenceRunner, counts: DocumentCounts, command: str) -> s
     if counts.dead:
         retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
         return f"To retry the dead letters: {command}{retry}"
-    return f"To check the files: {shlex.join(['datatrove-ckpt', 'verify', str(step.checkpoints_local_dir)])} --full"
+    return f"To check the files: {shlex.join(['datatrove-ckpt', 'verify', _typed(step)])} --full"
+
+
+def _typed(step: InferenceRunner) -> str:
+    """The checkpoint folder as a shell takes it: the setting, or, if that has ``~`` or a variable, where it is."""
+    given = str(step.checkpoints_local_dir)
+    return str(step.checkpoints_root) if given.startswith("~") or "$" in given else given

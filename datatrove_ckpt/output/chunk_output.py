@@ -9,6 +9,7 @@ it, with our file manager (see ``file_managers.py``).
 from __future__ import annotations
 
 import copy
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -52,6 +53,11 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     refuse_variables("output_writer: output_folder", writer.output_folder.path)
     if advice := missing_codec(writer.output_mg.compression, template):
         raise ConfigError(f"output_writer: compression: {advice}")
+    if writer.output_mg.compression is None and (ending := re.search(r"\.(gz|zst|bz2|xz|zip)$", template)):
+        raise ConfigError(
+            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is null: readers would "
+            "take the files for damaged ones. Set compression to infer, or remove the ending."
+        )
     if not writer.output_filename.is_valid():
         raise ConfigError(f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write $$.")
     if checkpoints and not _template_uses(writer, "chunk_index"):

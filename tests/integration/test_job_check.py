@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -280,6 +281,14 @@ def test_a_corrected_rollout_is_refused_with_its_name_and_the_command_to_type(
     monkeypatch.delitem(sys.modules, "my_rollouts")
     assert "12 of 12 documents" in run(*command.split()[3:])
     monkeypatch.delitem(sys.modules, "my_rollouts")
+
+
+def test_the_command_in_the_last_line_works_as_printed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", str(Path.cwd()))
+    line = run("--executor.tasks=1", "--pipeline.1.checkpoints_local_dir=$HERE/kept")
+    command = shlex.split(line.rpartition("To check the files: datatrove-ckpt ")[2])
+    assert command[1] == str(Path.cwd() / "kept")
+    assert main(command) == 0
 
 
 def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:

@@ -203,3 +203,12 @@ def test_a_writer_in_python_is_refused_too(tmp_path: Path, server: FakeServer) -
     zstd = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression="zstd")
     with pytest.raises(ConfigError, match=r"output_writer: compression: .* pip install 'datatrove-ckpt\[zstd\]'"):
         runner(tmp_path, server, output_writer=zstd)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_plain_text_in_a_file_named_like_a_compressed_one_is_refused(
+    tmp_path: Path, server: FakeServer, ending: str
+) -> None:
+    plain = JsonlWriter(str(tmp_path), f"${{rank}}_${{chunk_index}}.jsonl{ending}", compression=None)
+    with pytest.raises(ConfigError, match=rf"ends in \{ending}, and compression is null: .* Set compression to infer"):
+        runner(tmp_path, server, output_writer=plain)

@@ -184,6 +184,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             try:
                 data = orjson.loads(line)
                 if not isinstance(data, dict):
+                    if _holds_objects(data):  # else the documents of a whole file would be one damaged line
+                        refuse_array(self, name)
                     self._damaged(name, id_in_file, f"{type(data).__name__} instead of an object")
                     return Skipped.DAMAGED
                 for media in data.get("media", []):
@@ -193,7 +195,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             except (EOFError, orjson.JSONDecodeError) as error:
                 if not line.strip():
                     return None
-                if line.strip() == b"[":  # else all but the last element would be damaged lines
+                if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                     refuse_array(self, name)
                 self._damaged(name, id_in_file, error)
                 return Skipped.DAMAGED
@@ -262,6 +264,20 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         while left > 0:
             left -= len(_read_exactly(file, min(left, _BLOCK), name))
         return head
+
+
+def _holds_objects(data: object) -> bool:
+    return isinstance(data, list) and any(isinstance(element, dict) for element in data)
+
+
+def _opens_array(line: bytes) -> bool:
+    """Whether a line begins a JSON array of objects: ``[``, or the first elements as well."""
+    if not line.startswith(b"["):
+        return False
+    try:
+        return line == b"[" or _holds_objects(orjson.loads(line.removesuffix(b",") + b"]"))
+    except orjson.JSONDecodeError:
+        return False
 
 
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:

@@ -71,7 +71,7 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
 
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
-    """For a file with a line that only opens a JSON array.
+    """For a file with a line that is, or begins, a JSON array of objects.
 
     Raises:
         InputError: always.

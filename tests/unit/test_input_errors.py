@@ -137,6 +137,25 @@ def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suff
     assert texts(JsonlReader(tmp_path.as_posix())) == []
 
 
+@pytest.mark.parametrize(
+    "array",
+    [
+        pytest.param(b'[{"text": "b"}, {"text": "c"}]\n', id="one line"),
+        pytest.param(b'[{"text": "b"},\n{"text": "c"}]\n', id="begins with its first element"),
+        pytest.param(b'{"text": "b"}\n[{"text": "c"}]', id="a later line"),
+    ],
+)
+def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_damaged_line(
+    tmp_path: Path, array: bytes
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'[]\n["c"]\n[1,\n')
+    (tmp_path / "b.jsonl").write_bytes(array)
+    with pytest.raises(InputError, match=r"'b.jsonl' in .* holds a JSON array\. Write one object per line"):
+        list(JsonlReader(str(tmp_path)).run())
+    (tmp_path / "b.jsonl").unlink()
+    assert len(list(JsonlReader(str(tmp_path)).run())) == 1
+
+
 def test_one_document_among_a_million_bad_lines_is_enough_and_so_is_a_document_that_skip_passes(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"bad\n" * 3 + LINES[0])
     (tmp_path / "b.txt").write_bytes(b"a stray file\n")

@@ -88,13 +88,16 @@ class CheckpointManager:
         """
         folder = self._folder
         check_files(folder, self._last_chunk)
+        is_new = not folder.exists()
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(self._last_chunk.parent)
         finished, unlocked = is_finished(folder), not (folder / LOCK).exists()
         lock = files.Lock(folder / LOCK)
         with ExitStack() as undo:
-            # A run that is refused leaves a finished rank finished.
+            # A run that is refused leaves a finished rank finished, and no folder where there was none.
             refused = undo.enter_context(ExitStack())
+            if is_new:
+                refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             claim = RunClaim(folder, self._identity, self._accept_changes)
             commits = self._check_commits(claim, finished)

@@ -56,6 +56,7 @@ def test_another_rank_with_another_number_of_tasks_is_refused(tmp_path: Path) ->
             runner(tmp_path, server).run(documents(2), rank=1, world_size=3)
         with pytest.raises(CheckpointMismatch, match='model: "fake" -> "other"'):
             runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(2), rank=1, world_size=2)
+        assert not rank_folder(tmp_path / "checkpoints", 1).exists()  # verify would call it a rank too many
         runner(tmp_path, server).run(documents(2), rank=1, world_size=2)
 
 

@@ -177,6 +177,7 @@ def forms() -> set[str]:
     return plain | {quote(text, safe="") for text in plain} | {quote(text) for text in plain} | {basic}
 
 
+@pytest.mark.usefixtures("real_ready_window")
 @pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("act", [start, complete])

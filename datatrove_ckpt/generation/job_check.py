@@ -29,7 +29,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
-from datatrove_ckpt.checkpoint.layout import RUN, is_finished, rank_folder
+from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.mirror.restore import restore_rank
 
@@ -180,6 +180,9 @@ class _Check:
         way_out = way_back(found.changes, identity, may_mix)
         if len(self.skipped) == tasks:
             way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
+            letters = [rank_folder(self.folder, rank) / DEAD_LETTERS for rank in self.skipped]
+            if any(path.exists() and path.stat().st_size for path in letters):
+                way_out += " For the dead letters alone, --retry-dead-letters takes the new settings."
         elif finished:
             way_out = f"{finished} {way_out}"
         raise refusal(f"The checkpoints in {self.root} ({name_tasks(found.ranks)}) were", found.changes, way_out)

@@ -135,6 +135,7 @@ async def endpoint(layer: str, user: bool) -> AsyncIterator[InferenceConfig]:
                 api_key_env=None if user else "KEY_OF_TEST",
                 request_max_attempts=1,
                 request_timeout=0.3,
+                server_patience_seconds=0.3,
                 server_ready_max_attempts=1,
                 server_ready_delay_sec=0.3,
             )

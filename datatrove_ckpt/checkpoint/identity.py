@@ -206,14 +206,27 @@ def read_run(path: Path) -> Json:
         CheckpointCorrupt: the file holds no run.
         StorageFailed: it cannot be read.
     """
-    with files.explained("read", path), path.open("rb") as file:
-        data = file.read(_MAX_BYTES + 1)
+    try:
+        with files.explained("read", path), path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except StorageFailed as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise StorageFailed(f"{not_readable(path)}.") from error
+        raise
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
         return check_run(orjson.loads(data))
     except ValueError as error:
         raise CheckpointCorrupt(f"{path} does not hold a run ({error}). {_NO_RUN}") from error
+
+
+def not_readable(path: Path | str) -> str:
+    """What to say about a checkpoint of another user."""
+    return (
+        f"{path}: permission denied. Checkpoints are private, because they hold documents and answers. Run this "
+        "command as the user who made them"
+    )
 
 
 def check_run(content: object) -> Json:

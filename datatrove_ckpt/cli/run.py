@@ -15,6 +15,7 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.interruption import Interruption, start_fork_server
 from datatrove_ckpt.cli.main import fail
+from datatrove_ckpt.cli.os_errors import explain
 from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build
@@ -69,7 +70,7 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, arguments.command)
-        own = own_error(error) or (error if isinstance(error, OSError) else None)
+        own = own_error(error) or (explain(error, executor) if isinstance(error, OSError) else None)
         if own is None:
             raise
         return fail(_with_command(own, arguments.command), 1)

@@ -20,7 +20,7 @@ from typing import Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitsDamaged, DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.completeness import Expected
-from datatrove_ckpt.checkpoint.identity import FORMAT, check_not_headless, read_run
+from datatrove_ckpt.checkpoint.identity import FORMAT, check_not_headless, not_readable, read_run
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
@@ -145,10 +145,8 @@ def find_ranks(checkpoints: Path) -> list[RankFolder]:
         for rank in found:
             _check_readable(rank.folder)
     except PermissionError as error:
-        raise ConfigError(
-            f"{error.filename}: permission denied. Checkpoints are private, because they hold documents and answers. "
-            f"Run this command as the user who made them, or ask that user for: chmod -R g+rX {checkpoints}"
-        ) from None
+        share = f", or ask that user for: chmod -R g+rX {checkpoints}"
+        raise ConfigError(not_readable(error.filename) + share) from None
     if not found:
         raise ConfigError(
             f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "

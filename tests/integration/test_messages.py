@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
 
+from datatrove_ckpt.cli import os_errors
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer, outputs
 
@@ -163,3 +166,45 @@ def test_another_setting_on_the_same_checkpoint_is_named_and_nothing_is_lost(
     assert main(["run", "job.yaml", "--pipeline.1.retry_errors=true"]) == 0
     assert "5 of 5 documents are in 3 files" in capfd.readouterr().out
     assert set(server.asked.values()) == {1, 2}
+
+
+def test_a_full_disk_below_the_logs_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (job / "logs").mkdir()
+    (job / "logs" / "executor.json").symlink_to("/dev/full")
+    message = refused(job, capfd)
+    assert f"No space left on device: logging_dir {job / 'logs'}" in message
+    assert "Free some space and run the same command again" in message
+
+
+def test_of_several_folders_the_full_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os_errors, "_is_full", lambda folder: folder.name == "b")
+    assert os_errors._which({"logging_dir": tmp_path / "a", "TMPDIR": tmp_path / "b"}) == f"TMPDIR {tmp_path / 'b'}"
+
+
+def test_logs_that_cannot_be_written_are_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (job / "logs").mkdir()
+    (job / "logs" / "executor.json").symlink_to("/proc/sys/kernel/version")  # not even root may write it
+    message = refused(job, capfd)
+    assert f"{job / 'logs' / 'executor.json'} (in logging_dir): " in message
+    assert "choose another logging_dir, and run the same command again" in message
+
+
+@pytest.mark.parametrize("call", ["exists", "open"])
+def test_a_checkpoint_of_another_user_is_named(
+    call: str, job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["run", "job.yaml"]) == 0
+    path = job / "checkpoints" / "00000" / "run.json"
+    works = getattr(Path, call)
+
+    def closed(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return works(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, call, closed)  # as the system does; root may look everywhere
+    capfd.readouterr()
+    assert main(["run", "job.yaml"]) == 1
+    said = capfd.readouterr().err
+    assert f"error: {path}: permission denied. Checkpoints are private" in said
+    assert "Run this command as the user who made them" in said

@@ -36,8 +36,8 @@ ROOMS = {
     " inference.servers output readers",
     "runner": "errors config rollouts process checkpoint mirror inference.servers output generation",
     "maintenance": "errors formatting remote_errors checkpoint output",
-    "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output readers"
-    " generation runner maintenance",
+    "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output"
+    " readers generation runner maintenance",
     "cli": "errors formatting redaction config process checkpoint readers runner maintenance preflight",
     "testing": "errors checkpoint mirror",
 }

@@ -60,9 +60,10 @@ def encode(document: Document) -> bytes:
         if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
             return trim(orjson.dumps(_wrap_deep(fields)))
     except Exception as error:  # a user's ``__repr__`` may raise anything
+        awaited = " Was `await` forgotten?" if "coroutine" in safe_text(error) else ""
         raise DocumentNotSerializable(
-            f"Document {_id_of(document)} holds a value that cannot be kept: {safe_text(error)}. The rollout, and the "
-            "steps before it, may use JSON values, dates, bytes and numpy values."
+            f"Document {_id_of(document)} holds a value that cannot be kept: {safe_text(error)}.{awaited} The rollout, "
+            "and the steps before it, may use JSON values, dates, bytes and numpy values."
         ) from error
     return trim(data)
 

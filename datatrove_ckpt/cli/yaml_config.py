@@ -239,6 +239,8 @@ def _import(path: Any, place: str, what: str = "class") -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         advice = "correct the path, or install what is missing"
+        if module_name.startswith("datatrove."):
+            advice += " (datatrove's own filters and extractors: pip install 'datatrove[processing]')"
         raise ConfigError(
             f'{place}: {what} "{path}" needs module "{error.name}", which is not installed; {advice}.'
         ) from None

@@ -25,7 +25,7 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
     UnexpectedExit,
 )
-from datatrove_ckpt.formatting import safe_repr
+from datatrove_ckpt.formatting import plural, safe_repr
 from datatrove_ckpt.generation.dead_letters import cause_of, dead_letter
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.user_code import NotAwaitable
@@ -79,9 +79,9 @@ class Failures:
         self._dead += 1
         if self._limit is not None and self._dead > self._limit:
             raise TooManyDeadLetters(
-                f"{self._dead} documents of this rank failed, more than max_dead_letters={self._limit} allows. The "
-                f"last one, {name}: {cause_of(error)}. Fix the cause and run the same command again. When the rank is "
-                "finished, --retry-dead-letters processes the dead letters again."
+                f"{plural(self._dead, 'document')} of this rank failed, more than max_dead_letters={self._limit} "
+                f"allows. The last one, {name}: {cause_of(error)}. Fix the cause and run the same command again. When "
+                "the rank is finished, --retry-dead-letters processes the dead letters again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause_of(error)}")
         return dead_letter(

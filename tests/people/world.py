@@ -275,7 +275,7 @@ class World:
     def truth(self, settings: Settings | None = None) -> Expected:
         settings = settings or self.settings
         impossible = ""
-        if settings.text_key != "text":
+        if settings.text_key != "text" and any(file.rows for file in self.inputs.values()):
             impossible = f"no line has the key {settings.text_key!r}"
         elif settings.tasks < 1:
             impossible = f"there are {settings.tasks} tasks"

@@ -103,7 +103,7 @@ def test_a_finished_rank_that_is_restored_has_nothing_left_to_do(job: Job, expec
         job.run(server)
         job.lose_the_node()
         restore(f"{job.remote}/00000", job.rank)
-        assert sorted(path.name for path in job.rank.iterdir()) == ["commits.jsonl", "run.json"]
+        assert sorted(path.name for path in job.rank.iterdir()) == ["commits.jsonl", "run.json", "shard.json"]
         server.asked.clear()
         job.run(server)
         shutil.rmtree(job.folder / "output")

@@ -212,6 +212,7 @@ def share_a_file(job: Path) -> None:
 def lose_a_commit(job: Path) -> None:
     """So that nothing else names it."""
     (job / "checkpoints" / "last_chunk" / "00000.txt").unlink()
+    (job / "checkpoints" / "00000" / "shard.json").unlink()
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
 
 

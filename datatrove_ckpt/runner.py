@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.dead_letters import Retry
+from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.failures import Failures, OnDocumentError
 from datatrove_ckpt.generation.messages import RankMessages
@@ -327,8 +327,9 @@ class InferenceRunner(PipelineStep):
     ) -> None:
         point = checkpoint.resumed
         kept = self.checkpoints_local_dir is not None
+        taken = TakenLetters(self.checkpoints_root, rank) if kept else None
         failures = Failures(
-            self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept=kept
+            self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept, taken
         )
         documents = DocumentSource(data, failures.keep_as_read, self.seek)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]

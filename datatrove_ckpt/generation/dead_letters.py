@@ -4,6 +4,9 @@ A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is
 that no earlier retry has taken, writes them to ``retry-00001/<rank>/input.jsonl``, and processes this file like any
 other input, with a checkpoint in the same folder. So a retry can be killed and resumed like any other run. A document
 that fails again is a dead letter again, with one attempt more, for the next retry.
+
+A letter that a retry has taken stays a letter: when its chunk is processed again (after ``repair``), the same line is
+written again, and its document is the retry's alone. Else the document would be in the output twice.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.documents import decode, encode_as_read
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
-from datatrove_ckpt.formatting import safe_text
+from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.readers.positions import State
 
 
@@ -96,6 +99,43 @@ def read_letters(path: Path) -> Iterator[Letter]:
         with path.open("rb") as file:
             for line in file:
                 yield orjson.loads(line)
+
+
+Attempt = tuple[int, int]
+"""A document's ordinal, and the attempt at it that failed, counted from 1. It names one letter of a rank."""
+
+
+class TakenLetters:
+    """The letters of a rank that its retries have taken, as they were written."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self._lines: dict[Attempt, tuple[Path, bytes]] = {}
+        for number in range(1, 1 + (_last_retry(root) if root.exists() else 0)):
+            path = rank_folder(retry_folder(root, number), rank) / RETRY_INPUT
+            for letter in read_letters(path):
+                self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
+
+    def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
+        """The letter to write instead of processing the document; None: no retry has it, so process it.
+
+        Args:
+            ordinal: its number in this input, which a retried document's letter overrules.
+
+        Raises:
+            CheckpointMismatch: the retry has another document of this number.
+        """
+        earlier: Letter | None = getattr(document, "letter", None)
+        attempt = (earlier["ordinal"], earlier["attempts"] + 1) if earlier else (ordinal, 1)
+        if attempt not in self._lines:
+            return None
+        path, line = self._lines[attempt]
+        if (taken := orjson.loads(line)["id"]) != doc_id:
+            raise CheckpointMismatch(
+                f"Document {attempt[0]} of this rank is {safe_repr(doc_id)}, but {path} has {safe_repr(taken)} under "
+                "this number, from a retry of dead letters: the input was changed since. Restore the input, or start "
+                "this rank over: move its folder, those of its retries, and its output files elsewhere."
+            )
+        return line
 
 
 class Retry:

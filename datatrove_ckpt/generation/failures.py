@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
 )
 from datatrove_ckpt.formatting import plural, safe_repr
-from datatrove_ckpt.generation.dead_letters import cause_of, dead_letter
+from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.user_code import NotAwaitable
 from datatrove_ckpt.readers.positions import position_state
@@ -42,6 +42,7 @@ class Failures:
         limit: most dead letters before the rank stops; None: no limit.
         kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
             if the user has set ``skip_bad_requests``.
+        taken: letters that retries have taken; None: there are no retries.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Failures:
         dead: int,
         limit: int | None,
         kept: bool = True,
+        taken: TakenLetters | None = None,
     ) -> None:
         self._kept = kept
+        self._taken = taken
         self._on_document_error = on_document_error
         self._skip_bad_requests = skip_bad_requests
         self._dead = dead
@@ -62,6 +65,16 @@ class Failures:
     def keep_as_read(self) -> bool:
         """Dead letters are likely, so keep the bytes of each document in work as it was read."""
         return self._on_document_error == "dead_letter" or self._skip_bad_requests
+
+    def taken_letter(self, source: SourceDocument, slot: ChunkSlot) -> bytes | None:
+        """The letter of a document that belongs to a retry, which is not to be processed here; None: process it.
+
+        Raises:
+            CheckpointMismatch: the retry has another document of this number.
+        """
+        if self._taken is None:
+            return None
+        return self._taken.get(source.document, source.id, slot.ordinal)
 
     def letter_or_raise(
         self, source: SourceDocument, slot: ChunkSlot, error: BaseException, payload_hashes: list[str]

@@ -269,6 +269,8 @@ class Scheduler:
         document = source.document
         answers = Answers(self, slot, source.id)
         requests = [Requests(self, answers, index) for index in range(self._rollouts)]
+        if (letter := self._failures.taken_letter(source, slot)) is not None:
+            return self._finished(source, slot, "dead", letter, requests)
         try:
             results = await self._run_rollouts(document, requests)
             self._raise_if_stopping()

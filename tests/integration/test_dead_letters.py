@@ -13,7 +13,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, TooManyDeadLetters
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.jobs import ask, documents, runner
 
 BAD = {"id 1", "id 4"}
@@ -108,6 +108,41 @@ def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
     server.asked.clear()
     runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
     assert not server.asked, "nothing is left to retry"
+
+
+@pytest.mark.parametrize("lost", ["00000_chunk_00000.jsonl", "00000_chunk_retry1_00000.jsonl"])
+def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again(
+    tmp_path: Path, server: FakeServer, lost: str
+) -> None:
+    """Documents 1 and 2 fail first. The first retry writes 2 of them, the second retry the other one."""
+    bad = {"id 1", "id 2"}
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id in bad:
+            raise ValueError("bad")
+        return await ask(document, generate)
+
+    def run(retrying: bool = False) -> None:
+        step = runner(tmp_path, server, rollout, on_document_error="dead_letter", records_per_chunk=3)
+        step.retry_dead_letters = retrying
+        step.run([] if retrying else documents(5))
+
+    run()
+    bad.remove("id 2")
+    run(retrying=True)
+    bad.clear()
+    run(retrying=True)
+    before = outputs(tmp_path / "output")
+    (tmp_path / "output" / lost).unlink()
+    assert main(["repair", str(tmp_path / "checkpoints")]) == 0
+    server.asked.clear()
+    run(retrying="retry" in lost)
+    assert outputs(tmp_path / "output") == before
+    assert sorted(server.asked) == (["text 2"] if "retry" in lost else ["text 0"])
+    server.asked.clear()
+    run(retrying=True)
+    assert not server.asked, "nothing is left to retry"
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
 def test_a_rank_that_is_not_finished_is_not_retried(tmp_path: Path, server: FakeServer) -> None:

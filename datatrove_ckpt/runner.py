@@ -84,8 +84,9 @@ class InferenceRunner(PipelineStep):
         max_dead_letters: documents that may become dead letters; one more stops the rank. None: no limit.
         retry_dead_letters: process the dead letters of earlier runs instead of the input, into output files of their
             own. The rank must be finished.
-        seek: whether a resume may seek in the input. None: yes if the reader can seek and no known step between the
-            reader and this one keeps something from one document to the next. Otherwise documents are counted.
+        seek: whether a resume may seek in the input. None: only if the reader can, and it and the steps after it are
+            known to keep nothing from one document to the next; otherwise documents are counted. True declares that
+            your steps and adapters keep nothing.
         sync_seconds: time between two syncs, and so what a power loss may cost; kill -9 costs none of it.
             "auto": as short as 2 % of the storage thread's time allows, between 0.1 and 30 seconds.
         drain_seconds: how long requests in flight may take once the rank is asked to stop, by a signal or because

@@ -27,9 +27,9 @@ from datatrove_ckpt.documents import encode_as_read, fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.exits import exit_error
+from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.readers import SeekingReader
-from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
+from datatrove_ckpt.readers.pipeline import PipelineReaders
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 
@@ -37,30 +37,6 @@ _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
 # How long a document waits for the next one, which tells whether a resume may start after it.
 _HOLD_SECONDS = 0.5
-# Packages of datatrove whose steps look at one document at a time.
-_STATELESS = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
-
-
-def stateful_steps(documents: Iterable[Document]) -> list[str]:
-    """The names of steps between the reader and this one that may keep state from one document to the next.
-
-    After a resume that seeks, such a step sees only the remaining documents: a filter that counts, samples or writes
-    what it excludes would then give another result. datatrove's own filters, formatters and extractors keep no state,
-    with two exceptions; of other steps we cannot know.
-    """
-    steps: list[str] = []
-    for step, name, _ in steps_before(documents):
-        if isinstance(step, SeekingReader):
-            return steps
-        if not _is_stateless(step):
-            steps.append(name)
-    return []  # no reader of ours, so there are no positions
-
-
-def _is_stateless(step: object) -> bool:
-    if not type(step).__module__.startswith(_STATELESS):
-        return False
-    return getattr(step, "exclusion_writer", None) is None and type(step).__name__ != "SamplerFilter"
 
 
 class SourceDocument:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import random
 import threading
@@ -180,35 +181,113 @@ class FirstFive:
                 yield document
 
 
-class LetterFilter:
-    """As one of datatrove's: it looks at one document at a time."""
+class Once:
+    """A user's function that keeps the ids it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def __call__(self, document: Document) -> bool:
+        key = str(document.metadata["key"])
+        is_new = key not in self.seen
+        self.seen.add(key)
+        return is_new
+
+
+class Filter:
+    """As datatrove's filters, which need packages that are not installed here."""
 
     exclusion_writer = None
 
+    def __init__(self, keeps: Any = lambda document: document.id != "id 1") -> None:
+        self.keeps = keeps
+
     def run(self, data: Iterator[Document]) -> Iterator[Document]:
-        yield from (document for document in data if document.id != "id 1")
+        yield from (document for document in data if self.keeps(document))
 
 
-LetterFilter.__module__ = "datatrove.pipeline.filters.letter"
+def datatroves(name: str) -> type[Filter]:
+    """A filter with the name of one of datatrove's steps."""
+    module, _, kind = name.rpartition(".")
+    return type(kind, (Filter,), {"__module__": f"datatrove.pipeline.{module}"})
 
 
-@pytest.mark.parametrize(("step", "seeks"), [(FirstFive, False), (LetterFilter, True)])
-def test_a_resume_seeks_only_past_steps_that_keep_nothing(
-    folder: Path, server: FakeServer, log: list[str], step: Any, seeks: bool
+class OwnReader(JsonlReader):
+    pass
+
+
+def numbered() -> Any:
+    """An adapter that numbers the documents."""
+    numbers = itertools.count()
+
+    def adapter(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
+        return {"text": data["text"], "id": f"id {next(numbers)}"}
+
+    return adapter
+
+
+def documents(folder: Path, kind: Any = JsonlReader, **options: Any) -> Iterator[Document]:
+    return kind(str(folder / "input"), add_file_path=False, **options).run()
+
+
+def key(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
+    return {**data, "metadata": {"key": int(data["id"].split()[1]) % 18}}
+
+
+_STEPS = {
+    "a class of the user": (lambda folder: FirstFive().run(documents(folder)), 15, "FirstFive"),
+    "a filter of datatrove": (
+        lambda folder: datatroves("filters.regex_filter.RegexFilter")().run(documents(folder)),
+        NUMBER,
+        None,
+    ),
+    "a function in a filter": (
+        lambda folder: datatroves("filters.lambda_filter.LambdaFilter")(Once()).run(documents(folder, adapter=key)),
+        18,
+        "LambdaFilter, the adapter key of JsonlReader",
+    ),
+    "random numbers": (
+        lambda folder: datatroves("filters.c4_filters.C4BadWordsFilter")(bool).run(documents(folder)),
+        NUMBER,
+        "C4BadWordsFilter",
+    ),
+    "replacements in turn": (
+        lambda folder: datatroves("formatters.pii.PIIFormatter")(bool).run(documents(folder)),
+        NUMBER,
+        "PIIFormatter",
+    ),
+    "an adapter": (
+        lambda folder: documents(folder, adapter=numbered()),
+        NUMBER,
+        "the adapter numbered.<locals>.adapter of JsonlReader",
+    ),
+    "a reader of the user": (lambda folder: documents(folder, OwnReader), NUMBER, "OwnReader"),
+    "a step between two readers": (
+        lambda folder: JsonlReader(str(folder / "none")).run(FirstFive().run(documents(folder))),
+        15,
+        "FirstFive",
+    ),
+    "a step that hides the reader": (lambda folder: filter(Once(), documents(folder, adapter=key)), 18, "filter"),
+}
+
+
+@pytest.mark.parametrize("case", _STEPS)
+def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(
+    folder: Path, server: FakeServer, log: list[str], case: str
 ) -> None:
-    def data() -> Iterator[Document]:
-        return step().run(data=JsonlReader(str(folder / "input"), add_file_path=False).run())
-
+    (folder / "none").mkdir()
+    (folder / "none" / "empty.jsonl").touch()
+    data, count, name = _STEPS[case]
     rollout = StopsAt("id 12", folder)
     again = runner(folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1})
     with pytest.raises(DocumentFailed):
-        again.run(data())
+        again.run(data(folder))
     rollout.state["bad"] = ""
-    again.run(data())
-    expected = [f"id {index}" for index in range(15 if step is FirstFive else NUMBER)]
-    assert ids(folder) == [name for name in expected if seeks is False or name != "id 1"]
-    assert any("finished documents by seeking" in line for line in log) is seeks
-    assert any("FirstFive may keep state" in line for line in log) is not seeks
+    again.run(data(folder))
+    expected = [f"id {index}" for index in range(count)]
+    assert ids(folder) == [one for one in expected if name is not None or one != "id 1"]
+    assert any("finished documents by seeking" in line for line in log) is (name is None)
+    assert name is None or any(f"because {name} may keep state" in line for line in log)
 
 
 def reverse_pairs(data: Iterator[Document]) -> Iterator[Document]:

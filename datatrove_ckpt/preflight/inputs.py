@@ -22,10 +22,14 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.readers.inputs import shuffled_names
 from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.steps import describe_step, differences
 from datatrove_ckpt.runner import InferenceRunner
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
+_AS_ANOTHER_RUN = (
+    "process the new one as another run: with a checkpoints_local_dir, an output_folder and a logging_dir of its own."
+)
 
 
 def waits(executor: Any) -> bool:
@@ -40,17 +44,20 @@ def check_inputs_unchanged(executor: Any) -> None:
     sources that are no files. A retry of dead letters does not need the input, so that may be gone as a whole.
 
     Raises:
-        CheckpointMismatch: a file was added, removed or changed, or an option of a reader was changed.
+        CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a step before the runner.
         OSError: the input cannot be listed.
     """
     if waits(executor):
         return  # another executor has yet to create the input
     readers: list[BaseDiskReader] = []
-    for step in executor.pipeline:
+    for index, step in enumerate(executor.pipeline):
         if isinstance(step, BaseDiskReader):
             readers.append(step)
         if isinstance(step, InferenceRunner):
-            records = [] if step.checkpoints_local_dir is None else _records(executor, step, len(readers))
+            records = [] if step.checkpoints_local_dir is None else _records(executor, step)
+            if not step.retry_dead_letters:  # a retry does not run the steps before it
+                _check_steps(executor.pipeline[:index], records)
+            records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
             skip = step.retry_dead_letters or executor.skip_completed  # a retry does not read the input
             resuming = set(executor.get_incomplete_ranks(skip_completed=skip)) if records else set()
             for number, reader in enumerate(readers):
@@ -61,8 +68,8 @@ def check_inputs_unchanged(executor: Any) -> None:
             readers = []
 
 
-def _records(executor: Any, step: InferenceRunner, readers: int) -> list[tuple[int, ShardRecord]]:
-    """What each finished rank has read, if a record tells, and if it is a record of so many readers."""
+def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecord]]:
+    """What each finished rank has read, if a record tells."""
     try:
         root = step.checkpoints_root
     except ConfigError:  # a folder of other nodes only
@@ -73,8 +80,26 @@ def _records(executor: Any, step: InferenceRunner, readers: int) -> list[tuple[i
         record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
         # Another number of tasks is refused as such, and not for the files that each rank would get by it.
         if record is not None and read_run(folder / RUN).get("tasks") == executor.world_size:
-            records += [(rank, record)] if len(record.readers) == readers else []
+            records.append((rank, record))
     return records
+
+
+def _check_steps(pipeline: Sequence[Any], records: list[tuple[int, ShardRecord]]) -> None:
+    now = [describe_step(step) for step in pipeline]
+    changed = {rank: differences(record.steps, now) for rank, record in records if record.steps is not None}
+    ranks = [rank for rank, lines in changed.items() if lines]
+    if ranks:
+        lines = "\n  ".join(changed[ranks[0]])
+        raise CheckpointMismatch(
+            f"The steps before InferenceRunner are not those through which {_who(ranks)} read the input:\n  {lines}\n"
+            "A finished rank is not run again, so its output would stay that of the old steps. Put the steps back, or "
+            f"{_AS_ANOTHER_RUN}"
+        )
+
+
+def _who(ranks: Sequence[int]) -> str:
+    others = len(ranks) - 1
+    return f"rank {ranks[0]} has" if not others else f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
 
 
 @dataclass
@@ -138,8 +163,6 @@ def _compare(rank: int, record: ReaderRecord, names: Sequence[str], options: dic
 
 
 def _message(reader: BaseDiskReader, changes: _Changes, all_finished: bool) -> str:
-    first, others = changes.ranks[0], len(changes.ranks) - 1
-    who = f"rank {first} has" if not others else f"rank {first} and {plural(others, 'other finished rank')} have"
     added = "added" if all_finished else "added, or moved here from another rank"
     changed = [f"{name!r} ({text})" for name, text in sorted(changes.changed.items())]
     lines = [
@@ -149,11 +172,10 @@ def _message(reader: BaseDiskReader, changes: _Changes, all_finished: bool) -> s
         *(f"  {name}: {text}" for name, text in changes.options.items()),
     ]
     return (
-        f"The input in {reader.data_folder.path} is not what {who} read:\n"
+        f"The input in {reader.data_folder.path} is not what {_who(changes.ranks)} read:\n"
         + "\n".join(lines or ["  the files are dealt out to the ranks in another order"])
         + "\nA finished rank is not run again, so its output would stay that of the old input. Put the input back, or "
-        "process the new one as another run: with a checkpoints_local_dir, an output_folder and a logging_dir of its "
-        "own."
+        + _AS_ANOTHER_RUN
     )
 
 

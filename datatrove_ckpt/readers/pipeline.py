@@ -20,6 +20,7 @@ from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.sampling import list_input, record_reader
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.steps import StepRecord, describe_generator
 
 
 def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
@@ -31,10 +32,24 @@ def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict
         documents = names.get("data") or ()
 
 
+def record_steps(documents: Iterable[Document]) -> list[StepRecord] | None:
+    """The steps that make these documents, the first one first; None if they are not all known."""
+    records: list[StepRecord] = []
+    while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
+        frame = documents.gi_frame
+        module = str(frame.f_globals.get("__name__", ""))
+        records.insert(0, describe_generator(frame.f_locals.get("self"), module, documents.__qualname__))
+        if "data" not in frame.f_locals:
+            return None
+        documents = frame.f_locals["data"]
+    return records if documents is None else None
+
+
 class PipelineReaders:
     """The readers of files that make these documents. Must be made before the first document is read."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
+        self._steps = record_steps(documents)
         found = [(step, names) for step, _, names in steps_before(documents) if isinstance(step, BaseDiskReader)]
         self._readers: list[SeekingReader | _PlainReader] = [
             step if isinstance(step, SeekingReader) else _PlainReader(step, names["rank"], names["world_size"])
@@ -66,7 +81,7 @@ class PipelineReaders:
             if make is None:
                 return None
             records.append(make())
-        return ShardRecord(records, reading.skipped) if records else None
+        return ShardRecord(records, reading.skipped, self._steps) if records else None
 
 
 class _PlainReader:

@@ -14,6 +14,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
+from datatrove_ckpt.readers.steps import plain_settings
 
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
@@ -25,7 +26,8 @@ _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 def options_of(reader: BaseDiskReader) -> dict[str, Any]:
     """The arguments of a reader that decide what it makes of its files."""
-    return {name: getattr(reader, name) for name in _OPTIONS}
+    options = {name: getattr(reader, name) for name in _OPTIONS}
+    return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
 
 
 def record_reader(reader: BaseDiskReader, inputs: Inputs, count: int, limited: bool = False) -> ReaderRecord:

@@ -1,4 +1,4 @@
-"""What a rank has read, as its checkpoint keeps it in ``shard.json``: files, options of the readers, skipped lines.
+"""What a rank has read, as its checkpoint keeps it in ``shard.json``: files, readers, steps, skipped lines.
 
 A finished rank is never run again, so its input may not change. Of each file the record keeps name, size and a sample:
 a hash of the first and last 64 kB of a local file, the ETag (or the like) of a remote one. Names and sizes are those
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.readers.steps import StepRecord
 
 _VERSION = 1
 
@@ -79,14 +80,19 @@ class ReaderRecord:
 
 @dataclass
 class ShardRecord:
-    """The content of ``shard.json``: what a rank has read, and how many lines or rows of it were no documents."""
+    """The content of ``shard.json``: what a rank has read, and how many lines or rows of it were no documents.
+
+    ``steps``: those before the runner; None if an earlier release made the record, or if not all of them are known.
+    """
 
     readers: list[ReaderRecord] = field(default_factory=list)
     skipped: SkippedLines = field(default_factory=SkippedLines)
+    steps: list[StepRecord] | None = None
 
     def to_json(self) -> dict[str, Any]:
         readers = [{**asdict(reader), "files": [list(file) for file in reader.files]} for reader in self.readers]
-        return {"version": _VERSION, "skipped": self.skipped.to_json(), "readers": readers}
+        steps = {} if self.steps is None else {"steps": [asdict(step) for step in self.steps]}
+        return {"version": _VERSION, "skipped": self.skipped.to_json(), "readers": readers} | steps
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
@@ -113,4 +119,5 @@ class ShardRecord:
             ReaderRecord(**{**reader, "files": [FileRecord(*file) for file in reader["files"]]})
             for reader in content["readers"]
         ]
-        return cls(readers, SkippedLines(*content["skipped"]))
+        steps = [StepRecord(**step) for step in content["steps"]] if "steps" in content else None
+        return cls(readers, SkippedLines(*content["skipped"]), steps)

@@ -39,6 +39,21 @@ class Drop(PipelineStep):
             yield from ()
 
 
+class Keep(PipelineStep):
+    """A filter that keeps every document, and counts them."""
+
+    name, type = "Keep", "test"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for document in data:
+            self.seen += 1
+            yield document
+
+
 def lines(*numbers: int) -> str:
     return "".join(json.dumps({"text": f"text {number}", "id": f"id {number}"}) + "\n" for number in numbers)
 
@@ -274,6 +289,39 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(
     assert "limit: 1 -> -1" in capsys.readouterr().err
     (tmp_path / "documents/4.jsonl").write_text(lines(9))
     assert job(limit=1) == 0, "files behind the limit are not read"
+
+
+KEEP: Any = {"class_path": "tests.integration.test_input.Keep"}
+
+
+@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+def test_steps_that_are_new_gone_or_changed_are_refused_for_finished_ranks(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], reader: str
+) -> None:
+    assert job(reader, steps=(KEEP,)) == 0
+    assert [step["name"] for step in kept(tmp_path)["steps"]] == ["reader", "tests.Keep"]
+    capsys.readouterr()
+    assert job(reader) == 1
+    said = capsys.readouterr().err
+    assert "read the input:\n  then: reader -> tests.Keep\n  now: reader\nA finished rank is not run again" in said
+    assert job(reader, steps=(KEEP, KEEP)) == 1
+    assert job(reader, retry=True) == 0, "a retry runs no step before it"
+    assert job(reader, steps=(KEEP,)) == 0
+    for path in tmp_path.glob("checkpoints/*/shard.json"):  # as an earlier release made it
+        content = orjson.loads(path.read_bytes())
+        del content["steps"], content["readers"][0]["options"]["default_metadata"]
+        path.write_bytes(orjson.dumps(content))
+    assert job(reader, default_metadata={"a": 1}) == 0
+
+
+def test_other_default_metadata_is_refused_for_finished_ranks(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"}) == 0
+    assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
+    assert job(default_metadata={"b": [1], "a": 1, "api_key": "other"}) == 0
+    assert job(default_metadata={"a": 2, "b": [1]}) == 1
+    assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in capsys.readouterr().err
 
 
 def test_a_retry_is_refused_over_another_input_but_not_if_that_is_gone(

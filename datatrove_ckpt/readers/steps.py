@@ -1,0 +1,104 @@
+"""Describes the steps before a runner, so that a finished rank can tell that it read its input through other steps.
+
+A false alarm would refuse a good run, so only what cannot change by itself is described. A step is named by its package
+and class. Settings are kept of steps that hold no state, and only plain values. A reader is named by what it is,
+because its options and files are recorded elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers.base import BaseDiskReader
+from xxhash import xxh3_64_hexdigest
+
+from datatrove_ckpt.redaction import holds_credentials, names_secret
+
+STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
+"""Packages of datatrove whose steps look at one document at a time."""
+
+_UNKNOWN = "?"
+_NO_SETTINGS = {"name", "type", "stats"}
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass
+class StepRecord:
+    """One step: package and class, or package and function; "reader"; or "?" for what has no name to compare."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def describe_step(step: object) -> StepRecord:
+    """For an element of a pipeline."""
+    if isinstance(step, BaseDiskReader):
+        return StepRecord("reader")
+    if isinstance(step, PipelineStep):
+        cls = type(step)
+        has_settings = cls.__module__.startswith(STATELESS_PACKAGES)
+        settings = {name: value for name, value in getattr(step, "__dict__", {}).items() if name not in _NO_SETTINGS}
+        return StepRecord(_name(cls.__module__, cls.__qualname__), plain_settings(settings) if has_settings else {})
+    if inspect.isgeneratorfunction(step) and inspect.isfunction(step):
+        return StepRecord(_name(step.__module__, step.__qualname__))
+    return StepRecord(_UNKNOWN)
+
+
+def describe_generator(step: object, module: str, qualname: str) -> StepRecord:
+    """For a generator that a step made: of ``step``, or of a function if that is None."""
+    return StepRecord(_name(module, qualname)) if step is None else describe_step(step)
+
+
+def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that JSON can express, without secrets. A long value is replaced by its hash."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name.startswith("_") or names_secret(name) or _holds_secret(value):
+            continue
+        try:
+            data = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_SORT_KEYS)
+        except orjson.JSONEncodeError:
+            continue
+        short = len(data) <= _SHOWN_CHARACTERS
+        found[name] = orjson.loads(data) if short else f"<{len(data)} bytes, hash {xxh3_64_hexdigest(data)}>"
+    return found
+
+
+def differences(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> list[str]:
+    """What differs, step by step; empty if nothing does. Settings that only one of both names are not compared."""
+    same = [
+        old for old, new in zip(then, now, strict=False) if _UNKNOWN in (old.name, new.name) or old.name == new.name
+    ]
+    if len(same) != len(then) or len(same) != len(now):
+        return [f"then: {_names(then)}", f"now: {_names(now)}"]
+    return [
+        f"{old.name}, {key}: {value!r} -> {new.settings[key]!r}"
+        for old, new in zip(then, now, strict=True)
+        for key, value in old.settings.items()
+        if key in new.settings and new.settings[key] != value
+    ]
+
+
+def _names(steps: Sequence[StepRecord]) -> str:
+    return " -> ".join(step.name for step in steps) or "none"
+
+
+def _name(module: str, qualname: str) -> str:
+    # The package alone: a module may move from one release to the next.
+    return f"{module.partition('.')[0]}.{qualname}"
+
+
+def _holds_secret(value: object) -> bool:
+    if isinstance(value, str):
+        try:
+            return holds_credentials(value)
+        except ValueError:  # no URL
+            return True
+    if isinstance(value, dict):
+        return any(names_secret(str(name)) or _holds_secret(part) for name, part in value.items())
+    return isinstance(value, list | tuple) and any(map(_holds_secret, value))

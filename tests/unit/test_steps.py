@@ -1,0 +1,90 @@
+"""What a finished rank keeps of the steps before its runner, and how that is compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.readers.pipeline import record_steps
+from datatrove_ckpt.readers.steps import StepRecord, describe_step, differences, plain_settings
+
+
+class Filter(PipelineStep):
+    name, type = "Filter", "test"
+
+    def __init__(self, least: int = 1, **others: Any) -> None:
+        super().__init__()
+        self.least = least
+        self.__dict__.update(others)
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        yield from data
+
+
+class StatelessFilter(Filter):
+    __module__ = "datatrove.pipeline.filters.length"
+
+
+def function(data: Any, rank: int, world_size: int) -> Iterator[Document]:
+    yield from data
+
+
+def chain(*steps: Any) -> Any:
+    data: Any = None
+    for step in steps:
+        data = step(data, 0, 1)
+    return data
+
+
+def test_the_generators_of_a_pipeline_tell_its_steps() -> None:
+    steps = [JsonlReader("."), Filter(), function, StatelessFilter(2)]
+    then = record_steps(chain(*steps))
+    assert then == [describe_step(step) for step in steps]
+    assert [step.name for step in then or ()] == [
+        "reader",
+        "tests.Filter",
+        "tests.function",
+        "datatrove.StatelessFilter",
+    ]
+    assert differences(then or [], [describe_step(step) for step in steps]) == []
+
+
+def test_steps_that_cannot_be_seen_are_not_compared() -> None:
+    hidden = functools.partial(function)
+    assert (
+        differences(
+            record_steps(chain(JsonlReader("."), hidden)) or [], [describe_step(s) for s in (JsonlReader("."), hidden)]
+        )
+        == []
+    )
+    assert record_steps(chain(JsonlReader("."), lambda data, rank, world_size: map(str, data), Filter())) is None
+    assert record_steps(chain(lambda *_: [Document("a", "a")], Filter())) is None
+
+
+def test_settings_are_compared_of_stateless_steps_only() -> None:
+    assert describe_step(Filter(2)).settings == {}
+    then, now = describe_step(StatelessFilter(1, new=1)), describe_step(StatelessFilter(2, old=1))
+    assert differences([then], [now]) == ["datatrove.StatelessFilter, least: 1 -> 2"]
+    assert differences([then], [StepRecord(then.name)]) == []
+
+
+def test_settings_hold_no_secret_no_object_and_nothing_long() -> None:
+    values = {
+        "api_key": "sesame",
+        "options": {"b": 1, "token": "sesame"},
+        "url": "https://me:sesame@host/list",
+        "no url": "http://[x",
+        "words": {"a", "b"},
+        "_inner": 1,
+        "rate": 0.5,
+        "order": {"b": 1, "a": (1, 2)},
+    }
+    assert plain_settings(values) == {"rate": 0.5, "order": {"a": [1, 2], "b": 1}}
+    long = plain_settings({"names": ["name"] * 1000})
+    assert len(str(long)) < 100
+    assert long != plain_settings({"names": ["name"] * 999 + ["nome"]})

@@ -17,6 +17,7 @@ which fsspec then uses) and 1 s for zstd. It runs while the server starts, which
 from __future__ import annotations
 
 import base64
+import codecs
 import io
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -195,6 +196,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             except (EOFError, orjson.JSONDecodeError) as error:
                 if not line.strip():
                     return None
+                if line.startswith(codecs.BOM_UTF8):  # of the file, or of one that was appended to it
+                    return self._parse(line.removeprefix(codecs.BOM_UTF8), name, id_in_file)
                 if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                     refuse_array(self, name)
                 self._damaged(name, id_in_file, error)

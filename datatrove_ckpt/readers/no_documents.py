@@ -116,8 +116,10 @@ def first_row(reader: BaseDiskReader, name: str) -> FirstRow:
 def _first_text_row(file: Any, reader: BaseDiskReader) -> FirstRow:
     if isinstance(reader, CSVReader):
         return FirstRow(row=next(csv.DictReader(codecs.iterdecode(file, "utf-8", "replace")), None))
-    while (line := file.readline(_BLOCK)) and not line.strip():
-        pass
+    while line := file.readline(_BLOCK):
+        line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            break
     with suppress(orjson.JSONDecodeError):
         row = orjson.loads(line)
         if isinstance(row, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import json
@@ -135,6 +136,36 @@ def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suff
     compress = COMPRESS.get(suffix[1:], bytes) if content else bytes
     (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(content))
     assert texts(JsonlReader(tmp_path.as_posix())) == []
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
+    tmp_path: Path, suffix: str, seed: int | None
+) -> None:
+    content = codecs.BOM_UTF8 + LINES[0] + LINES[1] + codecs.BOM_UTF8 + LINES[2] + codecs.BOM_UTF8 + b"\n"
+    compress = COMPRESS.get(suffix.lstrip("."), lambda data: data)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(content))
+    (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8)
+    reader = JsonlReader(str(tmp_path), shuffle_seed=seed)
+    found = texts(reader)
+    assert sorted(found) == ["0", "1", "2"]
+    assert seed is not None or found == ["0", "1", "2"]
+    for done in range(3):
+        first, resumed = (JsonlReader(str(tmp_path), shuffle_seed=seed) for _ in range(2))
+        documents = first.run()
+        for _ in range(done):
+            next(documents)
+        resumed.load_state_dict(first.state_dict())
+        assert texts(resumed) == found[done:]
+
+
+def test_a_byte_order_mark_alone_is_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8)
+    assert texts(JsonlReader(str(tmp_path))) == []
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"txt": "a"}')
+    with pytest.raises(InputError, match=r"The first row has the keys 'txt'"):
+        texts(JsonlReader(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ def closing_line(step: InferenceRunner, command: str) -> str:
         record = ShardRecord.read(path)
         skipped += record.skipped if record else SkippedLines()
     if not counts.read and (skipped.damaged or skipped.without_text):
+        rows = skipped._replace(files=0, names=())  # every file would be named
         raise InputError(
-            f"No row of the whole input is a document.{skipped} Check text_key and the adapter of the reader, and "
+            f"No row of the whole input is a document.{rows} Check text_key and the adapter of the reader, and "
             "start again with another checkpoints_local_dir and logging_dir."
         )
     return (

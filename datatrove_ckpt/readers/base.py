@@ -219,12 +219,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self.stat_update("input_files")
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
                 file = self._file_state(start, shard, digest, inputs, index)
-                before, skipped_before = documents, start.skipped
+                before, skipped_before, in_file = documents, start.skipped, file_position != ()
                 for document, after in self._read(name, size, file_position, row_shard):
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
                         continue
-                    found = True
+                    found = in_file = True
                     if passed < self.skip:
                         passed += 1
                         continue
@@ -237,6 +237,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         break
                 if start.skipped != skipped_before:
                     skipped_lines[name] = start.skipped.damaged > skipped_before.damaged
+                    if not in_file and row_shard == ALL_ROWS:
+                        start.skipped = start.skipped.plus_file(name)
+                        logger.warning(f"The input file {name!r} gave no document: no line or row of it is one.")
                 files_bar.update()
                 self.stat_update("documents", value=documents - before, unit="input_file")
                 digest.add(name, size)

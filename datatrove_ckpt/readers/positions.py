@@ -176,7 +176,7 @@ def start_reader(loaded: State | None) -> ReaderStart:
 def saved_skipped(state: State | None) -> SkippedLines:
     if state is None or "file" not in state:  # the state before the first document
         return SkippedLines()
-    return SkippedLines(*state["skipped"]) if "skipped" in state else SkippedLines(at_least=True)
+    return SkippedLines.from_json(state["skipped"]) if "skipped" in state else SkippedLines(at_least=True)
 
 
 class _ThreadReadings(threading.local):

@@ -220,6 +220,32 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     assert kept(tmp_path)["skipped"] == [3, 2]
 
 
+def test_files_without_a_document_beside_good_ones_are_named_once_over_all_attempts(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "documents"
+    for number, name in enumerate(["00.csv", "README", "3.txt", "4", f"sub/{'x' * 60}"]):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("id,text\n" * (number + 1))
+    (folder / "5.jsonl").write_text('{"content": "a"}\n' * 12)
+    (folder / "6.jsonl").write_text("\n")
+    (folder / "9.jsonl.gz").write_bytes(gzip.compress(lines(8, 9).encode())[:-4])
+    for _ in range(2):
+        assert job(tasks=1) == 1
+    (folder / "9.jsonl.gz").write_bytes(gzip.compress(lines(8, 9).encode()))
+    capsys.readouterr()
+    assert job(tasks=1) == 0
+    skipped = (
+        "Skipped: 15 damaged lines and 12 rows without text; 6 files gave no document: 00.csv, 3.txt, 4 and 3 more."
+    )
+    assert skipped in capsys.readouterr().out
+    log = (tmp_path / "logs/logs/task_00000.log").read_text()
+    assert "The input file 'README' gave no document" in log
+    assert skipped in log
+    assert job(tasks=1) == 0
+    assert skipped in capsys.readouterr().out
+
+
 def test_a_run_without_documents_from_the_start_to_the_end_of_a_zstd_file_is_no_success(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, name_place
 
-REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
+REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered", "twice"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""
 
 

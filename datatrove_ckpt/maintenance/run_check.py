@@ -10,9 +10,11 @@ from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.commits import CommitsDamaged
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
 from datatrove_ckpt.checkpoint.layout import RUN, is_finished, rank_folder, rank_numbers
-from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.errors import OutputFailed, OutputMismatch
+from datatrove_ckpt.maintenance.inspect import name_place
+from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.remote_errors import failure_text
 
@@ -45,6 +47,8 @@ def check_output_of_run(
             f"{check.where} cannot be listed: {failure_text(error)}. Correct that and run the same command again."
         ) from error
     check.refuse_lost(commits.values(), found)
+    for rank in numbers:
+        _refuse_twice(check, checkpoints, rank, logging_dir)
     for rank in first_starts:
         if not (rank_folder(checkpoints, rank) / RUN).exists():
             check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank), found)
@@ -52,3 +56,12 @@ def check_output_of_run(
         if is_finished(rank_commits.folder):
             check.refuse_unknown(rank_commits, found)
     check.refuse_other_ranks(found, tasks)
+
+
+def _refuse_twice(check: OutputCheck, checkpoints: Path, rank: int, logging_dir: str) -> None:
+    if (twice := next(delivered_twice(checkpoints, rank), None)) is not None:
+        raise OutputMismatch(
+            f"{check.where}: {name_place(twice.root, rank, twice.chunk_index)}: {twice.what} To have the chunk made "
+            f"again without it: {repair_command(checkpoints, logging_dir)}, then run the same command again"
+            f"{', with --retry-dead-letters' if twice.root else ''}."
+        )

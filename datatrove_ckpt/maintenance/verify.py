@@ -6,6 +6,7 @@ The kinds of problems:
     altered                     (full) the xxh128 of its content differs
     documents                   (full) the files of a chunk hold more or fewer documents than were committed
     duplicate                   several commits name one file
+    twice                       a document is in a chunk, and a retry took it as a dead letter of this chunk
     foreign                     no commit names a file in the output folder
     lost                        no commit covers these documents, though the rank is finished or later chunks follow
     overlap                     two commits cover these documents
@@ -15,7 +16,7 @@ The kinds of problems:
     identity, rank              ranks were run with different settings; a rank is missing, or there is one too many
     output                      the output folder, or a file in it, cannot be read
 
-``repair`` redoes the chunks with problems of the first two lines, and rebuilds ``commits``.
+``repair`` redoes the chunks with problems of the first two lines and of ``twice``, and rebuilds ``commits``.
 
 Commits are read before the output folder is listed, so a chunk that a run finishes in between never counts as missing.
 """
@@ -36,6 +37,7 @@ from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
+from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.maintenance.verify_output import check_output
 
 # The settings that describe the user's code, and the version of that description (see ``generation/run_identity.py``).
@@ -60,6 +62,7 @@ def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> 
         _check_rank(report, rank)
     _check_settings(report)
     _check_number_of_ranks(report)
+    _check_retries(report)
     check_output(report, full, folder_is_given=output is not None)
     return report
 
@@ -147,6 +150,15 @@ def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit
         report.add_unfinished(f"is not finished; its journal holds {plural(number, 'document')}.", rank, index)
     if len(report.unfinished) == before:
         report.add_unfinished("is not finished: the run is active, or must be run again.", rank)
+
+
+def _check_retries(report: Report) -> None:
+    ranks = {rank.key: rank for rank in report.ranks}
+    damaged = {number for (_, number), state in report.states.items() if state == "damaged"}
+    for number in sorted({number for _, number in ranks} - damaged):
+        for twice in delivered_twice(report.checkpoints, number):
+            advice = f"To redo it without the document: {report.repair_command}, then run again."
+            report.add_problem("twice", f"{twice.what} {advice}", ranks[twice.root, number], twice.chunk_index)
 
 
 # all ranks -----------------------------------------------------------------------------------------------------------

@@ -468,3 +468,36 @@ def test_ten_thousand_files_are_compared_in_well_under_a_second(tmp_path: Path) 
     seconds = time.process_time() - start
     print(f"{number} files: {seconds:.2f} s")
     assert seconds < 2.0  # measured: 0.2
+
+
+# the closing line ----------------------------------------------------------------------------------------------------
+
+
+def test_the_closing_line_counts_ranks_only_and_the_tokens_of_retries(
+    job: Path, call: Call, capfd: pytest.CaptureFixture[str], server: FakeServer
+) -> None:
+    yaml = (job / "job.yaml").read_text()
+    bad = yaml.replace('"Say {text}"', '"Say {metadata[nothing]}"') + "          on_document_error: dead_letter\n"
+    (job / "job.yaml").write_text(bad)
+    _, said = call("run", "job.yaml")
+    assert "0 of 10 documents are in 0 files" in said
+    for rank in range(2):
+        shutil.copytree(job / "checkpoints" / f"{rank:05d}", job / "checkpoints" / f"{rank:05d}.bak")
+        shutil.copytree(job / "checkpoints" / f"{rank:05d}", job / "checkpoints" / f"{rank:05d}.replaced-1")
+    assert call("run", "job.yaml")[1] == said
+    (job / "job.yaml").write_text(yaml)
+    _, said = call("run", "job.yaml", "--retry-dead-letters", "--pipeline.1.accept_changes=true")
+    assert "10 of 10 documents are in " in said
+    assert "(0 dropped, 0 dead letters), for 10 requests with" in said
+    assert "with 0 prompt" not in said
+
+
+def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, call: Call) -> None:
+    assert call("run", "job.yaml")[0] == 0
+    retry = job / "checkpoints" / "retry-00001"
+    for path in (job / "checkpoints" / "00000").glob("*"):
+        (retry / "00000").mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, retry / "00000")
+    code, said = call("run", "job.yaml")
+    assert code == 1
+    assert "contradict each other: 10 documents were read, 15 are written, 0 dropped, -5 dead letters" in said

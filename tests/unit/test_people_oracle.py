@@ -53,7 +53,7 @@ class Job:
         return (self.output / name).read_text().splitlines(keepends=True)
 
     def check(self) -> None:
-        check_success(self.expected, self.output, self.checkpoints, self.terminal, (5, 5))
+        check_success(self.expected, self.output, self.checkpoints, self.terminal, (5, 5), {}, exact_tokens=True)
 
 
 @pytest.fixture

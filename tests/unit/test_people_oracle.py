@@ -42,9 +42,12 @@ class Job:
         )
 
     def line(self, id: str) -> str:
-        result = {"text": self.expected.answers[id], "finish_reason": "stop"}
         text = self.expected.rows[id].text
+        result = {"text": self.answer(id), "finish_reason": "stop"}
         return json.dumps({"text": text, "id": id, "metadata": {"rollout_results": [result]}}) + "\n"
+
+    def answer(self, id: str) -> str:
+        return self.expected.answers[id][self.expected.rows[id].text]
 
     def write(self, name: str, lines: list[str]) -> None:
         (self.output / name).write_text("".join(lines))
@@ -87,7 +90,7 @@ def _dropped_document_written(job: Job) -> None:
 
 def _answer_of_another(job: Job) -> None:
     text = "".join(job.lines(FILES[0]))
-    (job.output / FILES[0]).write_text(text.replace(job.expected.answers["two"], job.expected.answers["one"]))
+    (job.output / FILES[0]).write_text(text.replace(job.answer("two"), job.answer("one")))
 
 
 def _other_text(job: Job) -> None:

@@ -46,6 +46,7 @@ def check_output_of_run(
         raise OutputFailed(
             f"{check.where} cannot be listed: {failure_text(error)}. Correct that and run the same command again."
         ) from error
+    check.refuse_shared(commits.values())
     check.refuse_lost(commits.values(), found)
     for rank in numbers:
         _refuse_twice(check, checkpoints, rank, logging_dir)

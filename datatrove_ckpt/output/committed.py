@@ -44,6 +44,10 @@ class CommittedFile:
     chunk_index: int
     file: OutputFile
 
+    @property
+    def place(self) -> str:
+        return f"{self.root}{', ' if self.root else ''}rank {self.rank}, chunk {self.chunk_index}"
+
 
 class RankCommits:
     """What the checkpoint of a rank, and those of its retries, say about output files.
@@ -166,6 +170,23 @@ class OutputCheck:
             f"same command again{_retry_note(wrong)}. Files of the right size were not read: datatrove-ckpt verify "
             f"{shlex.quote(str(self.root))} --full does that."
         )
+
+    def refuse_shared(self, commits: Iterable[RankCommits]) -> None:
+        """Refuses two commits that name one file: one of them has overwritten the other's documents.
+
+        Raises:
+            OutputMismatch: naming the first such file, and both commits.
+        """
+        owners: dict[str, CommittedFile] = {}
+        for one in (one for rank_commits in commits for one in rank_commits.files):
+            other = owners.setdefault(plain(one.file.path), one)
+            if other is not one:
+                raise OutputMismatch(
+                    f"{self.where}: {one.file.path} was written by {other.place} and by {one.place}. One overwrote the "
+                    f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
+                    "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
+                    "logging_dir, and start again."
+                )
 
     def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
         """Refuses the first start of a rank, or of its retry, into a folder that holds its files already.

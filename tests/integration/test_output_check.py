@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import orjson
 import pytest
 from datatrove.data import Document
 from datatrove.io import DataFolder
@@ -20,7 +21,7 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
@@ -319,6 +320,19 @@ def test_a_file_that_no_commit_names_is_refused_at_the_end_and_by_the_next_run(j
     assert "are of ranks that a job with tasks=2 does not have: 00002_00000.jsonl. Their documents may be" in said
     (job / "output" / "00002_00000.jsonl").unlink()
     assert call("run", "job.yaml")[0] == 0
+
+
+def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
+    """Ranks that run at the same time: fields of documents can run into the numbers of a name."""
+    assert call("run", "job.yaml")[0] == 0
+    logs = [job / "checkpoints" / f"{rank:05d}" / "commits.jsonl" for rank in range(2)]
+    commits = [[orjson.loads(line.body) for line in read_lines(log)] for log in logs]
+    commits[1][0]["files"] = commits[0][0]["files"]
+    logs[1].write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits[1]))
+    (job / "output" / "00001_00000.jsonl").unlink()
+    code, said = call("run", "job.yaml")
+    assert code == 1
+    assert "00000_00000.jsonl was written by rank 0, chunk 0 and by rank 1, chunk 0. One overwrote" in said
 
 
 def test_files_that_other_runs_may_have_named_are_only_a_warning_at_the_end(

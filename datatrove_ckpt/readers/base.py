@@ -11,7 +11,7 @@ the state that ``load_state_dict`` left, and forgets where the run before it end
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
@@ -51,6 +51,9 @@ Adapter: TypeAlias = Callable[..., Row]
 
 ReadResult: TypeAlias = tuple[Document | Skipped, FilePosition]
 """A document, or why a line or row is none, and the place in the file right after it."""
+
+FileRead: TypeAlias = Generator[ReadResult, None, int | None]
+"""What a format reads of one file. It returns the size of what it read, if the file may have grown meanwhile."""
 
 RowShard: TypeAlias = tuple[int, int]
 """(index, count): every ``count``-th line or row of a file, from ``index`` on."""
@@ -213,14 +216,17 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         found, skipped_lines = state is not None, {}
         with self._progress_bars(len(inputs.names)) as (documents_bar, files_bar):
             for index in range(digest.files, len(inputs.names)):
-                if self.limit != -1 and documents >= self.limit:
-                    break
                 name, size = inputs.names[index], inputs.size(index)
+                if self.limit != -1 and documents >= self.limit:
+                    if file_position:  # the limit was reached in this file
+                        digest.add(name, size)
+                    break
                 self.stat_update("input_files")
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
                 file = self._file_state(start, shard, digest, inputs, index)
                 before, skipped_before, in_file = documents, start.skipped, file_position != ()
-                for document, after in self._read(name, size, file_position, row_shard):
+                reading = _FileReading(self._read(name, size, file_position, row_shard))
+                for document, after in reading:
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
                         continue
@@ -242,7 +248,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         logger.warning(f"The input file {name!r} gave no document: no line or row of it is one.")
                 files_bar.update()
                 self.stat_update("documents", value=documents - before, unit="input_file")
-                digest.add(name, size)
+                if self._may_grow(name):
+                    inputs.note_size(index, reading.size)
+                digest.add(name, inputs.size(index))
                 file_position = ()
         start.earlier.append(str(digest))
         limited = self.limit != -1 and documents >= self.limit
@@ -341,7 +349,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     # Formats -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
+    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         """The documents and skipped rows of one file after ``file_position``, each with the place right after it."""
 
     def _may_grow(self, name: str) -> bool:
@@ -355,6 +363,18 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         then be the same as a whole.
         """
         return False
+
+
+class _FileReading:
+    """Keeps what a format returns when it has read a file to its end."""
+
+    def __init__(self, rows: FileRead) -> None:
+        self._rows = rows
+        self.size: int | None = None
+        """None before the end."""
+
+    def __iter__(self) -> Iterator[ReadResult]:
+        self.size = yield from self._rows
 
 
 def permutation(count: int, seed: int, *key: object) -> list[int]:

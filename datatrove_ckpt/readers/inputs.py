@@ -54,6 +54,15 @@ class Inputs:
     def size(self, index: int) -> int:
         return int(self.info(index)["size"] or 0)
 
+    def note_size(self, index: int, size: int | None) -> None:
+        """Takes the size of what was read instead of the one before, for a file that grew while it was read.
+
+        None: the reader stopped at its limit, so what comes after is not its input. Then it is the size of now.
+        """
+        if size != self.size(index):
+            info = self.folder.info(self.names[index])
+            self._infos[index] = info if size is None else {**info, "size": size}
+
     def shard(self, rank: int, world_size: int) -> Inputs:
         """The files that datatrove gives to one rank."""
         indices = range(len(self.names))[rank::world_size]

@@ -32,7 +32,7 @@ from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
-from datatrove_ckpt.readers.base import Adapter, ReadResult, Row, RowShard, SeekingReader, permutation
+from datatrove_ckpt.readers.base import Adapter, FileRead, Row, RowShard, SeekingReader, permutation
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.inputs import REMEDY
 from datatrove_ckpt.readers.no_documents import refuse_array
@@ -102,14 +102,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         self._set_shuffle(shuffle_files, shuffle_seed)
         self.stop_on_bad_line = stop_on_bad_line
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
+    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         if self.shuffle_seed is None:
             return self._read_in_order(name, file_position, row_shard)
         if self._codec(name) is None:
             return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
         return self._read_shuffled_compressed(name, file_position, row_shard, self.shuffle_seed)
 
-    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
+    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         offset, number = file_position[:2] if file_position else (0, 0)
         index, count = row_shard
         with self._open(name) as file:
@@ -132,10 +132,11 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     document = self._parse(line, name, number - 1)
                     if document is not None:
                         yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
+        return offset if self._codec(name) is None else None
 
     def _read_shuffled(
         self, name: str, size: int, file_position: FilePosition, row_shard: RowShard, seed: int
-    ) -> Iterator[ReadResult]:
+    ) -> FileRead:
         """Plain files. A position is (blocks started, lines yielded of the last of them)."""
         blocks_started, lines_done = file_position or (1, 0)
         order = permutation(-(-size // _BLOCK), seed, name)
@@ -146,10 +147,11 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 for document, after in self._shuffle_lines(lines, name, start, key, lines_done, row_shard):
                     yield document, (turn + 1, after)
                 lines_done = 0
+        return None
 
     def _read_shuffled_compressed(
         self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int
-    ) -> Iterator[ReadResult]:
+    ) -> FileRead:
         """Compressed files. A position is (offset of the block, lines yielded of it).
 
         Where a block starts alone decides which lines are in it, so resuming at its start finds the same lines.
@@ -163,6 +165,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     yield document, (offset, after)
                 offset += sum(map(len, lines))
                 lines_done = 0
+        return None
 
     def _shuffle_lines(
         self, lines: list[bytes], name: str, start: int, key: tuple[int, int], lines_done: int, row_shard: RowShard

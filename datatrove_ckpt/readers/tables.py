@@ -20,7 +20,7 @@ from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, ReadResult, Row, RowShard, SeekingReader, permutation
+from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, FileRead, Row, RowShard, SeekingReader, permutation
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.positions import FilePosition
 from datatrove_ckpt.readers.shard import Skipped
@@ -44,12 +44,12 @@ class _TableReader(SeekingReader):
     def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
         """From the ``started``-th group in shuffled order on: groups started, group, all its rows."""
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
+    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         if self.shuffle_seed is None:
             return self._read_in_order(name, file_position, row_shard)
         return self._read_shuffled(name, file_position, row_shard, self.shuffle_seed)
 
-    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> Iterator[ReadResult]:
+    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
             rows: Sequence[int] = range(row, row + batch.num_rows)
@@ -60,10 +60,9 @@ class _TableReader(SeekingReader):
             for document, row in documents:
                 number += document is not Skipped.WITHOUT_TEXT
                 yield document, (group, row + 1, number)
+        return None
 
-    def _read_shuffled(
-        self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int
-    ) -> Iterator[ReadResult]:
+    def _read_shuffled(self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int) -> FileRead:
         started, done = file_position or (1, 0)
         index, count = row_shard
         for turn, group, table in self._shuffled_groups(name, started, seed):
@@ -77,6 +76,7 @@ class _TableReader(SeekingReader):
                 for document, row in documents:
                     yield document, (turn, done_after[row])
             done = 0
+        return None
 
     def _convert(
         self, batch: Batch, rows: Sequence[int], name: str, group: int, number: int | None

@@ -442,10 +442,57 @@ def test_what_grows_while_it_is_read_is_recorded_as_it_was(tmp_path: Path) -> No
                 file.write(lines(5))
         return await ask(document, generate)
 
-    size = path.stat().st_size
     with FakeServer() as server:
         runner(tmp_path, server, grow).run(JsonlReader(path.parent.as_posix()).run())
+    size = len(lines(*range(len(outputs(tmp_path)))))  # the reader may or may not have been at the end already
     assert [file[:2] for file in kept(tmp_path)["readers"][0]["files"]] == [["a.jsonl", size]]
+
+
+@pytest.mark.parametrize("limit", [-1, 4])
+def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
+    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: int
+) -> None:
+    """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5. Document 8 is appended to one."""
+    grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
+    parse = JsonlReader._parse
+
+    def grow(self: JsonlReader, line: bytes, name: str, id_in_file: int | str) -> Any:
+        if name == grown.name and id_in_file == 0:
+            with grown.open("a") as file:
+                file.write(lines(8))
+        return parse(self, line, name, id_in_file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlReader, "_parse", grow)
+        assert job(limit=limit) == 0
+    found = outputs(tmp_path)
+    assert job(limit=limit) == 0  # nothing has changed since it was read
+    (tmp_path / "logs/completions/00000").unlink()
+    assert job(limit=limit) == 0
+    assert outputs(tmp_path) == found
+    record = kept(tmp_path)["readers"][0]["files"]
+    assert [file[:2] for file in record] == [
+        [f"{n}.jsonl", (tmp_path / f"documents/{n}.jsonl").stat().st_size] for n in (0, 2)
+    ]
+    capsys.readouterr()
+    with grown.open("a") as file:
+        file.write(lines(9))
+    assert job(limit=limit) == 1
+    assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in capsys.readouterr().err
+
+
+def test_a_rank_resumes_after_a_file_that_grew_while_it_was_read(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
+    reader = JsonlReader(tmp_path.as_posix())
+    documents = reader.run()
+    read = [next(documents).id]
+    with (tmp_path / "0.jsonl").open("a") as file:
+        file.write(lines(8))
+    read += [next(documents).id for _ in range(3)]
+    again = JsonlReader(tmp_path.as_posix())
+    again.load_state_dict(reader.state_dict())
+    assert [*read, *(document.id for document in again.run())] == ["id 0", "id 1", "id 8", "id 2", "id 3"]
 
 
 def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:

@@ -8,13 +8,18 @@ constants of a rollout all use it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import sys
+from dataclasses import fields, is_dataclass
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
+
+import orjson
+import xxhash
 
 from datatrove_ckpt.errors import ConfigError
 
@@ -25,7 +30,14 @@ MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 _MIN_GIVEN, _MIN_FROM_ENV = 4, 8
 
 _SECRET_NAME = re.compile(r"(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-_SECRET_WORD = re.compile("key|secret|passw|credential|token$", re.IGNORECASE)
+_SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|token$", re.IGNORECASE)
+# Keys of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq and Slack; HTTP's two schemes.
+_SECRET_VALUE = re.compile(
+    r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
+    r"xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
+)
+_HASH = re.compile("hash [0-9a-f]{32}")
+_MIN_GUESSED = 8  # characters of a value that only may be a secret, by its name
 # Storage options that hold a secret although their names do not end like one.
 _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
 
@@ -44,6 +56,97 @@ def may_name_secret(name: str) -> bool:
     For messages only, where hiding too much ("--keyboard") costs less than showing a secret ("--hftoken").
     """
     return names_secret(name) or _SECRET_WORD.search(name) is not None
+
+
+def without_secrets(name: str, value: Any) -> Any:
+    """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
+
+    A secret is a value with the name of one, everything inside "headers", and a text that has the form of a key. What
+    has been replaced before stays as it is.
+    """
+    if _is_secret(name, value):
+        return hashed(value)
+    if isinstance(value, dict):
+        return {key: without_secrets(f"{name}.{key}", part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(name, part) for part in value]
+    return value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Whether a value is one, by its dotted name or its form. A dict or list may hold some although it is none."""
+    if names_secret(name):
+        return True
+    if not isinstance(value, str):
+        return False
+    outer, _, last = name.rpartition(".")
+    if outer.lower().endswith("headers") or last.lower() == "authorization":
+        return True
+    # "keyword": "short" and "key_prompt": "Name the key." are none.
+    guessed = may_name_secret(last) and len(value) >= _MIN_GUESSED and value.isprintable() and " " not in value
+    named = last.endswith("_env")  # the name of a variable
+    return (guessed and not named) or _SECRET_VALUE.search(value) is not None or holds_credentials(value)
+
+
+def hashed(value: Any) -> str:
+    """The hash that stands for a secret."""
+    if isinstance(value, str) and _HASH.fullmatch(value):
+        return value
+    return f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))}"
+
+
+class Veil:
+    """Holds a value of the user's, and shows it without its secrets.
+
+    datatrove writes the attributes of a step to ``executor.json``; of an object that JSON does not know, its ``str``.
+    """
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        shown = _shown(self.name, self.value)
+        return shown if isinstance(shown, str) else json.dumps(shown, skipkeys=True)
+
+
+class Veiled:
+    """An attribute of a class, whose value is kept in a ``Veil``. A pickled object may hold the value itself."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        try:
+            value = vars(instance)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+        return value.value if isinstance(value, Veil) else value
+
+    def __set__(self, instance: object, value: Any) -> None:
+        vars(instance)[self._name] = Veil(self._name, value)
+
+
+def _shown(name: str, value: Any) -> Any:
+    """A value without its secrets: plain values and settings as they are, of everything else the name of the type."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if _is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
+        return HIDDEN
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return {key: _shown(f"{name}.{key}", part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(name, part) for part in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _shown(f"{name}.{field.name}", getattr(value, field.name)) for field in fields(value)}
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"<{kind.__module__}.{kind.__qualname__}>"
 
 
 class Key:

@@ -53,6 +53,7 @@ from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
+from datatrove_ckpt.redaction import Veiled
 from datatrove_ckpt.rollouts import Rollout, check_use_chat
 
 
@@ -106,6 +107,10 @@ class InferenceRunner(PipelineStep):
 
     name = "Inference 🔍"
     type = "Model call"
+    # datatrove writes these attributes to executor.json, and they may hold the user's secrets
+    rollout_fn = Veiled()
+    config = Veiled()
+    shared_context = Veiled()
     how_to_accept = "set accept_changes=True"  # the command line has other words
 
     def __init__(

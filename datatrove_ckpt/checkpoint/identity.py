@@ -11,6 +11,9 @@ covers the cases that locks do not: file systems without locks, and clusters tha
 while the old process still runs. Between a check of the fence and the write that follows, there are microseconds in
 which both processes may write; each writes whole, valid lines and files.
 
+Secrets in the user's fields are replaced by their hashes, both in what is written and in what is read: earlier releases
+wrote some as they were, and such a file still describes the same run.
+
 An owner also lists, by their nonces, the earlier owners whose work this folder holds: all of it (null), or up to the
 version of a mirror that the folder was restored from (a number; see ``mirror/restore.py``). And it names the number of
 commits that it found, by which the next owner notices that some are lost.
@@ -35,6 +38,7 @@ from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, RUN, 
 from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
+from datatrove_ckpt.redaction import without_secrets
 
 FORMAT = 1
 """Version of everything in a rank's folder."""
@@ -43,6 +47,8 @@ _MAX_BYTES = 64 * 2**20
 _MAX_TASKS = 10_000_000
 _NO_RUN = "Restore it from a copy or from the mirror. If there is none, start this rank over: move its folder away."
 
+_USERS_FIELDS = ("rollout_fn", "shared_context", "default_generation_params", "model_kwargs")
+"""Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
 _LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
 
 
@@ -200,12 +206,45 @@ class RunClaim:
 
 
 def read_run(path: Path) -> Json:
-    """Returns the content of ``run.json``.
+    """Returns the content of ``run.json`` or ``job.json``, with hashes in the place of secrets.
 
     Raises:
         CheckpointCorrupt: the file holds no run.
         StorageFailed: it cannot be read.
     """
+    return _without_secrets(_load(path))
+
+
+def shows_secret(path: Path) -> bool:
+    """Whether an earlier release wrote ``path``, with a secret in it."""
+    content = _load(path)
+    return _without_secrets(content) != content
+
+
+def fields_without_secrets(fields: Json) -> Json:
+    """The fields of an identity, with hashes in the place of the user's secrets."""
+    return {name: _field_without_secrets(name, value) for name, value in fields.items()}
+
+
+def _field_without_secrets(name: str, value: Any) -> Any:
+    is_users = name.partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
+    return without_secrets(name, value) if is_users else value
+
+
+def _without_secrets(content: Json) -> Json:
+    clean = fields_without_secrets(content)
+    if accepted := content.get("accepted_changes"):
+        clean["accepted_changes"] = [
+            {
+                key: _field_without_secrets(str(change.get("field")), value) if key in ("old", "new") else value
+                for key, value in change.items()
+            }
+            for change in accepted
+        ]
+    return clean
+
+
+def _load(path: Path) -> Json:
     try:
         with files.explained("read", path), path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -249,8 +288,9 @@ def check_run(content: object) -> Json:
         raise ValueError("its tasks or records_per_chunk are no numbers")
     if (content.get("tasks") or 0) > _MAX_TASKS:
         raise ValueError(f"it names {content['tasks']} tasks")
-    if not isinstance(content.get("accepted_changes", []), list):
-        raise ValueError("its accepted_changes is no list")
+    accepted = content.get("accepted_changes", [])
+    if not isinstance(accepted, list) or not all(isinstance(change, dict) for change in accepted):
+        raise ValueError("its accepted_changes is no list of changes")
     return content
 
 
@@ -323,7 +363,7 @@ def records(changes: Iterable[Change]) -> list[Json]:
 def as_kept(fields: Json) -> Json:
     """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
     kept: Json = orjson.loads(orjson.dumps({"format": FORMAT, **fields}))
-    return kept
+    return fields_without_secrets(kept)
 
 
 def _shown(identity: Json, name: str) -> str:

@@ -29,6 +29,7 @@ from datatrove_ckpt.checkpoint.identity import (
     read_run,
     records,
     refusal,
+    shows_secret,
     way_back,
 )
 from datatrove_ckpt.checkpoint.layout import JOB, JOB_LOCK, LOCK, RUN, is_finished, rank_folder, rank_numbers
@@ -74,9 +75,9 @@ def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool)
         CheckpointMismatch: another rank belongs to another run; the message names each field with both values.
         CheckpointLocked: another process has kept ``job.lock`` for a minute.
     """
-    guard = None if _agrees(root, identity) else _guard(root, identity)
+    guard = None if _is_current(root, identity) else _guard(root, identity)
     try:
-        if not _agrees(root, identity):
+        if not _is_current(root, identity):
             files.disk.replace(root / JOB, _next_job(root, rank, identity, accept_changes))
         yield
     finally:
@@ -121,6 +122,11 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
     return bool(job) and not compare(job, identity)
 
 
+def _is_current(root: Path, identity: RunIdentity) -> bool:
+    """``job.json`` agrees, and need not be written again without a secret."""
+    return _agrees(root, identity) and not shows_secret(root / JOB)
+
+
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
     """Takes ``job.lock``. None: while this rank waited for it, another one has written a ``job.json`` that agrees."""
     deadline = time.monotonic() + _GUARD_SECONDS
@@ -128,7 +134,7 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
         try:
             return files.Lock(root / JOB_LOCK)
         except CheckpointLocked:
-            if _agrees(root, identity):
+            if _is_current(root, identity):
                 return None
             if time.monotonic() > deadline:
                 raise

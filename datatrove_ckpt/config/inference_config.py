@@ -93,7 +93,7 @@ class InferenceConfig:
     tp: int = 1
     dp: int = 1
     pp: int = 1
-    default_generation_params: dict[str, Any] = field(default_factory=dict)
+    default_generation_params: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold a header's key
     rollouts_per_document: int = 1
     max_concurrent_generations: int = 500
     max_concurrent_documents: int | None = None

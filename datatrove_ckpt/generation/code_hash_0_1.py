@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import textwrap
 import types
 
@@ -16,9 +15,7 @@ import xxhash
 
 from datatrove_ckpt.generation.code_hash import all_global_names as global_names
 
-__all__ = ["closure_names", "code_hash", "function_value", "global_names", "names_secret", "type_name"]
-
-_SECRET_NAME = re.compile(r"(?i)(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$")
+__all__ = ["closure_names", "code_hash", "function_value", "global_names", "type_name"]
 
 
 def code_hash(function: types.FunctionType) -> str:
@@ -50,8 +47,3 @@ def type_name(cls: type) -> str:
 
 def closure_names(function: types.FunctionType) -> list[str]:
     return list(function.__code__.co_freevars)
-
-
-def names_secret(name: str) -> bool:
-    """Unlike today's, this one does not take "-" for "_": 0.1.0 kept the value of "pad-token"."""
-    return _SECRET_NAME.search(name) is not None

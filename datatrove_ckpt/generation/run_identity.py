@@ -3,7 +3,7 @@
 Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out, so they may
 change freely. A rollout function is described by its code (see ``code_hash.py``), the variables of enclosing functions,
 its default arguments, the plain values among the globals of its module that it names (a PROMPT constant, for example),
-and the functions of its own module that it calls. A value whose name says that it is a secret is hashed.
+and the functions of its own module that it calls. Of a secret (see ``redaction.py``) the hash is kept.
 
 Limits: what the rollout imports from other modules or reads from files is not seen. Of a value that JSON cannot express
 (a set, a path, an object) only the type is seen. Lists and dicts are taken as they were when the step was made, because
@@ -18,18 +18,16 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
-import xxhash
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation import code_hash, code_hash_0_1
-from datatrove_ckpt.redaction import names_secret
 
 # The flags of a server that change its answers.
 _ANSWERING_FLAGS = {
@@ -151,6 +149,7 @@ def _code_fields(now: dict[str, Any], when_made: dict[str, Any]) -> dict[str, An
 
 def _from_0_1(when_made: dict[str, Any], now: CodeIdentity) -> CodeIdentity:
     """A step that 0.1.0 pickled has its description of the code. What has not changed since has today's form, too."""
+    when_made = fields_without_secrets(when_made)
     fields = {
         name: now.fields[name] if value == now.fields_0_1.get(name) else value
         for name, value in when_made.items()
@@ -178,10 +177,6 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _hashed(value: Any) -> str:
-    return f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))}"
-
-
 class _Hashes(Protocol):
     """The module ``code_hash`` or ``code_hash_0_1``: how functions and types are described."""
 
@@ -195,9 +190,8 @@ class _Hashes(Protocol):
 class _Describer:
     """Describes user code and settings by dotted names and plain values."""
 
-    def __init__(self, hashes: _Hashes, names_secret: Callable[[str], bool]) -> None:
+    def __init__(self, hashes: _Hashes) -> None:
         self._hashes = hashes
-        self._names_secret = names_secret
 
     def config(self, config: InferenceConfig) -> dict[str, Any]:
         flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
@@ -211,9 +205,8 @@ class _Describer:
         }
 
     def code(self, rollout_fn: Any, shared_context: Any) -> dict[str, Any]:
-        fields = dict([*self._callable("rollout_fn", rollout_fn), *self._context(shared_context)])
         # The identity is written to run.json and executor.json, where secrets must not be.
-        return {name: _hashed(value) if self._names_secret(name) else value for name, value in fields.items()}
+        return fields_without_secrets(dict([*self._callable("rollout_fn", rollout_fn), *self._context(shared_context)]))
 
     def _context(self, context: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(context, dict):
@@ -277,8 +270,8 @@ class _Describer:
         return f"<{self._hashes.type_name(type(value))}>"
 
 
-_NOW = _Describer(code_hash, names_secret)
-_AS_0_1_0 = _Describer(code_hash_0_1, code_hash_0_1.names_secret)
+_NOW = _Describer(code_hash)
+_AS_0_1_0 = _Describer(code_hash_0_1)
 
 
 def _package(module: str) -> str:

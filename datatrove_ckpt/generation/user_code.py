@@ -56,7 +56,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         ConfigError: it cannot be called with these arguments.
     """
     _check_call(rollout_fn, shared, complete=True)
-    call = partial(rollout_fn, **shared)
+    call = _Call(rollout_fn, **shared)
     if inspect.iscoroutinefunction(_function(rollout_fn)):
         return call
 
@@ -68,6 +68,13 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         return result
 
     return checked
+
+
+class _Call(partial[Any]):
+    """A call of the user's function. Tracebacks do not show its arguments, which may be secrets."""
+
+    def __repr__(self) -> str:
+        return _shown(self.func)
 
 
 def _function(rollout_fn: Any) -> types.FunctionType | None:

@@ -17,7 +17,10 @@ from typing import Any
 
 import dill
 import pytest
+from datatrove.data import Document
+from datatrove.executor.base import ExecutorJSONEncoder
 
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation import code_hash
 from datatrove_ckpt.generation.run_identity import code_identity
@@ -577,16 +580,77 @@ def test_changed_code_is_refused_for_a_checkpoint_of_0_1_0(
     assert [change["field"] for change in json.loads(run_json(folder).read_bytes())["accepted_changes"]] == [field]
 
 
-@pytest.mark.parametrize(
-    ("name", "hidden", "hidden_in_0_1_0"),
-    [("pad-token", True, False), ("pad_token", True, True), ("pad-tokens", False, False)],
-)
-def test_a_secret_is_hidden_for_a_checkpoint_of_0_1_0_where_0_1_0_hid_it(
-    name: str, hidden: bool, hidden_in_0_1_0: bool
+SECRETS = {
+    "openai_api_key": "s3cret-s3cret",
+    "pad-token": "s3cret",  # 0.1.0 did not take "-" for "_"
+    "options": {"headers": {"Authorization": "s3cret"}},
+    "client": "sk-s3crets3crets3cret",
+}
+
+
+class SecretAsker:
+    def __init__(self) -> None:
+        self.headers = {"Authorization": "s3cret"}
+
+    async def __call__(self, document: Document, generate: Any, **shared: Any) -> Any:
+        return (await generate({"messages": [{"role": "user", "content": document.text}]})).text
+
+
+def secret_runner(folder: Path, server: FakeServer, **settings: Any) -> InferenceRunner:
+    params = {"extra_headers": {"Authorization": "s3cret"}}
+    step = runner(folder, server, SecretAsker(), **{"shared_context": SECRETS} | settings)
+    step.config.default_generation_params = params
+    return step
+
+
+def test_no_file_shows_a_secret(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        secret_runner(tmp_path, server).run(documents(2))
+    for path in (run_json(tmp_path), run_json(tmp_path).parent.parent / "job.json"):
+        assert "s3cret" not in path.read_text()
+        assert path.read_text().count("hash ") == 6
+
+
+def test_executor_json_shows_no_secret_and_a_pickled_step_keeps_it(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        step = secret_runner(tmp_path, server)
+        text = json.dumps(step, cls=ExecutorJSONEncoder)
+        assert "s3cret" not in text
+        assert "s3cret" not in repr(step.config)
+        assert step.config.model_name_or_path in text
+        copy = dill.loads(dill.dumps(step))
+        assert copy.shared_context == SECRETS
+        assert copy.config.default_generation_params == step.config.default_generation_params
+        vars(copy)["shared_context"] = SECRETS  # as earlier versions pickled it
+        assert copy.shared_context == SECRETS
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
+    tmp_path: Path, version: int | None
 ) -> None:
-    code = code_identity(load, {name: "<pad>"})
-    assert (code.fields[f"shared_context.{name}"] != "<pad>") == hidden
-    assert (code.fields_0_1[f"shared_context.{name}"] != "<pad>") == hidden_in_0_1_0
+    job = run_json(tmp_path).parent.parent / "job.json"
+    with FakeServer() as server:
+        step = secret_runner(tmp_path, server)
+        step.run(documents(2))
+        kept = fields_of(tmp_path)
+        identity = step.identity(1) if version else step.identity(1).earlier
+        assert identity is not None
+        secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
+        secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
+        secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
+        old = {"format": 1, **identity.fields, **secrets}
+        run_json(tmp_path).write_text(json.dumps(old))
+        job.write_text(json.dumps(old))
+        with pytest.raises(CheckpointMismatch) as refused:
+            secret_runner(tmp_path, server, shared_context=SECRETS | {"client": "sk-anothers3crets3cret"}).run(
+                documents(3)
+            )
+        assert "shared_context.client" in str(refused.value)
+        assert "s3cret" not in str(refused.value)
+        secret_runner(tmp_path, server).run(documents(3))
+    assert fields_of(tmp_path) == kept
+    assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
 
 
 def test_a_hash_of_0_1_0_from_another_python_is_refused_with_the_way_out(tmp_path: Path) -> None:

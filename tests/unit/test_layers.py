@@ -25,16 +25,16 @@ ROOMS = {
     "documents": "errors formatting",
     "rollouts": "errors config",
     "process": "errors",
-    "checkpoint": "errors process",
+    "checkpoint": "errors redaction process",
     "mirror": "errors formatting backoff redaction remote_errors config checkpoint",
     "inference.client": "errors backoff redaction config process",
     "inference.servers": "errors backoff redaction config process inference.client",
     "output": "errors formatting backoff redaction remote_errors config documents checkpoint",
     "readers": "errors redaction config",
     "torch": "errors readers",
-    "generation": "errors formatting redaction config documents rollouts process checkpoint mirror inference.client"
+    "generation": "errors formatting config documents rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",
-    "runner": "errors config rollouts process checkpoint mirror inference.servers output generation",
+    "runner": "errors redaction config rollouts process checkpoint mirror inference.servers output generation",
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output"
     " readers generation runner maintenance",

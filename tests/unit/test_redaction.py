@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, holds_credentials, may_name_secret, names_secret
+from datatrove_ckpt.redaction import (
+    HiddenBytes,
+    HiddenDict,
+    Key,
+    Veil,
+    holds_credentials,
+    may_name_secret,
+    names_secret,
+    without_secrets,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +56,30 @@ def test_a_user_or_password_in_a_url_is_found(url: str, held: bool) -> None:
 def test_messages_hide_every_name_that_holds_such_a_word(name: str) -> None:
     assert may_name_secret(name)
     assert not may_name_secret("max-num-batched-tokens")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"openai_api_key": "s3cret"},
+        {"cfg": [{"nested": {"password": "s3cret"}}]},
+        {"extra_headers": {"Authorization": "s3cret", "X-Team": "s3cret"}},
+        {"authorization": "s3cret"},
+        {"hftoken": "s3cret-s3cret"},
+        {"client": "sk-s3crets3cret12"},
+        {"client": "hf_s3crets3cret12"},
+        {"client": "Authorization: Bearer s3crets3cret"},
+        {"proxy": "https://me:s3cret@host/"},
+    ],
+)
+def test_a_secret_among_plain_values_is_replaced_by_its_hash(value: dict[str, object]) -> None:
+    hidden = without_secrets("shared_context", value)
+    assert "s3cret" not in str(hidden)
+    assert "hash " in str(hidden)
+    assert without_secrets("shared_context", hidden) == hidden
+    assert "s3cret" not in str(Veil("shared_context", value))
+
+
+def test_plain_values_stay_as_they_are() -> None:
+    value = {"temperature": 0.5, "max_tokens": 7, "prompt": "Find the key sk-1.", "keyword": "short", "stop": ["a"]}
+    assert without_secrets("shared_context", value) == value

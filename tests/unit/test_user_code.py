@@ -13,7 +13,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.user_code import check_rollout
+from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, chat
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
@@ -188,3 +188,10 @@ def test_names_that_a_context_manager_gives_are_checked_before_a_server_starts(
     with pytest.raises(ConfigError, match=r"cannot be called as rollout\(document, generate, words=...\)"):
         step.run(documents(1))
     assert not server.payloads
+
+
+def test_a_call_of_the_rollout_shows_no_shared_argument_in_a_traceback() -> None:
+    async def rollout(document: Any, generate: Any, password: str) -> None:
+        return None
+
+    assert "s3cret" not in repr(bind_shared(rollout, {"password": "s3cret"}))

@@ -70,6 +70,7 @@ def said() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoint._PROBE_TIMEOUT", 0.3)  # seconds
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     monkeypatch.setenv("CODE", quote(CODE, safe=""))
     for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):

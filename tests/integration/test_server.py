@@ -444,6 +444,7 @@ def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.usefixtures("real_ready_window")
 def test_endpoints_that_are_not_there_are_named() -> None:
     url = f"http://127.0.0.1:{server.free_port()}"
     window = {"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.3}

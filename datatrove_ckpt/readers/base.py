@@ -16,12 +16,13 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
+import orjson
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
@@ -284,6 +285,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {key: getattr(self, key) for key, usual in _KEYS.items() if getattr(self, key) != usual}
+        options["default_metadata"] = _short_hash(self.default_metadata)
         return {
             key: shorten(value) if isinstance(value, str) else value
             for key, value in options.items()
@@ -309,8 +311,18 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         now = self._options() | ({"shard": shard} if "shard" in state else {})
         for key in then | now:
             old, new = then.get(key, _KEYS.get(key)), now.get(key, _KEYS.get(key))
-            if old != new and not (key in _KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
+            if key == "default_metadata":
+                if old not in (None, new):  # None: an earlier release made it
+                    raise CheckpointMismatch(
+                        f"{where} was made with another {key}, now {self.default_metadata}. {REMEDY}"
+                    )
+            elif old != new and not (key in _KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
                 raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. {REMEDY}")
+        if 0 <= self.limit < state.get("documents", 0):
+            raise CheckpointMismatch(
+                f"{where} comes after {state['documents']} documents, and limit is now {self.limit}. Set limit to at "
+                f"least {state['documents']}, or start from the beginning (another checkpoints_local_dir, no state)."
+            )
         return state if "file" in state else None
 
     def _check_read_files(self, inputs: Inputs, state: State | None) -> tuple[Digest, FilePosition]:
@@ -363,6 +375,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         then be the same as a whole.
         """
         return False
+
+
+def _short_hash(metadata: Row | None) -> str:
+    text = orjson.dumps(metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return str(xxh3_64_hexdigest(text)[:8])
 
 
 class _FileReading:

@@ -154,7 +154,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def through_json(state: Any) -> Any:
     text = json.dumps(state)
-    assert len(text) < 1000, text
+    assert len(text) <= 1024, text
     return json.loads(text)
 
 
@@ -665,6 +665,27 @@ def test_a_state_of_another_reader_or_rank_is_refused(six: Path) -> None:
         list(ours.run(None, 0, 2))
     with pytest.raises(CheckpointMismatch, match="version 2"):
         resume(six, state | {"version": 2})
+
+
+def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(six: Path) -> None:
+    state = stop(six, default_metadata={"lang": "de"})
+    for now in ({"lang": "fr"}, None):
+        with pytest.raises(CheckpointMismatch, match=f"was made with another default_metadata, now {now}"):
+            resume(six, state, default_metadata=now)
+    resume(six, state, default_metadata={"lang": "de"})
+    old = stop(six)
+    with pytest.raises(CheckpointMismatch, match="default_metadata"):
+        resume(six, old, default_metadata={"lang": "fr"})
+    del old["options"]["default_metadata"]
+    resume(six, old, default_metadata={"lang": "fr"})
+
+
+def test_a_limit_below_what_is_done_is_refused(six: Path) -> None:
+    state = stop(six, limit=20)
+    done = state["documents"]
+    with pytest.raises(CheckpointMismatch, match=f"after {done} documents, and limit is now {done - 1}. Set limit to"):
+        resume(six, state, limit=done - 1)
+    assert resume(six, state, limit=done) == []
 
 
 def test_a_higher_limit_reads_more(six: Path) -> None:

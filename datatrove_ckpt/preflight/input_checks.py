@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from datatrove.pipeline.readers.base import BaseDiskReader, get_shard_from_paths_file
@@ -17,7 +17,7 @@ from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.preflight.checks import PreflightCheck, within
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
 from datatrove_ckpt.preflight.requirements import check_codecs
-from datatrove_ckpt.readers.no_documents import FirstRow, explain, first_row
+from datatrove_ckpt.readers.no_documents import FirstRow, NoDocument, explain, first_row
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
@@ -40,6 +40,7 @@ class Sample:
         is_all: the input has no others.
         input_bytes: size of the whole input, uncompressed; compressed files count ``GROWTH`` times. 0 if unknown.
         compressed: some of the input is compressed.
+        refused: why a file that was read gave no document, by the file's index.
     """
 
     number: int = 0
@@ -47,6 +48,7 @@ class Sample:
     is_all: bool = False
     input_bytes: int = 0
     compressed: bool = False
+    refused: dict[int, NoDocument] = field(default_factory=dict)
 
     @property
     def documents(self) -> int:
@@ -66,18 +68,39 @@ def check_input(subject: str, reader: Any, tasks: int, waits: bool = False) -> t
         names = within(REMOTE_SECONDS, lambda: _names(reader), where)
         check_codecs(where, reader, names)
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names), where)
+        _refuse_tasks_without_documents(sample, len(names), tasks)
     except (RemoteFailed, CkptError) as error:
         return [PreflightCheck("problem", subject, "readable", str(error))], Sample()
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
         return [PreflightCheck("problem", subject, "readable", text)], Sample()
+    if not sample.number and names and not sample.input_bytes:
+        return [PreflightCheck("warning", subject, "readable", f"{where}: all files are empty.")], sample
     if not sample.number:
         files = "" if names else ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [PreflightCheck("problem", subject, "readable", text)], sample
     which = "all" if sample.is_all else "the first"
     text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
-    return [PreflightCheck("ok", subject, "readable", text), _check_shares(subject, len(names), tasks)], sample
+    checks = [PreflightCheck("ok", subject, "readable", text), _check_shares(subject, len(names), tasks)]
+    return [*checks, *_name_refused(subject, names, sample)], sample
+
+
+def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
+    """Raises NoDocument for a task whose files were all refused, or if nothing else was found."""
+    for first in range(min(files, tasks)):
+        if sample.refused.keys() >= set(range(first, files, tasks)):
+            raise sample.refused[first]
+    if sample.refused and not sample.number:
+        raise next(iter(sample.refused.values()))
+
+
+def _name_refused(subject: str, names: list[str], sample: Sample) -> list[PreflightCheck]:
+    if not sample.refused:
+        return []
+    shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
+    text = f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or move what is no input."
+    return [PreflightCheck("warning", subject, "files", text)]
 
 
 def _check_shares(subject: str, files: int, tasks: int) -> PreflightCheck:
@@ -100,30 +123,37 @@ def _names(reader: Any) -> list[str]:
 def _read_some(reader: Any, names: list[str]) -> Sample:
     sizes: list[int] = []
     deadline = time.monotonic() + _SAMPLE_SECONDS
-    is_all = _read_files(reader, len(names), lambda document: _take(sizes, document, deadline), lambda: bool(sizes))
+    refused: dict[int, NoDocument] = {}
+    is_all = _read_files(reader, len(names), lambda document: _take(sizes, document, deadline), refused)
     measured = [reader.data_folder.size(name) or 0 for name in names[:_MEASURED_FILES]]
     grown = [size * (GROWTH if name.endswith(_COMPRESSED) else 1) for size, name in zip(measured, names, strict=False)]
     total = round(sum(grown) / max(1, len(grown)) * len(names))
     compressed = any(name.endswith(_COMPRESSED) for name in names)
     mean = sum(sizes) / len(sizes) if sizes else 0.0
-    return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed)
+    return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed, refused)
 
 
-def _read_files(reader: Any, files: int, take: Callable[[Any], bool], found: Callable[[], bool]) -> bool:
+def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: dict[int, NoDocument]) -> bool:
     """Reads file after file until ``take`` is False. Returns whether all were read.
 
-    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``.
+    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
+    that are refused for that are added to ``refused``.
     """
+    found, deadline = False, time.monotonic() + _SAMPLE_SECONDS
     for rank in range(files):
-        if rank >= _TRIED_FILES and not found():
+        if not found and (len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)):
             return False
         one = copy.deepcopy(reader)
-        with closing(one.run(None, rank=rank, world_size=files)) as documents:
-            for document in documents:
-                if not take(document):
-                    return False
-            if one.limit >= 0:  # it counts for a task, which has more files than one
-                return False
+        try:
+            with closing(one.run(None, rank=rank, world_size=files)) as documents:
+                for document in documents:
+                    found = True
+                    if not take(document):
+                        return False
+        except NoDocument as error:
+            refused[rank] = error
+        if found and one.limit >= 0:  # it counts for a task, which has more files than one
+            return False
     return True
 
 

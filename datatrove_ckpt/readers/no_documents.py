@@ -31,6 +31,10 @@ _ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file 
 _RUN_AGAIN = "Correct that, and run the same command again."
 
 
+class NoDocument(InputError):
+    """No row of a file is a document, and its content tells why."""
+
+
 @dataclass(frozen=True)
 class FirstRow:
     """The first row of a file, or the beginning of what is no row.
@@ -55,7 +59,7 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
         damaged: one of its lines was no JSON object.
 
     Raises:
-        InputError: always, but for such a file.
+        NoDocument: always, but for such a file.
     """
     first = first_row(reader, name)
     if first == FirstRow():
@@ -64,7 +68,7 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
     row = first.row or {}
     if not (damaged or has_own_adapter) and reader.text_key in row and not row[reader.text_key]:
         return
-    raise InputError(
+    raise NoDocument(
         f"This task's input holds no document, although {name!r} in {reader.data_folder.path} is not empty. "
         f"{explain(reader, first)}"
     )

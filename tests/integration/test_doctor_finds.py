@@ -156,7 +156,6 @@ def test_tasks_without_input(found: Doctor) -> None:
         (b'[\n  {\n    "text": "Rain falls."\n  }\n]\n', "a JSON array. Write one object per line"),
         (b'[{"text": "Rain falls."}]\n', "a JSON array. Write one object per line"),
         (b"Rain falls.\n", "begins with 'Rain falls.'"),
-        (b"", "holds no documents"),
     ],
 )  # fmt: skip
 def test_input_that_yields_no_document_says_what_it_looks_like(found: Doctor, content: bytes, says: str) -> None:
@@ -193,7 +192,27 @@ def test_an_empty_first_file_hides_no_documents_and_a_wrong_key_reads_three_file
 
     monkeypatch.setattr(DataFolder, "open", count)
     assert found("--pipeline.0.text_key=content")["input, readable"][0] == "problem"
-    assert len({name for name in opened if name.startswith("c")}) <= 1
+    assert len({name for name in opened if name.startswith("c")}) <= 2, "an empty file does not count"
+
+
+def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) -> None:
+    for number in range(4):
+        Path(f"documents/0{number}.jsonl").write_bytes(b"")
+    for name in ("1.csv", "README"):
+        Path(f"documents/{name}").write_text("id,text\n")
+    checks = found()
+    assert checks["input, readable"][0] == "ok"
+    state, text = checks["input, files"]
+    assert state == "warning"
+    assert text.startswith("2 files will give no document: '1.csv', 'README'.")
+    state, text = found("--executor.tasks=7")["input, readable"]
+    assert state == "problem", "a task gets nothing but this file"
+    assert "This task's input holds no document, although '1.csv'" in text
+
+
+def test_an_input_of_empty_files_is_a_warning(found: Doctor) -> None:
+    Path("documents/a.jsonl").write_bytes(b"")
+    assert found()["input, readable"][0] == "warning"
 
 
 def test_a_folder_without_files(found: Doctor) -> None:

@@ -29,7 +29,7 @@ from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.readers.pipeline import PipelineReaders
+from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 
@@ -162,6 +162,7 @@ class DocumentSource:
             self._flush(is_last=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             self._flush()
+            error = name_file(error)
             self._error = (
                 error if isinstance(error, Exception) else exit_error("The reader, or a step after it,", error)
             )

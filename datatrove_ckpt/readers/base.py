@@ -25,7 +25,7 @@ from tqdm import tqdm
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.config.paths import refuse_variables
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten, shuffled_names
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
@@ -166,6 +166,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not fields.get("text"):
             self._warn_of_empty_text(data)
             return None
+        if not hasattr(fields["text"], "__len__"):  # datatrove's Document and its statistics take no such text
+            raise DocumentNotSerializable(
+                f"The document {fields.get('id')!r} of the input file {source_file!r} has a text of type "
+                f"{type(fields['text']).__name__}, not str. Write it as a string, or set text_key or an adapter that "
+                "gives one."
+            )
         if fields.get("media"):
             fields["media"] = [Media(**media) for media in fields["media"]]
         document = PositionedDocument(**fields)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import orjson
 from datatrove.io import DataFolder
-from datatrove.pipeline.readers import CSVReader
+from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
 
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
@@ -43,11 +43,13 @@ class FirstRow:
         row: the row, if it is one.
         text: the first characters that are not blank.
         compression: the compression that the bytes show, although the reader did not decompress them.
+        table: "Parquet" or "Arrow" if the bytes show such a file, and the reader reads another format.
     """
 
     row: dict[str, Any] | None = None
     text: str = ""
     compression: str | None = None
+    table: str | None = None
 
 
 def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bool) -> None:
@@ -91,6 +93,9 @@ def explain(reader: BaseDiskReader, first: FirstRow) -> str:
             f"It is compressed with {first.compression}, and was read without decompressing it: its name should end in "
             f"{_SUFFIXES[first.compression]}, or set compression. {_RUN_AGAIN}"
         )
+    if first.table is not None:
+        use = "ParquetReader" if first.table == "Parquet" else "IpcReader"
+        return f"This is a file in the format {first.table}: use {use}, or move the file out of the folder."
     if first.row is not None:
         keys = ", ".join(map(repr, list(first.row)[:_SHOWN_KEYS]))
         if reader.adapter != reader._default_adapter:
@@ -109,7 +114,10 @@ def first_row(reader: BaseDiskReader, name: str) -> FirstRow:
         magic = file.read(6)
         file.seek(0)
         if magic.startswith((b"PAR1", b"ARROW1")):
-            return FirstRow(row=_first_table_row(file, magic.startswith(b"PAR1")))
+            is_parquet = magic.startswith(b"PAR1")
+            if not isinstance(reader, ParquetReader if is_parquet else IpcReader):
+                return FirstRow(table="Parquet" if is_parquet else "Arrow")
+            return FirstRow(row=_first_table_row(file, is_parquet))
         codec = codec_of(name, getattr(reader, "compression", "infer"))
         if codec is None or not magic:
             found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)

@@ -13,6 +13,7 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader
 
+from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.inputs import Inputs
@@ -30,6 +31,22 @@ def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict
         step = names.get("self")
         yield step, type(step).__name__ if step is not None else documents.__name__, names
         documents = names.get("data") or ()
+
+
+def name_file(error: BaseException) -> BaseException:
+    """Names the file in which a reader that does not seek found bytes that are not UTF-8; else the error as it is."""
+    trace = error.__traceback__ if isinstance(error, UnicodeDecodeError) else None
+    while trace is not None:
+        names = trace.tb_frame.f_locals
+        if isinstance(names.get("self"), BaseDiskReader) and isinstance(names.get("filepath"), str):
+            named = InputError(
+                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} is not UTF-8: {error}. "
+                "Convert it (iconv -t utf-8), and run the same command again."
+            )
+            named.__cause__ = error
+            return named
+        trace = trace.tb_next
+    return error
 
 
 def record_steps(documents: Iterable[Document]) -> list[StepRecord] | None:

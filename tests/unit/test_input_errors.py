@@ -22,7 +22,7 @@ from datatrove.data import Document
 from fsspec.compression import compr
 from fsspec.utils import compressions
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     IpcReader,
@@ -185,6 +185,23 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
         list(JsonlReader(str(tmp_path)).run())
     (tmp_path / "b.jsonl").unlink()
     assert len(list(JsonlReader(str(tmp_path)).run())) == 1
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_table_for_a_reader_of_lines_is_named_with_and_without_pyarrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"):
+        texts(JsonlReader(str(tmp_path)))
+
+
+def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": 5, "id": "five"}\n')
+    with pytest.raises(DocumentNotSerializable, match=r"'five' of the input file 'a.jsonl' has a text of type int"):
+        texts(JsonlReader(str(tmp_path)))
 
 
 def test_one_document_among_a_million_bad_lines_is_enough_and_so_is_a_document_that_skip_passes(tmp_path: Path) -> None:

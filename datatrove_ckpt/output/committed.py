@@ -8,17 +8,18 @@ Names and sizes are compared, not contents: a file that was replaced by one of t
     a rank resumes, or is complete      committed files that are missing or of another size
     a rank is complete                  files that its template may have named, and no commit does
 
-The last check leaves out templates with fields of documents: another run may have named these files. The first does
-not: then the user chooses.
+The last check only warns of a file whose name does not tell its rank, or that has a chunk index which the rank does not
+have: fields of documents may have made such a name in another run. The first does not: then the user chooses.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -33,6 +34,7 @@ from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 
 _SHOWN = 3
+_TO_DELETE = 20
 
 
 @dataclass
@@ -60,6 +62,7 @@ class RankCommits:
         self.rank = rank
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
+        self._chunks: set[int] = set()
         self._unfinished: set[tuple[str, int]] = set()
         self.doubtful: set[str] = set()
         """The folders of retries ("": the rank's own) that are finished, and may have lost commits."""
@@ -71,6 +74,7 @@ class RankCommits:
                 commits = read_commits(folder / COMMITS)
                 expected.check(commits)
                 self._add(name, commits.values())
+                self._chunks |= set() if name else set(commits)
                 if expected.leaves_doubt:
                     self.doubtful.add(name)
                 self._unfinished |= {(name, index) for index in journal_indices(folder)}
@@ -83,6 +87,10 @@ class RankCommits:
     @cached_property
     def names(self) -> set[str]:
         return {plain(committed.file.path) for committed in self.files}
+
+    def has(self, chunk_index: int) -> bool:
+        """Whether the rank itself, not a retry of it, has committed the chunk."""
+        return chunk_index in self._chunks
 
     def is_unfinished(self, root: str, chunk_index: int) -> bool:
         """Whether the chunk has a journal: its output may be there already, and will be written again."""
@@ -134,6 +142,7 @@ class OutputCheck:
         self._is_certain = not fields_of_documents(writer.output_filename)
         self._any_writer = output_pattern(self._template, any_writer=True)
         self._ours = output_pattern(self._template)
+        self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
     def look(self, commits: Iterable[RankCommits], rank: int | None = None) -> FoundFiles:
         """Lists the output folder, see ``list_output``.
@@ -221,7 +230,22 @@ class OutputCheck:
         doubtful = sorted(root for root, _ in unknown if root in commits.doubtful)
         if doubtful:
             self._refuse_doubtful(commits, doubtful[0], self._what(sorted(name for _, name in unknown), which))
-        self._refuse_or_warn(sorted({name for _, name in unknown}), which)
+        certain = {name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)}
+        self._refuse(sorted(certain), which)
+        self._warn(sorted({name for _, name in unknown}), which)
+
+    def _is_superseded(self, commits: RankCommits, name: str) -> bool:
+        """Whether a chunk of this rank wrote the file, in an attempt whose documents went to other files later."""
+        match = self._ours.fullmatch(name)
+        if match is None:
+            return False
+        (root, rank), chunk_index = rank_and_chunk(match)
+        if not root and not commits.has(chunk_index):
+            return False
+        # Fields of documents may hold numbers, too: is there another rank that may have given this name?
+        numbers = set(re.findall(r"(?=(\d{5,}))", name)) if "rank" in match.groupdict() else set()
+        others = {digits[:end] for digits in numbers for end in range(5, len(digits) + 1)} - {f"{rank:05d}"}
+        return not any(self._of_rank(rank=number).fullmatch(name) for number in others)
 
     def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
         """Refuses files of ranks that the job does not have: it ran with another number of tasks before.
@@ -230,12 +254,15 @@ class OutputCheck:
             OutputMismatch: naming some of them.
         """
         names = sorted(name for rank, files in found.by_rank.items() if rank >= tasks for _, name in files)
-        self._refuse_or_warn(names, f"are of ranks that a job with tasks={tasks} does not have")
+        which = f"are of ranks that a job with tasks={tasks} does not have"
+        if self._is_certain:
+            self._refuse(names, which)
+        self._warn(names, which)
 
-    def _what(self, names: list[str], which: str) -> str:
+    def _what(self, names: list[str], which: str, shown: int = _SHOWN) -> str:
         return (
             f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have named, "
-            f"and that {which}: {_some(names[:_SHOWN], len(names))}."
+            f"and that {which}: {_some(names[:shown], len(names))}."
         )
 
     def _refuse_doubtful(self, commits: RankCommits, root: str, what: str) -> None:
@@ -249,16 +276,19 @@ class OutputCheck:
             "command again."
         )
 
-    def _refuse_or_warn(self, names: list[str], which: str) -> None:
-        if not names:
-            return
-        what = self._what(names, which)
-        if self._is_certain:
+    def _refuse(self, names: list[str], which: str) -> None:
+        if names:
+            verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
             raise OutputMismatch(
-                f"{what} Their documents may be in the output twice. Delete these files, or move them elsewhere, and "
-                "run the same command again: it has nothing else left to do for what is complete."
+                f"{self._what(names, which, _TO_DELETE)} Their documents may be in the output twice. Delete these "
+                f"files, or move them elsewhere ({verify} names all of them), and run the same command again: it has "
+                "nothing else left to do for what is complete."
             )
-        logger.warning(f"{what} If they are not another run's, delete them: their documents may be there twice.")
+
+    def _warn(self, names: list[str], which: str) -> None:
+        if names:
+            what = self._what(names, which)
+            logger.warning(f"{what} If they are not another run's, delete them: their documents may be there twice.")
 
     def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
         match = self._ours.fullmatch(name)

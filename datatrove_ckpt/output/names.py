@@ -166,14 +166,15 @@ def plain(name: str) -> str:
 # recognising names ---------------------------------------------------------------------------------------------------
 
 
-def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
+def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -> re.Pattern[str]:
     """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are named retry1_00000.
 
     Args:
         any_writer: also names that datatrove's own InferenceRunner gives.
+        rank: digits of the only rank to recognise; every rank if it is not given.
     """
     chunk = _RETRY + (_ANY_CHUNK if any_writer else _CHUNK)
-    numbers = {"rank": _RANK, "chunk_index": chunk}
+    numbers = {"rank": rank, "chunk_index": chunk}
     folder, slash, name = plain(template).rpartition("/")
     seen: set[str] = set()
     # A writer with max_file_size puts a number in front of each name.

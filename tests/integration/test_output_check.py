@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import shutil
@@ -335,18 +336,54 @@ def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
     assert "00000_00000.jsonl was written by rank 0, chunk 0 and by rank 1, chunk 0. One overwrote" in said
 
 
-def test_files_that_other_runs_may_have_named_are_only_a_warning_at_the_end(
-    tmp_path: Path, server: FakeServer, log: list[str]
+async def by_label(document: Document, generate: Any) -> Any:
+    document.metadata["label"] = os.environ["LABEL"]  # as an answer that differs from run to run
+    return await ask(document, generate)
+
+
+def test_files_of_a_chunk_that_was_made_again_under_other_names_are_refused(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = JsonlWriter(str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None)
+    """The checkpoint is an older copy: the later chunks are made again, with other answers."""
+    monkeypatch.setenv("LABEL", "a")
+    output = JsonlWriter(str(tmp_path / "output"), "${label}/${rank}_${chunk_index}.jsonl", compression=None)
+    for number in (2, 7):
+        runner(tmp_path, server, by_label, output_writer=output).run(documents(number))
+        if number == 2:
+            shutil.copytree(tmp_path / "checkpoints", tmp_path / "older")
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "older").rename(tmp_path / "checkpoints")
+    monkeypatch.setenv("LABEL", "b")
+    for _ in range(2):
+        with pytest.raises(OutputMismatch, match=r"names: a/00000_00001.jsonl; a/00000_00002.jsonl; a/00000_00003"):
+            runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
+    shutil.move(tmp_path / "output" / "a" / "00000_00000.jsonl", tmp_path / "kept")
+    shutil.rmtree(tmp_path / "output" / "a")
+    (tmp_path / "output" / "a").mkdir()
+    shutil.move(tmp_path / "kept", tmp_path / "output" / "a" / "00000_00000.jsonl")
+    runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("${lang}/${rank}_${chunk_index}.jsonl", "en/00000_00007.jsonl"),  # a chunk that this rank does not have
+        ("${lang}_${rank}_${id}_${chunk_index}.jsonl", "en_00001_x_00000_x_00000.jsonl"),  # rank 0's or rank 1's
+    ],
+)
+def test_files_that_other_runs_may_have_named_are_only_a_warning_at_the_end(
+    tmp_path: Path, server: FakeServer, log: list[str], template: str, name: str
+) -> None:
+    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
 
     async def copy(document: Document, generate: Any) -> Any:
-        (tmp_path / "output" / "en").mkdir(parents=True)
-        (tmp_path / "output" / "en" / "00000_00000.jsonl").write_text("of a run on other documents")
+        (tmp_path / "output" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "output" / name).write_text("of a run on other documents")
         return await ask(document, generate)
 
     runner(tmp_path, server, copy, output_writer=output).run([Document("a", "0", metadata={"lang": "fr"})])
-    assert any("no commit of rank 0 names: en/00000_00000.jsonl" in line for line in log)
+    assert any(f"no commit of rank 0 names: {name}" in line for line in log)
 
 
 def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server: FakeServer) -> None:
@@ -509,9 +546,9 @@ def test_the_closing_line_counts_ranks_only_and_the_tokens_of_retries(
 def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, call: Call) -> None:
     assert call("run", "job.yaml")[0] == 0
     retry = job / "checkpoints" / "retry-00001"
-    for path in (job / "checkpoints" / "00000").glob("*"):
-        (retry / "00000").mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, retry / "00000")
+    shutil.copytree(job / "checkpoints" / "00000", retry / "00000")
+    commits = [orjson.loads(line.body) | {"files": []} for line in read_lines(retry / "00000" / "commits.jsonl")]
+    (retry / "00000" / "commits.jsonl").write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits))
     code, said = call("run", "job.yaml")
     assert code == 1
     assert "contradict each other: 10 documents were read, 15 are written, 0 dropped, -5 dead letters" in said

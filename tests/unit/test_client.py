@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import transport
+from datatrove_ckpt.inference.client import answers, transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
@@ -40,6 +40,7 @@ def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
 
 
+UNFINISHED_REASONS = ["", "abort", "aborted", "canceled", "Cancelled", "error", "ERROR", "timeout"]
 Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"model": "m", "messages": []}'
 
@@ -234,6 +235,43 @@ def test_a_text_that_is_only_odd_is_made_fit(content: Any, text: str) -> None:
     assert Outcome(answer(http(200, chat(content)))).result == Completion(text, "stop", {"total_tokens": 3})
 
 
+@pytest.mark.parametrize(
+    "reason", ["length", "tool_calls", "function_call", "content_filter", "eos", "eos_token", "end_turn", "timeouts"]
+)
+def test_another_finish_reason_is_an_end(reason: str) -> None:
+    assert Outcome(answer(http(200, chat(finish_reason=reason)))).result == Completion(
+        "hi", reason, {"total_tokens": 3}
+    )
+
+
+@pytest.mark.parametrize("error", [b"null", b'""', b"{}"])
+def test_an_empty_error_is_none(error: bytes) -> None:
+    assert Outcome(answer(http(200, b'{"error": ' + error + b", " + chat()[1:]))).result == Completion(
+        "hi", "stop", {"total_tokens": 3}
+    )
+
+
+def test_of_several_choices_the_one_with_index_0_is_taken() -> None:
+    choices = [
+        {"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"} for index in (2, 0, 1)
+    ]
+    assert Outcome(answer(http(200, json.dumps({"choices": choices}).encode()))).result == Completion(
+        "choice 0", "stop", {}
+    )
+    assert Outcome(answer(http(200, json.dumps({"choices": choices[:1]}).encode()))).result == Completion(
+        "choice 2", "stop", {}
+    )
+
+
+def test_bytes_that_are_not_utf_8_are_replaced_with_one_warning(log: list[str]) -> None:
+    answers._warn_of_replaced_bytes.cache_clear()
+    for _ in range(2):
+        assert Outcome(answer(http(200, chat().replace(b"hi", b"h\xff")))).result == Completion(
+            "h\ufffd", "stop", {"total_tokens": 3}
+        )
+    assert sum("not UTF-8" in line for line in log) == 1
+
+
 def test_the_body_is_sent_as_it_is_with_the_key() -> None:
     head, body = Outcome(GOOD).server.requests[0]
     assert head.startswith(b"POST /v1/chat/completions ")
@@ -287,8 +325,11 @@ UNFINISHED = {
     "choices a string": answer(http(200, b'{"choices": "hi"}')),
     "brackets without end": answer(http(200, b"[" * 100_000)),
     "finish_reason null": answer(http(200, chat(finish_reason=None))),
-    "finish_reason abort": answer(http(200, chat(finish_reason="abort"))),
-    "finish_reason error": answer(http(200, chat(finish_reason="error"))),
+    **{f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason))) for reason in UNFINISHED_REASONS},
+    "an error beside choices": answer(http(200, b'{"error": {"message": "died"}, ' + chat()[1:])),
+    "an error in the choice": answer(http(200, chat().replace(b'"finish', b'"error": {"code": 502}, "finish'))),
+    "status 202": answer(http(202, chat())),
+    "status 206": answer(http(206, chat())),
     "finish_reason a list": answer(http(200, chat(finish_reason=["stop"]))),
 }
 

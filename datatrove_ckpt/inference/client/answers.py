@@ -7,6 +7,7 @@ never meet a count that is a string, 2^64 or NaN, or a text that no encoding can
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -16,8 +17,11 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import orjson
+from loguru import logger
 
-_UNFINISHED = (None, "abort", "error")
+# In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
+# servers will think of.
+_UNFINISHED = ("", "abort", "aborted", "canceled", "cancelled", "error", "timeout")
 _BUSY = (502, 503, 504, 529)
 _SHOWN_BYTES = 200  # of an answer that is no JSON
 _LIMITED = (429, 503, 529)
@@ -104,7 +108,7 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completi
 
 def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object) -> Completion:
     finish_reason = choice.get("finish_reason")
-    if finish_reason in _UNFINISHED:
+    if finish_reason is None or (isinstance(finish_reason, str) and finish_reason.strip().lower() in _UNFINISHED):
         raise RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
     if not (isinstance(text, str) and isinstance(finish_reason, str) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
@@ -169,17 +173,32 @@ def _count(value: object) -> object:
 
 
 def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, JsonObject]:
-    """The answer's first choice, and its token counts."""
+    """The answer's choice with index 0, or the first if none has that index, and its token counts."""
     try:
         answer = _parse(raw)
     except (ValueError, RecursionError):
         text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
         raise RetryableError(f"the answer is not JSON: {text!r}") from None
-    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(answer, dict):
+        raise RetryableError("the answer is no JSON object")
+    _refuse_error("the answer", answer.get("error"), redact)
+    choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    return choices[0], _clean_usage(usage) if isinstance(usage, dict) else {}
+    choice = next((choice for choice in choices if _index(choice) == 0), choices[0])
+    _refuse_error("the answer's choice", choice.get("error"), redact)
+    usage = answer.get("usage")
+    return choice, _clean_usage(usage) if isinstance(usage, dict) else {}
+
+
+def _refuse_error(place: str, error: object, redact: Callable[[str], str]) -> None:
+    if error:
+        text = redact(json.dumps(error))[:_SHOWN_BYTES]
+        raise RetryableError(f"{place} says that it is an error: {text}")
+
+
+def _index(choice: object) -> object:
+    return choice.get("index") if isinstance(choice, dict) else None
 
 
 def _parse(raw: bytes) -> object:
@@ -187,7 +206,17 @@ def _parse(raw: bytes) -> object:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
         # Python's parser takes more: NaN, a lone surrogate as an escape, bytes that are no UTF-8.
-        return json.loads(bytes(raw).decode(errors="replace"))
+        try:
+            text = bytes(raw).decode()
+        except UnicodeDecodeError:
+            text = bytes(raw).decode(errors="replace")
+            _warn_of_replaced_bytes()
+        return json.loads(text)
+
+
+@functools.cache  # once in each process
+def _warn_of_replaced_bytes() -> None:
+    logger.warning("An answer holds bytes that are not UTF-8. Each is replaced by U+FFFD; this is not said again.")
 
 
 def parse_retry_after(value: str) -> float:

@@ -1,4 +1,4 @@
-"""One HTTP exchange: sends a body, and returns the body of a 2xx answer or raises the error that the status means.
+"""One HTTP exchange: sends a body, and returns the body of a whole answer or raises the error that the status means.
 
 Plain http:// goes over ``plain.py``, everything else over aiohttp. See ``client.py`` for the table of errors. Errors
 raised here have no cause attached, because the frames of their causes hold headers, and headers hold the API key.
@@ -25,6 +25,8 @@ _CONNECT_TIMEOUT = 30.0  # seconds
 # sent into a closing connection is a failed attempt.
 _KEEPALIVE = 4.0
 _READ_BUFFER = 1 << 18  # bytes
+# 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part of it.
+_ANSWERED = frozenset({200, 201, 203})
 _RETRIED = frozenset({408, 409, 425, 429})
 REJECTED = frozenset({400, 413, 414, 422, 431})
 """The statuses that belong to one request: its content, its size. No other status does."""
@@ -103,7 +105,7 @@ class AiohttpTransport:
 
 
 async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) -> bytes:
-    """The body of a 2xx answer. ``url`` and ``model`` appear in error messages only.
+    """The body of an answer (200, 201, 203). ``url`` and ``model`` appear in error messages only.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError: see the table in ``client.py``.
@@ -121,8 +123,10 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
         details = transport.redact(redacted_error(error))
         cause = f"{type(error).__name__} from {url}" + (f": {details}" if details else "")
         raise RetryableError(cause, unreachable=True) from None
-    if 200 <= response.status < 300:
+    if response.status in _ANSWERED:
         return response.body
+    if 200 <= response.status < 300:
+        raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
     raise _error(response, url, model, transport.redact)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -127,6 +128,26 @@ def test_what_a_server_says_unasked_is_no_answer_to_the_next_request() -> None:
         assert (await transport.post(b"two")).body == b"good"
 
     play(test, chatty)
+
+
+def test_what_has_arrived_unasked_and_was_not_read_is_no_answer_to_the_next_request() -> None:
+    writers = []
+
+    async def remembered(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(http(200, b"good"))
+
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        await transport.post(b"one")
+        connection = transport._idle[0]
+        writers[0].write(http(200, b"unasked"))
+        # No await, so that the event loop reads nothing before the next request.
+        assert select.select([connection._transport.get_extra_info("socket")], [], [], 30)[0]
+        assert connection.usable
+        assert (await transport.post(b"two")).body == b"good"
+        assert server.connections == 2
+
+    play(test, remembered)
 
 
 def test_a_connection_that_idled_too_long_is_not_used() -> None:

@@ -142,6 +142,11 @@ class InferenceConfig:
         if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
         _check_flags(self.model_kwargs or {})
+        if self.api_key_env is not None and not _VARIABLE.fullmatch(str(self.api_key_env)):
+            raise ConfigError(
+                "api_key_env: takes the name of an environment variable (letters, digits and _), not the key. Export "
+                "the key, and give the variable's name here."
+            )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
         if self.server_type == "endpoint" and self.replicas > 1:
@@ -223,6 +228,7 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _KILL_WAIT = 30.0  # seconds; Slurm's default
 _POSITIVE = (

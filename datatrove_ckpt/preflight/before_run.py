@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor
@@ -23,11 +24,12 @@ def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
         retries_dead_letters: the run processes dead letters, so the input may be gone.
 
     Raises:
-        ConfigError: input that is not there, or a requirement that is missing on this machine.
+        ConfigError: a folder that is a file, input that is not there, or a requirement that is missing on this machine.
         CheckpointMismatch: checkpoints, markers or the input of finished ranks are those of another run.
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
     """
+    check_folders(executor)
     if not retries_dead_letters:
         check_inputs(executor)
     check_launch(executor)
@@ -46,6 +48,31 @@ def check_steps(executor: Any) -> None:
         if isinstance(step, InferenceRunner):
             check_rank_in_template(step.output_writer, executor.world_size)
     check_pipeline_folders(executor.pipeline)
+
+
+def check_folders(executor: Any) -> None:
+    """Refuses local folders of the settings where there is a file.
+
+    Raises:
+        ConfigError: names the setting and the file.
+    """
+    folders: list[tuple[str, str | Path]] = []
+    if executor.logging_dir.is_local():
+        folders.append(("logging_dir", executor.logging_dir.resolve_paths("")))
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner):
+            if step.checkpoints_local_dir is not None:
+                folders.append(("checkpoints_local_dir", step.checkpoints_root))
+            if step.output_writer.output_folder.is_local():
+                folders.append(("output_folder", step.output_writer.output_folder.resolve_paths("")))
+    for setting, folder in folders:
+        place = Path(folder).absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise ConfigError(
+                f"{setting}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose another folder."
+            )
 
 
 def check_inputs(executor: Any) -> None:

@@ -127,6 +127,31 @@ def test_servers_that_cannot_start_are_refused_before_any_task(
     assert said.startswith(f"pipeline[1] InferenceRunner: {says}")
 
 
+@pytest.mark.parametrize("below", ["", "/below"])
+@pytest.mark.parametrize(
+    ("setting", "replacement"),
+    [
+        ("logging_dir", ("LOGS", "job.yamlBELOW")),
+        ("output_folder", ("OUTPUT", "job.yamlBELOW")),
+        ("checkpoints_local_dir", ("checkpoints_local_dir: checkpoints", "checkpoints_local_dir: job.yamlBELOW")),
+    ],
+)
+def test_a_file_in_the_place_of_a_folder_is_named_with_its_setting(
+    refused: Callable[..., str], setting: str, replacement: tuple[str, str], below: str
+) -> None:
+    said = refused((replacement[0], replacement[1].replace("BELOW", below)))
+    assert f"{setting}: " in said
+    assert f"cannot be a folder, because {Path.cwd()}/job.yaml is a file. Choose another folder." in said
+
+
+@pytest.mark.parametrize("key", ["sk-12345abcdef", "", "1KEY", "KEY=sk-12345abcdef"])
+def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused: Callable[..., str], key: str) -> None:
+    config = f"{{server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, api_key_env: '{key}'}}"
+    said = refused(("{server_type: dummy, model_name_or_path: m}", config))
+    assert "api_key_env: takes the name of an environment variable" in said
+    assert "12345" not in said
+
+
 def test_a_rank_that_python_starts_is_refused_before_it_reads(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,8 @@ class ChunkTracker:
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds finished documents "
-                "beyond that: the input has shrunk. Restore it, or start with another checkpoints_local_dir."
+                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with "
+                "another checkpoints_local_dir, output_folder and logging_dir."
             )
         if self._current is not None:
             self._fill(self._current)

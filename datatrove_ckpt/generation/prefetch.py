@@ -274,7 +274,8 @@ class DocumentSource:
             if document is None:
                 raise CheckpointMismatch(
                     f"The input ended after {ordinal} documents, but {point.next_ordinal} were done before: it has "
-                    "shrunk. Restore it, or start with another checkpoints_local_dir."
+                    "shrunk, or limit of the reader was lowered. Restore it, or start with another "
+                    "checkpoints_local_dir, output_folder and logging_dir."
                 )
             if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(encode_as_read(document)):
                 raise CheckpointMismatch(

@@ -26,7 +26,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
-from datatrove_ckpt.readers.inputs import REMEDY, Digest, Inputs, fingerprint, shorten, shuffled_names
+from datatrove_ckpt.readers.inputs import Digest, Inputs, fingerprint, remedy, shorten, shuffled_names
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     FilePosition,
@@ -311,7 +311,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if made_by != (self._format, _VERSION):
             raise CheckpointMismatch(
                 f"{where} was made by reader {made_by[0]!r} (version {made_by[1]}), and this is {self._format!r} "
-                f"(version {_VERSION}). {REMEDY}"
+                f"(version {_VERSION}). {remedy()}"
             )
         then = state["options"] | ({"shard": state["shard"]} if "shard" in state else {})
         now = self._options() | ({"shard": shard} if "shard" in state else {})
@@ -320,14 +320,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if key == "default_metadata":
                 if old not in (None, new):  # None: an earlier release made it
                     raise CheckpointMismatch(
-                        f"{where} was made with another {key}, now {self.default_metadata}. {REMEDY}"
+                        f"{where} was made with another {key}, now {self.default_metadata}. {remedy()}"
                     )
             elif old != new and not (key in _KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
-                raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. {REMEDY}")
+                raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. {remedy()}")
         if 0 <= self.limit < state.get("documents", 0):
             raise CheckpointMismatch(
-                f"{where} comes after {state['documents']} documents, and limit is now {self.limit}. Set limit to at "
-                f"least {state['documents']}, or start from the beginning (another checkpoints_local_dir, no state)."
+                f"{where} comes after {state['documents']} documents, and limit is now {self.limit}. "
+                + remedy(f"Set limit to at least {state['documents']}")
             )
         return state if "file" in state else None
 
@@ -349,7 +349,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if same or (not may_grow and self._check_read_part(name, file_position)):
             return
         what = f"had {then['size']} bytes, and has {size}" if not kept else "has changed"
-        raise CheckpointMismatch(f"The input file {name!r} {what}. {REMEDY}")
+        raise CheckpointMismatch(f"The input file {name!r} {what}. {remedy()}")
 
     def _check_finished_input(self, inputs: Inputs, finished_digest: str) -> None:
         """For a reader that had finished before the state was saved, and so yields nothing now.
@@ -361,7 +361,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if count > len(inputs.names) or str(inputs.digest(count)) != finished_digest:
             raise CheckpointMismatch(
                 f"One of the first {count} input files of {self.data_folder.path}, which were read before, is gone, "
-                f"new, renamed or resized. {REMEDY}"
+                f"new, renamed or resized. {remedy()}"
             )
 
     # Formats -------------------------------------------------------------------------------------------------------

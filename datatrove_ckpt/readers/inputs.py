@@ -19,16 +19,24 @@ from datatrove.io import DataFolder
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import State, in_pipeline
 
 _GROUPS = 32
 _NAME_BYTES = 64
 _SAMPLE = 2**16
 
-REMEDY = "Restore it, or start from the beginning (another checkpoints_local_dir, no state)."
 
 _Entries: TypeAlias = list[tuple[str, int]]
 """Files by name and size in bytes."""
+
+
+def remedy(verb: str = "Restore it") -> str:
+    """What to do about an input that a position does not fit. A pipeline has folders, a training loop has a state."""
+    if in_pipeline():
+        return (
+            f"{verb}, or start from the beginning: with another checkpoints_local_dir, output_folder and logging_dir."
+        )
+    return f"{verb}, or start from the beginning, without the saved state."
 
 
 class Inputs:
@@ -85,7 +93,7 @@ class Inputs:
         try:
             return self.size(index)
         except FileNotFoundError as error:
-            raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. {REMEDY}") from error
+            raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. {remedy()}") from error
 
     def check_before(self, state: State) -> Digest:
         """Checks that the files before the state's current one are the same, and returns their digest.
@@ -99,9 +107,9 @@ class Inputs:
             digest = self.digest(count)
             if digest.state() == before:
                 return digest
-        raise CheckpointMismatch(
-            f"The input has changed: {''.join(_describe_changes(self, before, current))}. {REMEDY}"
-        )
+        changes = "".join(_describe_changes(self, before, current))
+        advice = remedy("Take it out" if " is new, " in changes else "Restore it")
+        raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
 
 
 class Digest:

@@ -34,7 +34,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
 from datatrove_ckpt.readers.base import Adapter, FileRead, Row, RowShard, SeekingReader, permutation
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
-from datatrove_ckpt.readers.inputs import REMEDY
+from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.no_documents import refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition
 from datatrove_ckpt.readers.shard import Skipped
@@ -251,12 +251,12 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         if xxh3_64_intdigest(line, xxh3_64_intdigest(head) if with_head else 0) & PLAIN_INTEGER != line_hash:
             raise CheckpointMismatch(
                 f"The input file {name!r} has changed before byte {offset}{'' if is_plain else ' of its content'}, the "
-                f"saved position. {REMEDY}"
+                f"saved position. {remedy()}"
             )
         if following not in ((b"", b"\n", b"\r") if is_plain else (b"",)):
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
-                f"and has grown. {REMEDY}"
+                f"and has grown. {remedy()}"
             )
         return bool(with_head)
 
@@ -289,7 +289,7 @@ def _opens_array(line: bytes) -> bool:
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     data = file.read(count) if count else b""
     if len(data) < count:
-        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {REMEDY}")
+        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {remedy()}")
     return data
 
 

@@ -173,6 +173,11 @@ def start_reader(loaded: State | None) -> ReaderStart:
     return start
 
 
+def in_pipeline() -> bool:
+    """Whether this thread reads for a runner, and not for a program of the user's."""
+    return bool(_thread.readings)
+
+
 def saved_skipped(state: State | None) -> SkippedLines:
     if state is None or "file" not in state:  # the state before the first document
         return SkippedLines()

@@ -235,10 +235,37 @@ def test_a_compressed_file_that_is_cut_off_is_an_error_that_names_it(tmp_path: P
 def test_a_compressed_file_with_other_bytes_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
     content = bytearray(COMPRESS[suffix](b"".join(LINES)))
     content[len(content) // 2] ^= 255
-    content[:4] = content[:4] if suffix != "zst" else b"none"
+    content[4:6] = b"\xff\xff" if suffix == "zst" else content[4:6]
     (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
     with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: "):
         list(JsonlReader(tmp_path.as_posix()).run())
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_plain_file_with_the_name_of_a_compressed_one_is_no_damage(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(LINES[0])
+    with pytest.raises(InputError, match=r"is no \w+ file, although its name.* begins with b'\{\"text'.* another name"):
+        texts(JsonlReader(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("names", "verb"), [("0bc", "Take it out"), ("c", "Restore it")], ids=["a new file", "a file is gone"]
+)
+def test_what_to_do_about_a_changed_input_fits_the_change_and_who_reads(tmp_path: Path, names: str, verb: str) -> None:
+    for name in "bc":
+        (tmp_path / f"{name}.jsonl").write_bytes(LINES[0] + LINES[1])
+    reader = JsonlReader(str(tmp_path))
+    state = position_state(list(reader.run())[2])
+    for path in tmp_path.iterdir():
+        path.unlink()
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_bytes(LINES[0] + LINES[1])
+    folders = r"with another checkpoints_local_dir, output_folder and logging_dir\.$"
+    with Reading(state), pytest.raises(CheckpointMismatch, match=rf"\. {verb}, or start from the beginning: {folders}"):
+        texts(JsonlReader(str(tmp_path)))
+    reader.load_state_dict(state or {})
+    with pytest.raises(CheckpointMismatch, match=rf"\. {verb}, or start from the beginning, without the saved state"):
+        texts(reader)
 
 
 def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(tmp_path: Path) -> None:

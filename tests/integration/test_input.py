@@ -194,9 +194,9 @@ def test_a_csv_file_with_other_columns_is_an_error_and_one_without_rows_is_not(t
 def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "documents/3.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
+    (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
     assert job("datatrove.pipeline.readers.CSVReader") == 1
-    assert "The input file '3.jsonl' in " in (said := capsys.readouterr().err)
+    assert "The input file '0.jsonl' in " in (said := capsys.readouterr().err)
     assert "is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
 
 

@@ -64,7 +64,7 @@ ODD_LINES = [
     b'{"text": "\\ud83d\\ude00", "id": 7}\n',
     b'{"text": "no final line feed"}',
 ]
-BYTE_ORDER_MARK = b'\xef\xbb\xbf{"text": "after a byte order mark"}\n{"text": "second"}\n'
+BLANK_FIRST = b'\n{"text": "after a blank line"}\n{"text": "second"}\n'
 NAMES = {None: "jsonl", "gzip": "jsonl.gz", "zstd": "jsonl.zst"}
 COMPRESS: dict[str | None, Callable[[bytes], bytes]] = {
     None: bytes,
@@ -90,7 +90,7 @@ def write_jsonl(folder: Path, codec: str | None = None) -> None:
         "a": b"".join(ODD_LINES),
         "b": b"",
         "c": b"".join(json.dumps(row).encode() + b"\n" for row in rows(12)),
-        "d": BYTE_ORDER_MARK,
+        "d": BLANK_FIRST,
         "sub/e": b"".join(ODD_LINES[::-1]),
     }
     for name, content in files.items():

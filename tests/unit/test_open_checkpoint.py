@@ -68,7 +68,7 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
 def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path: Path) -> None:
     chunks, _ = tracker(tmp_path, ResumePoint(cached={0, 1}))
     assert admit(chunks, 0).cached
-    with pytest.raises(CheckpointMismatch, match="ended after 1 documents.* shrunk, or limit of the reader was lowered"):
+    with pytest.raises(CheckpointMismatch, match="shrunk, or limit of the reader was lowered"):
         chunks.end_of_input()
     assert admit(chunks, 1).cached
     chunks.end_of_input()

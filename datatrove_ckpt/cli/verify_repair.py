@@ -14,7 +14,7 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.repair import carry_out
-from datatrove_ckpt.maintenance.repair_plan import Plan, make_plan
+from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
 
 # verify --------------------------------------------------------------------------------------------------------------
 
@@ -64,6 +64,7 @@ def _verdict(report: Report, full: bool) -> str:
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     report = checks.verify(arguments.checkpoints, arguments.output, arguments.full)
+    check_output_folder(report)
     plan = make_plan(report, arguments.logging_dir)
     for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(arguments.logging_dir)):
         print(line)

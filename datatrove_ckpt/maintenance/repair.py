@@ -36,10 +36,10 @@ from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.errors import CheckpointMismatch, OutputFailed
-from datatrove_ckpt.maintenance.findings import Report
+from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.maintenance.rebuild import Rebuild, correct_last_chunk, replace_log
-from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of
+from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of, recorded_folders
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 _BLOCK = 1 << 20
@@ -53,6 +53,9 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         CheckpointMismatch: a rank was changed since it was verified; no commit was taken back.
         OutputFailed, StorageFailed: a file could not be changed; the same command continues from there.
     """
+    # In a folder that no run.json names, a file that differs from its commit may be another job's.
+    moved = recorded_folders(report) != {report.folder.resolve_paths("")}
+    keep = {problem.path for problem in report.problems if problem.kind in REDO_KINDS} if moved else set()
     with ExitStack() as locks:
         for rank in plan.ranks:
             locks.callback(files.Lock(rank.folder / LOCK).release)
@@ -68,7 +71,7 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         for rebuild in plan.rebuild:
             _rebuild(rebuild)
         for redo in plan.redo:
-            _take_back(redo, report.folder)
+            _take_back(redo, report.folder, keep)
 
 
 def _claim(rank: RankFolder) -> RunClaim:
@@ -103,7 +106,7 @@ def _remove_marker(logging_dir: str, number: int) -> None:
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
 
 
-def _take_back(redo: Redo, output: Any) -> None:
+def _take_back(redo: Redo, output: Any, keep: set[str | None]) -> None:
     rank = redo.rank
     if not redo.commits:
         return
@@ -121,7 +124,8 @@ def _take_back(redo: Redo, output: Any) -> None:
         files.disk.truncate(rank.dead_letters_file, letters_end)
     for commit in redo.commits:
         for file in commit.files:
-            _remove(output, file.path)
+            if file.path not in keep:
+                _remove(output, file.path)
 
 
 def _blank(path: Path, ranges: list[tuple[int, int]]) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, Problem, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
 from datatrove_ckpt.maintenance.rebuild import Rebuild, plan_rebuild
+from datatrove_ckpt.output.folders import stands_elsewhere
 
 
 @dataclass
@@ -93,6 +96,30 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     if logging_dir is not None:
         plan.markers = list(_markers(plan, report, logging_dir))
     return plan
+
+
+def check_output_folder(report: Report) -> None:
+    """Refuses to repair with the files of another folder, perhaps of another job, while the right one is there.
+
+    Raises:
+        ConfigError: ``run.json`` names another output folder, which exists.
+    """
+    for recorded in sorted(recorded_folders(report)):
+        if stands_elsewhere(recorded, report.folder):
+            raise ConfigError(
+                f"--output {report.output}: the output of {report.checkpoints} is in {recorded}, as its run.json says, "
+                "and that folder still exists. Nothing was changed. Leave --output out to repair the files there. If "
+                f"they were all moved to {report.output}, first remove or rename {recorded}."
+            )
+
+
+def recorded_folders(report: Report) -> set[str]:
+    """The output folders that the ranks name; not those of ranks whose ``run.json`` is damaged."""
+    found = set()
+    for rank in report.ranks:
+        with suppress(CheckpointError):
+            found.add(str(rank.identity.get("output_folder") or report.output))
+    return found
 
 
 def _plan_rebuild(plan: Plan, report: Report, problem: Problem) -> bool:

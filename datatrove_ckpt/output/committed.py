@@ -27,9 +27,11 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
 from datatrove_ckpt.checkpoint.completeness import Expected
-from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, journal_indices, rank_folder
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, RUN, journal_indices, rank_folder
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 
@@ -172,6 +174,7 @@ class OutputCheck:
         wrong = [one for one in files if not found.is_right(one.file)]
         if not wrong:
             return
+        self._refuse_other_folder(wrong[0])
         shown = [f"{one.file.path} {size_problem(one.file, found.size(one.file))[1]}" for one in wrong[:_SHOWN]]
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(files)}): "
@@ -179,6 +182,17 @@ class OutputCheck:
             f"same command again{_retry_note(wrong)}. Files of the right size were not read: datatrove-ckpt verify "
             f"{shlex.quote(str(self.root))} --full does that."
         )
+
+    def _refuse_other_folder(self, one: CommittedFile) -> None:
+        """Raises if the file's checkpoint names another output folder, which exists: nothing is lost then."""
+        path = rank_folder(self.root / one.root, one.rank) / RUN
+        recorded = read_run(path).get("output_folder") if path.exists() else None
+        if recorded and stands_elsewhere(str(recorded), self.writer.output_folder):
+            raise OutputMismatch(
+                f"{self.where} lacks output files that were committed, but {one.place} was written to {recorded}, as "
+                f"{path} says, and that folder still exists. Set output_folder back to it. To change it, move all "
+                "files to the new folder first, and remove the old one."
+            )
 
     def refuse_shared(self, commits: Iterable[RankCommits]) -> None:
         """Refuses two commits that name one file: one of them has overwritten the other's documents.

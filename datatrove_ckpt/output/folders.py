@@ -18,6 +18,7 @@ from fsspec.utils import glob_translate
 from datatrove_ckpt.checkpoint.layout import RETRIES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.names import plain
+from datatrove_ckpt.remote_errors import file_system_call
 
 _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
 
@@ -120,3 +121,18 @@ def _below(folder: DataFolder, other: DataFolder) -> str | None:
 def _path(folder: DataFolder) -> str:
     path = str(folder.resolve_paths(""))
     return str(Path(path).resolve()) if folder.is_local() else path.rstrip("/")
+
+
+def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
+    """Whether the output folder that ``run.json`` names is another one than this, and exists."""
+    other = get_datafolder(recorded)
+    if other.is_local() and folder.is_local():
+        one, two = (Path(each.resolve_paths("")).resolve() for each in (other, folder))
+        return one != two and one.is_dir()
+    if other.resolve_paths("") == folder.resolve_paths(""):
+        return False
+    try:
+        with file_system_call():
+            return bool(other.exists(""))
+    except OSError:
+        return True  # nothing shows that it is gone

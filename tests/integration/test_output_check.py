@@ -521,6 +521,37 @@ def test_ten_thousand_files_are_compared_in_well_under_a_second(tmp_path: Path) 
     assert seconds < 2.0  # measured: 0.2
 
 
+# another output folder -----------------------------------------------------------------------------------------------
+
+
+def test_repair_never_removes_files_of_another_job(job: Path, call: Call) -> None:
+    yaml = (job / "job.yaml").read_text()
+    for name in ("other", "own"):  # the same names, other contents
+        changed = yaml.replace("folder: output", f"folder: output-{name}").replace("Say {", f"{name} {{")
+        changed = changed.replace("dir: checkpoints", f"dir: checkpoints-{name}").replace("dir: logs", f"dir: {name}")
+        (job / f"{name}.yaml").write_text(changed)
+        assert call("run", f"{name}.yaml")[0] == 0
+    before = outputs(job / "output-other")
+    for options in (["--full"], ["--full", "--dry-run"]):
+        code, said = call("repair", "checkpoints-own", "--output", str(job / "output-other"), *options)
+        assert code == 2
+        assert f"is in {job}/output-own, as its run.json says, and that folder still exists. Nothing was" in said
+    shutil.rmtree(job / "output-own")
+    assert call("repair", "checkpoints-own", "--output", str(job / "output-other"), "--full")[0] == 0
+    assert outputs(job / "output-other") == before
+
+
+def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, call: Call) -> None:
+    assert call("run", "job.yaml")[0] == 0
+    yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
+    (job / "job.yaml").write_text(yaml)
+    code, said = call("run", "job.yaml", "--retry-dead-letters")
+    assert code == 1
+    assert f"was written to {job}/output, as {job}/checkpoints/00000/run.json says" in said
+    assert "Set output_folder back to it." in said
+    assert "repair" not in said
+
+
 # the closing line ----------------------------------------------------------------------------------------------------
 
 

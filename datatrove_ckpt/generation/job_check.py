@@ -16,15 +16,19 @@ checkpoint again. Whoever runs an executor calls ``check_job`` first, which look
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
 from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
@@ -63,8 +67,9 @@ def check_job(executor: Any, dry_run: bool = False) -> list[str]:
 
     Raises:
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
-        ConfigError: there is no task.
+        ConfigError: there is no task, or a step would get no documents.
     """
+    check_step_order(executor.pipeline)
     if executor.world_size < 1:
         raise ConfigError(f"{type(executor).__name__}: tasks: must be at least 1; it is {executor.world_size}.")
     wrong: list[str] = []
@@ -78,6 +83,40 @@ def check_job(executor: Any, dry_run: bool = False) -> list[str]:
         else:
             wrong += _check_step(executor, step, step.checkpoints_root, dry_run)
     return wrong
+
+
+def check_step_order(pipeline: Sequence[Any]) -> None:
+    """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that needs documents.
+
+    The runner passes no documents on. As in datatrove, a step needs documents if ``data``, the first argument of its
+    ``run``, has no default.
+
+    Raises:
+        ConfigError: naming the steps.
+    """
+    if pipeline and _is_runner(pipeline[0]) and not pipeline[0].retry_dead_letters:
+        raise ConfigError(
+            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it reads any. Put a "
+            "reader before it."
+        )
+    for index, (before, step) in enumerate(pairwise(pipeline)):
+        if _is_runner(before) and isinstance(step, PipelineStep) and _needs_documents(step):
+            raise ConfigError(
+                f"pipeline[{index + 1}] {type(step).__name__} would get no documents: pipeline[{index}] "
+                f"{type(before).__name__} passes none on, it writes them with its output_writer. Put this step into a "
+                "second executor, whose first step reads that output, and which has the first executor as its "
+                "`depends`. (If it is a step of yours that needs no documents, give `data` in its run() a default.)"
+            )
+
+
+def _is_runner(step: object) -> bool:
+    # Not CheckpointedStep: in Python 3.11 that asks for checkpoints_root, which may exist on other nodes only.
+    return hasattr(step, "retry_dead_letters")
+
+
+def _needs_documents(step: PipelineStep) -> bool:
+    first = next(iter(signature(step.run).parameters.values()), None)
+    return first is not None and first.default is Parameter.empty and first.kind is not Parameter.VAR_POSITIONAL
 
 
 def _local_ranks(executor: Any) -> range:

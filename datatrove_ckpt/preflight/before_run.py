@@ -8,7 +8,7 @@ from typing import Any
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.generation.job_check import check_job, check_step_order
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.output.folders import check_pipeline_folders
@@ -42,11 +42,12 @@ def check_steps(executor: Any) -> None:
     """The checks of settings that one step alone cannot see.
 
     Raises:
-        ConfigError: steps or tasks would write the same files, or a step would read its own output.
+        ConfigError: steps or tasks would write the same files, a step would read its own output, or get no documents.
     """
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
             check_rank_in_template(step.output_writer, executor.world_size)
+    check_step_order(executor.pipeline)
     check_pipeline_folders(executor.pipeline)
 
 

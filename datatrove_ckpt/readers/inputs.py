@@ -268,3 +268,9 @@ def _total_hash(entries: _Entries) -> str:
     for index, (name, size) in enumerate(entries):
         result ^= _entry(index, name, size)
     return f"{result:016x}"
+
+
+def permutation(count: int, seed: int, *key: object) -> list[int]:
+    """The numbers below ``count`` in an order that depends on the arguments only, not on Python's version."""
+    salt = xxh3_64_intdigest("/".join(map(str, (seed, *key))).encode())
+    return sorted(range(count), key=lambda number: xxh3_64_intdigest(number.to_bytes(8, "little"), salt))

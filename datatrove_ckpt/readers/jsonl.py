@@ -32,9 +32,9 @@ from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
-from datatrove_ckpt.readers.base import Adapter, FileRead, Row, RowShard, SeekingReader, permutation
+from datatrove_ckpt.readers.base import Adapter, FileRead, Row, RowShard, SeekingReader
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
-from datatrove_ckpt.readers.inputs import remedy
+from datatrove_ckpt.readers.inputs import permutation, remedy
 from datatrove_ckpt.readers.no_documents import refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition
 from datatrove_ckpt.readers.shard import Skipped

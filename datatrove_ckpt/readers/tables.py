@@ -20,8 +20,9 @@ from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, FileRead, Row, RowShard, SeekingReader, permutation
+from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, FileRead, Row, RowShard, SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
+from datatrove_ckpt.readers.inputs import permutation
 from datatrove_ckpt.readers.positions import FilePosition
 from datatrove_ckpt.readers.shard import Skipped
 

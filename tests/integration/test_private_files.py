@@ -68,7 +68,7 @@ def check(folder: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("echo", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path: Path, echo: bool) -> None:
     def status(payload: dict[str, object], times: int) -> int | None:
         return 400 if echo and "text 8" in str(payload) else None

@@ -270,7 +270,7 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["rank 1: ", "holds commits.jsonl, dead_letters.jsonl but no run.json"],
     ),
     "identity": (
-        lambda job: edit_settings(job, 1, model="other", accepted_changes=[1]),
+        lambda job: edit_settings(job, 1, model="other", accepted_changes=[{"field": "model", "old": "fake"}]),
         ['rank 1: was run with settings that differ from rank 0: model: "fake" -> "other".'],
     ),
     "rank": (

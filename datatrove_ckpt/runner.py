@@ -292,6 +292,9 @@ class InferenceRunner(PipelineStep):
         folder = rank_folder(root, rank)
         checkpoints = self.checkpoints_root
         output = ChunkOutput(self.output_writer, rank, folder, checkpoints, prefix)
+        # With a mirror, an attempt on a lost node may have published chunks before the mirror's first version. They are
+        # written again, and what stays of them is refused at the end of the rank.
+        refuse = preemption.interruptible()(output.refuse_existing)
         manager = CheckpointManager(
             root,
             rank,
@@ -302,7 +305,7 @@ class InferenceRunner(PipelineStep):
             retry_errors=self.retry_errors,
             accept_changes=self.accept_changes,
             mirror=self._mirror(folder),
-            before_first=preemption.interruptible()(output.refuse_existing),
+            before_first=_nothing if self.checkpoints_remote_dir else refuse,
         )
         return manager, output
 
@@ -374,3 +377,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first failure: the others followed from it."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _nothing() -> None:
+    """Refuses no output."""

@@ -262,8 +262,13 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _skip(self, file: IO[bytes], offset: int, name: str) -> bytes:
         """Goes from the beginning of the content to ``offset``. Returns its first bytes, at most 64 kB of them."""
+        is_plain = self._codec(name) is None
+        if is_plain and offset > _HEAD and not self.data_folder.is_local():
+            # A request of its own: a remote file would download a whole block, of 50 MB for S3, at its beginning.
+            file.seek(offset)
+            return bytes(self.data_folder.cat_file(name, start=0, end=_HEAD))
         head = _read_exactly(file, min(offset, _HEAD), name)
-        if self._codec(name) is None:
+        if is_plain:
             file.seek(offset)
             return head
         left = offset - len(head)

@@ -105,7 +105,7 @@ def test_killed_twice_it_finishes_the_rest_and_keeps_every_answer(checkout: Path
     assert 0 <= again <= 2 * 8, "at most what was in flight at each kill"
     closing = (checkout / "terminal.log").read_text().splitlines()[-1]
     assert "24 of 24 documents are in 3 files" in closing
-    assert "resumes it: datatrove-ckpt run configs/quickstart.yaml" in closing
+    assert "To check the files: datatrove-ckpt verify quickstart/checkpoints --full" in closing
 
 
 @pytest.mark.timeout(300)

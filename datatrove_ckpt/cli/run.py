@@ -20,6 +20,7 @@ from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit
+from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.preflight.before_run import check_before_run, check_output, check_steps
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -88,6 +89,8 @@ def _execute(executor: Any, steps: list[InferenceRunner], signals: list[str], co
         start_fork_server(signals)
     executor.run()
     _refuse_what_is_left(executor)
+    # Again: of two different runs that start at once, one may find the ranks finished by the other.
+    check_job(executor, dry_run=True)
     check_output(executor, before=False)
     for step in kept:
         print(closing_line(step, command))

@@ -347,3 +347,17 @@ def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:
     assert line.endswith(f"To retry the dead letters: {command} --retry-dead-letters\n")
     error = run("--executor.tasks=1", "--pipeline.1.rollout_fn.prompt=Sing {text}", code=1)
     assert "For the dead letters alone, --retry-dead-letters takes the new settings." in error
+
+
+def test_a_different_run_that_finishes_all_tasks_in_between_is_noticed(
+    run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LocalPipelineExecutor.run
+
+    def after_the_other(executor: LocalPipelineExecutor) -> None:
+        monkeypatch.setattr(LocalPipelineExecutor, "run", original)
+        assert main(["run", "job.yaml", OTHER_MODEL]) == 0
+        original(executor)
+
+    monkeypatch.setattr(LocalPipelineExecutor, "run", after_the_other)
+    assert 'model: "other" -> "fake"' in run(code=1)

@@ -20,8 +20,7 @@ from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit
-from datatrove_ckpt.generation.job_check import check_job
-from datatrove_ckpt.preflight.before_run import check_before_run, check_output, check_steps
+from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
 from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
@@ -43,8 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         if slurm_submit.submits(executor):
             print(f"\n{slurm_submit.script(executor)}")
         return 0
-    if arguments.retry_dead_letters:
-        _retry_dead_letters(executor)
     return _checked_run(executor, arguments)
 
 
@@ -55,6 +52,8 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
     interruption = Interruption(signals)
     try:
         with interruption:
+            if arguments.retry_dead_letters:
+                _retry_dead_letters(executor)
             check_before_run(executor, arguments.retry_dead_letters)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
@@ -89,9 +88,7 @@ def _execute(executor: Any, steps: list[InferenceRunner], signals: list[str], co
         start_fork_server(signals)
     executor.run()
     _refuse_what_is_left(executor)
-    # Again: of two different runs that start at once, one may find the ranks finished by the other.
-    check_job(executor, dry_run=True)
-    check_output(executor, before=False)
+    check_after_run(executor)
     for step in kept:
         print(closing_line(step, command))
 

@@ -1,4 +1,4 @@
-"""Everything that is checked before a run starts anything. ``check_output`` is for its end, too."""
+"""Everything that is checked before a run starts anything, and once more at its end."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
     check_job(executor)
     check_inputs_unchanged(executor)
     check_output(executor, before=True)
+
+
+def check_after_run(executor: Any) -> None:
+    """What exit code 0 promises. Another run on the same folders may have finished ranks since ``check_before_run``.
+
+    Raises:
+        CkptError, OSError: as ``check_before_run``.
+    """
+    check_job(executor, dry_run=True)
+    check_inputs_unchanged(executor)
+    check_output(executor, before=False)
 
 
 def check_steps(executor: Any) -> None:

@@ -276,6 +276,7 @@ def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(
     assert not run.server.asked
     Path("job.yaml").write_text(text + reader + another)
     assert run().count("12 of 12 documents") == 2
+    assert run().count("12 of 12 documents") == 2  # finished, and compared with the steps since the runner before
 
 
 def test_check_job_refuses_a_step_that_would_get_no_documents(tmp_path: Path, server: FakeServer) -> None:
@@ -349,15 +350,26 @@ def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:
     assert "For the dead letters alone, --retry-dead-letters takes the new settings." in error
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (OTHER_MODEL, 'model: "other" -> "fake"'),
+        ("--pipeline.0.data_folder=others", "is not what rank 0 and 2 other finished ranks have read"),
+    ],
+    ids=["model", "input"],
+)
 def test_a_different_run_that_finishes_all_tasks_in_between_is_noticed(
-    run: Command, monkeypatch: pytest.MonkeyPatch
+    run: Command, monkeypatch: pytest.MonkeyPatch, other: str, message: str
 ) -> None:
+    shutil.copytree("input", "others")
+    for path in Path("others").iterdir():
+        path.write_text(path.read_text().replace("text", "TEXT").replace('"TEXT":', '"text":'))
     original = LocalPipelineExecutor.run
 
     def after_the_other(executor: LocalPipelineExecutor) -> None:
         monkeypatch.setattr(LocalPipelineExecutor, "run", original)
-        assert main(["run", "job.yaml", OTHER_MODEL]) == 0
+        assert main(["run", "job.yaml", other]) == 0
         original(executor)
 
     monkeypatch.setattr(LocalPipelineExecutor, "run", after_the_other)
-    assert 'model: "other" -> "fake"' in run(code=1)
+    assert message in run(code=1)

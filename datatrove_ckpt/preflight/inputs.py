@@ -49,14 +49,13 @@ def check_inputs_unchanged(executor: Any) -> None:
     """
     if waits(executor):
         return  # another executor has yet to create the input
-    readers: list[BaseDiskReader] = []
-    for index, step in enumerate(executor.pipeline):
-        if isinstance(step, BaseDiskReader):
-            readers.append(step)
+    before: list[Any] = []  # since the last runner, which passes no documents on
+    for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
             records = [] if step.checkpoints_local_dir is None else _records(executor, step)
             if not step.retry_dead_letters:  # a retry does not run the steps before it
-                _check_steps(executor.pipeline[:index], records)
+                _check_steps(before, records)
+            readers = [one for one in before if isinstance(one, BaseDiskReader)]
             records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
             skip = step.retry_dead_letters or executor.skip_completed  # a retry does not read the input
             resuming = set(executor.get_incomplete_ranks(skip_completed=skip)) if records else set()
@@ -65,7 +64,9 @@ def check_inputs_unchanged(executor: Any) -> None:
                     logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
                     continue
                 _check_reader(executor, reader, {rank: record.readers[number] for rank, record in records}, resuming)
-            readers = []
+            before = []
+        else:
+            before.append(step)
 
 
 def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecord]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.errors import StorageFailed
+from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.runner import InferenceRunner
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,7 +53,9 @@ def _local_folders(executor: Any) -> Iterator[tuple[str, Path]]:
         yield "logging_dir", Path(executor.logging_dir.resolve_paths(""))
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
-            yield "checkpoints_local_dir", step.checkpoints_root.absolute()
+            root = checkpoints_here(executor, step)
+            if root is not None:
+                yield "checkpoints_local_dir", root
     yield "TMPDIR", Path(tempfile.gettempdir())
 
 

@@ -76,12 +76,13 @@ def check_job(executor: Any, dry_run: bool = False) -> list[str]:
     if (before := getattr(executor, "depends", None)) is not None:
         wrong += check_job(before, dry_run)
     for step in executor.pipeline:
-        if not isinstance(step, CheckpointedStep):
+        if not _is_runner(step):
             continue
         if step.checkpoints_local_dir is None:
             _check_tasks(executor)
         else:
-            wrong += _check_step(executor, step, step.checkpoints_root, dry_run)
+            root = checkpoints_here(executor, step) or Path(step.checkpoints_local_dir)
+            wrong += _check_step(executor, step, root, dry_run)
     return wrong
 
 
@@ -117,6 +118,20 @@ def _is_runner(step: object) -> bool:
 def _needs_documents(step: PipelineStep) -> bool:
     first = next(iter(signature(step.run).parameters.values()), None)
     return first is not None and first.default is Parameter.empty and first.kind is not Parameter.VAR_POSITIONAL
+
+
+def checkpoints_here(executor: Any, step: CheckpointedStep) -> Path | None:
+    """``checkpoints_local_dir`` on this machine; None if its variables are set on the nodes of the tasks only.
+
+    Raises:
+        ConfigError: a variable in it is not set, and the tasks run here.
+    """
+    try:
+        return step.checkpoints_root
+    except ConfigError:
+        if isinstance(executor, LocalPipelineExecutor):
+            raise
+        return None
 
 
 def _local_ranks(executor: Any) -> range:

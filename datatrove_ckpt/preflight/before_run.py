@@ -8,7 +8,7 @@ from typing import Any
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.job_check import check_job, check_step_order
+from datatrove_ckpt.generation.job_check import check_job, check_step_order, checkpoints_here
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.output.folders import check_pipeline_folders
@@ -73,8 +73,8 @@ def check_folders(executor: Any) -> None:
         folders.append(("logging_dir", executor.logging_dir.resolve_paths("")))
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
-            if step.checkpoints_local_dir is not None:
-                folders.append(("checkpoints_local_dir", step.checkpoints_root))
+            if step.checkpoints_local_dir is not None and (root := checkpoints_here(executor, step)) is not None:
+                folders.append(("checkpoints_local_dir", root))
             if step.output_writer.output_folder.is_local():
                 folders.append(("output_folder", step.output_writer.output_folder.resolve_paths("")))
     for setting, folder in folders:
@@ -122,12 +122,14 @@ def check_output(executor: Any, before: bool) -> None:
     """
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
+            if (root := checkpoints_here(executor, step)) is None:
+                continue  # what the output is compared with is on other nodes
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
             here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
             first = getattr(executor, "local_rank_offset", 0)
             check_output_of_run(
                 step.output_writer,
-                step.checkpoints_root,
+                root,
                 executor.logging_dir.resolve_paths(""),
                 executor.world_size,
                 first_starts=range(first, first + executor.local_tasks) if here else (),

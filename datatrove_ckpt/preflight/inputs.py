@@ -17,8 +17,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.readers.inputs import shuffled_names
 from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
@@ -71,9 +72,7 @@ def check_inputs_unchanged(executor: Any) -> None:
 
 def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecord]]:
     """What each finished rank has read, if a record tells."""
-    try:
-        root = step.checkpoints_root
-    except ConfigError:  # a folder of other nodes only
+    if (root := checkpoints_here(executor, step)) is None:
         return []
     records = []
     for rank in range(executor.world_size):

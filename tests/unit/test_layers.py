@@ -38,7 +38,7 @@ ROOMS = {
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output"
     " readers generation runner maintenance",
-    "cli": "errors formatting redaction config process checkpoint readers runner maintenance preflight",
+    "cli": "errors formatting redaction config process checkpoint readers generation runner maintenance preflight",
     "testing": "errors checkpoint mirror",
 }
 

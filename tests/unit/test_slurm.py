@@ -179,6 +179,19 @@ def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(
     assert not folder.exists(), "what was restored is of no use on this machine"
 
 
+def test_a_variable_that_only_the_nodes_have_is_no_mistake(
+    login_node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NODE_SCRATCH", raising=False)
+    arguments = (
+        "--pipeline.1.checkpoints_local_dir=$NODE_SCRATCH/kept",
+        f"--pipeline.1.checkpoints_remote_dir={login_node}/mirror",
+    )
+    assert run(*arguments) == 0
+    assert "Submitted job" in capsys.readouterr().out
+    assert not list(login_node.glob("*NODE_SCRATCH*"))
+
+
 def test_without_sbatch_nothing_is_started_and_one_line_says_so(
     login_node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Crash-proof LLM inference for datatrove: each document is processed exactly once, and no answer is paid for twice.
 
-``InferenceRunner`` and ``InferenceConfig`` replace datatrove's. ``datatrove_ckpt.checkpoint`` explains recovery on one
-page, ``datatrove_ckpt.errors`` the errors.
+``InferenceRunner``, ``InferenceConfig`` and ``LocalPipelineExecutor`` replace datatrove's.
+``datatrove_ckpt.checkpoint`` explains recovery on one page, ``datatrove_ckpt.errors`` the errors.
 
 The names are imported at their first use. Some programs that we start are modules of this package (``python -m
 datatrove_ckpt.inference...``); importing datatrove, which they do not need, would make each start a second slower.
@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from datatrove_ckpt.config import InferenceConfig
     from datatrove_ckpt.errors import CkptError
+    from datatrove_ckpt.executor import LocalPipelineExecutor
     from datatrove_ckpt.runner import InferenceRunner
 
-_MODULES = {"CkptError": "errors", "InferenceConfig": "config", "InferenceRunner": "runner"}
+_MODULES = {
+    "CkptError": "errors",
+    "InferenceConfig": "config",
+    "InferenceRunner": "runner",
+    "LocalPipelineExecutor": "executor",
+}
 
-__all__ = ["CkptError", "InferenceConfig", "InferenceRunner"]
+__all__ = ["CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor"]
 __version__ = "0.2.0.dev0"
 
 

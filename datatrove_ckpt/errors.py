@@ -143,6 +143,13 @@ class UnexpectedExit(CkptError):
     """
 
 
+class WorkerDied(CkptError):
+    """The worker processes of some tasks were killed, ``max_rank_attempts`` times each, or could not be started.
+
+    The message names the tasks. What they had finished is saved; run the same command again.
+    """
+
+
 class Preempted(CkptError):
     """A signal or the job's time limit stopped the rank early. Finished work is saved; the same command resumes."""
 

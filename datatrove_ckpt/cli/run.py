@@ -9,17 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
+from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.closing import closing_line
-from datatrove_ckpt.cli.interruption import Interruption, start_fork_server
+from datatrove_ckpt.cli.interruption import Interruption
 from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.os_errors import explain
 from datatrove_ckpt.cli.overrides import describe, read_config
 from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit
+from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -58,7 +59,7 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            _execute(executor, steps, signals, arguments.command)
+            _execute(executor, steps, arguments.command)
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -77,16 +78,14 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _execute(executor: Any, steps: list[InferenceRunner], signals: list[str], command: str) -> None:
+def _execute(executor: Any, steps: list[InferenceRunner], command: str) -> None:
     """Runs the executor, or submits it, and prints the last line."""
     kept = [step for step in steps if step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
         print(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
         return
-    if isinstance(executor, LocalPipelineExecutor) and executor.workers > 1:
-        start_fork_server(signals)
-    executor.run()
+    executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
     _refuse_what_is_left(executor)
     check_after_run(executor)
     for step in kept:

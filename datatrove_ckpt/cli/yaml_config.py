@@ -37,10 +37,10 @@ from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret
 
 _NAMES_BY_MODULE = {
-    "datatrove_ckpt": "InferenceRunner InferenceConfig",
+    "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor",
     "datatrove_ckpt.readers": "IpcReader JsonlReader ParquetReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout chat",
-    "datatrove.executor": "LocalPipelineExecutor SlurmPipelineExecutor RayPipelineExecutor",
+    "datatrove.executor": "SlurmPipelineExecutor RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader HuggingFaceDatasetReader WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter ParquetWriter",
     "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter FastTextClassifierFilter "

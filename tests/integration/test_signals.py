@@ -223,14 +223,6 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
     assert outputs(tmp_path / "job" / "output") == undisturbed(tasks)
 
 
-def ignores(pid: int, number: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # ended meanwhile
-        return False
-    return bool(int(status.partition("SigIgn:")[2].split()[0], 16) >> number - 1 & 1)
-
-
 @pytest.mark.parametrize(
     ("number", "start_method"),
     [
@@ -241,37 +233,32 @@ def ignores(pid: int, number: int) -> bool:
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )
-def test_however_workers_are_started_an_idle_one_keeps_nobody(
+def test_however_workers_are_started_they_drain_and_leave_nobody(
     tmp_path: Path, number: signal.Signals, start_method: str
 ) -> None:
     with FakeServer(answer, hold_after=0) as server:
         job = Job(tmp_path, server, 2, 3, start_method)
         process = job.start()
         until_asked(server, 8)
-        while not any(ignores(other.pid, signal.SIGHUP) for other in process._others()):  # it may still be importing
-            time.sleep(0.01)
         os.killpg(process.popen.pid, number)
         job.until_drains()
         server.release()
         process.ends_interrupted(number)
 
 
-def test_the_fork_server_outlives_a_signal_to_all_or_its_workers_would_be_taken_for_dead(tmp_path: Path) -> None:
+def test_the_death_of_the_fork_server_is_not_taken_for_that_of_its_workers(tmp_path: Path) -> None:
     with FakeServer(answer, hold_after=0) as server:
-        job = Job(tmp_path, server, 2)
+        job = Job(tmp_path, server, 3, 2)
         process = job.start()
         until_asked(server, 8)
         forked = [p for p in process._others() if b"forkserver" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
         (fork_server,) = {p.parent for p in forked} & {p.pid for p in forked}
-        handle = os.pidfd_open(fork_server)
-        os.kill(process.popen.pid, signal.SIGSTOP)  # the command learns of it last
-        os.killpg(process.popen.pid, signal.SIGTERM)
-        job.until_drains()
-        assert not select.select([handle], [], [], 0.5)[0]
-        os.close(handle)
-        os.kill(process.popen.pid, signal.SIGCONT)
+        os.kill(fork_server, signal.SIGKILL)
         server.release()
-        process.ends_interrupted(signal.SIGTERM)
+        assert process.end() == 0, process.log  # a new one is started for the third task
+        assert process.left == []
+        assert set(server.asked.values()) == {1}
+    assert job.completed == 3
 
 
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
@@ -291,45 +278,69 @@ def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
         assert process.left == []
 
 
-SLOW_END = """
-import time
-from datatrove.executor import base
+@pytest.mark.xdist_group("undisturbed")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda value: value.name)
+def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
+    tmp_path: Path, undisturbed: Callable[[int], dict[str, bytes]], number: signal.Signals
+) -> None:
+    with FakeServer(answer, hold_after=16) as server:
+        job = Job(tmp_path, server, 2)
+        process = job.start()
+        until_asked(server, 24)
+        worker = os.pidfd_open(job.worker(1))
+        signal.pidfd_send_signal(worker, number)
+        if number == signal.SIGTERM:
+            job.until_drains(1)
+            server.release()
+        assert select.select([worker], [], [], 60)[0]
+        os.close(worker)
+        server.release()
+        assert process.end() == 0, process.log
+        assert "It starts again (attempt 2 of 2)" in process.log
+        assert process.left == []
+        again = {count for question, count in server.asked.items() if "document 0 " in question}
+        assert again == {1}, "the other rank was disturbed"
+        if number == signal.SIGTERM:
+            assert set(server.asked.values()) == {1}
+    assert outputs(tmp_path / "output") == undisturbed(2)
 
-def close_slowly(logfile):
-    while not Path("may_close").exists():
-        time.sleep(0.001)
-    close_at_once(logfile)
 
-close_at_once, base.close_task_logger = base.close_task_logger, close_slowly
+KILLS_ITS_WORKER = """
+import signal
+
+async def ask(document, generate):
+    if document.id == "1 5":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (await generate({"messages": [{"role": "user", "content": document.text}]})).text
 """
 
 
-@pytest.mark.parametrize("slow", ["nothing", pytest.param("the parent", marks=pytest.mark.slow), "the end of the task"])
-def test_a_worker_that_is_signalled_alone_ends_the_command_instead_of_leaving_it_waiting(
-    tmp_path: Path, slow: str
-) -> None:
+def test_a_rank_that_kills_its_workers_is_given_up_and_named_at_the_end(tmp_path: Path) -> None:
+    with FakeServer(answer) as server:
+        job = Job(tmp_path, server, 3, 2)
+        (tmp_path / "my_rollouts.py").write_text(ROLLOUTS + KILLS_ITS_WORKER)
+        process = job.start()
+        assert process.end() == 1
+        last = process.log.splitlines()[-1]
+        assert last.startswith("error: 1 of 3 tasks are not complete, because their worker processes died (task 1: its")
+        assert "SIGKILL" in last
+        assert "run the same command again" in last.lower()
+        assert "Traceback" not in process.log
+        assert process.left == []
+    assert job.completed == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT, signal.SIGUSR2], ids=lambda value: value.name)
+def test_no_worker_outlives_a_run_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
     with FakeServer(answer, hold_after=0) as server:
         job = Job(tmp_path, server, 2)
-        if slow == "the end of the task":  # as its log's, on S3
-            (tmp_path / "my_rollouts.py").write_text(ROLLOUTS + SLOW_END)
         process = job.start()
         until_asked(server, 8)
-        if slow == "the parent":
-            process.popen.send_signal(signal.SIGSTOP)
-        worker = os.pidfd_open(job.worker(1))
-        signal.pidfd_send_signal(worker, signal.SIGTERM)
-        job.until_drains(1)
-        server.release()
-        if slow == "the end of the task":
-            assert not select.select([worker], [], [], 1)[0], "it ended before it had sent its error"
-            (tmp_path / "may_close").touch()
-        assert select.select([worker], [], [], 60)[0]
-        os.close(worker)
-        process.popen.send_signal(signal.SIGCONT)
-        assert process.end() == 1
-        assert "error: Stopped by SIGTERM." in process.log
+        process.popen.send_signal(number)
+        began = time.monotonic()
+        assert process.end() == -number  # and its output is closed: `job | tee log` ends
         assert process.left == []
-        assert job.completed < 2
+        assert time.monotonic() - began < 5
 
 
 # --------------------------------------------------------------------------- datatrove's Slurm executor

@@ -1,0 +1,187 @@
+"""LocalPipelineExecutor: datatrove's, with worker processes of our own (``process/workers.py``).
+
+It differs in what happens here:
+
+    a worker is killed, or out of memory     its rank starts again; datatrove's run waits without end
+    SIGTERM or SIGHUP to the run             all ranks drain, all processes end; datatrove leaves processes behind
+    a run with other settings, or input,     refused before anything starts; datatrove skips finished ranks
+    than those of the finished ranks         without a look at them
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import multiprocess
+from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.io import DataFolderLike
+from datatrove.pipeline.base import PipelineStep
+from datatrove.utils.stats import PipelineStats
+from loguru import logger
+from multiprocess.reduction import ForkingPickler
+
+from datatrove_ckpt.errors import ConfigError, WorkerDied
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+from datatrove_ckpt.process.worker import Work
+from datatrove_ckpt.process.workers import Stopped, Workers, end_as
+from datatrove_ckpt.runner import InferenceRunner
+
+_DEPENDENCY_POLL = 120.0  # seconds
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+    """Runs the ranks of a pipeline on this machine.
+
+    All arguments but the last are those of datatrove's ``LocalPipelineExecutor``. With ``workers=1`` the ranks run in
+    this process, one after the other.
+
+    Args:
+        max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
+            given up. The other ranks go on.
+    """
+
+    def __init__(
+        self,
+        pipeline: list[PipelineStep | Callable[..., Any]],
+        tasks: int = 1,
+        workers: int = -1,
+        logging_dir: DataFolderLike = None,
+        depends: DatatroveExecutor | None = None,
+        skip_completed: bool = True,
+        start_method: str = "forkserver",
+        local_tasks: int = -1,
+        local_rank_offset: int = 0,
+        randomize_start_duration: int = 0,
+        max_rank_attempts: int = 2,
+    ) -> None:
+        super().__init__(
+            pipeline,
+            tasks,
+            workers,
+            logging_dir,
+            depends,
+            skip_completed,
+            start_method,
+            local_tasks,
+            local_rank_offset,
+            randomize_start_duration,
+        )
+        self.max_rank_attempts = max_rank_attempts
+        if max_rank_attempts < 1:
+            raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
+        if start_method not in multiprocess.get_all_start_methods():
+            allowed = ", ".join(multiprocess.get_all_start_methods())
+            raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
+        if depends is not None and not isinstance(depends, DatatroveExecutor):
+            raise ConfigError(f"depends: must be a LocalPipelineExecutor; it is a {type(depends).__name__}.")
+
+    def run(self) -> PipelineStats | None:
+        """Runs every rank that is not complete. When it returns, all are complete, and the output is what they wrote.
+
+        Returns:
+            The statistics of the ranks that ran, or None if there were none.
+
+        Raises:
+            CkptError: see ``check_before_run``, and ``run_ranks``.
+        """
+        check_before_run(self, any(_retries(step) for step in self.pipeline))
+        stats = self.run_ranks()
+        check_after_run(self)
+        return stats
+
+    def run_ranks(self) -> PipelineStats | None:
+        """``run`` without the checks before and after.
+
+        Raises:
+            WorkerDied: some ranks were given up.
+            KeyboardInterrupt, SystemExit, Preempted: a signal came. All ranks have drained.
+            Exception: of the first rank that failed. The other ranks have drained.
+        """
+        self._run_dependency()
+        self._launched = True
+        local = range(self.local_rank_offset, self.local_rank_offset + self.local_tasks)
+        ranks = self.get_incomplete_ranks(local)
+        if not ranks:
+            logger.info(f"All {plural(len(local), 'task')} are complete already.")
+            return None
+        self.save_executor_as_json()
+        if len(ranks) < len(local):
+            logger.info(f"{len(local) - len(ranks)} of {plural(len(local), 'task')} are complete already.")
+        stats = PipelineStats()
+        for done, result in enumerate(self._results(ranks), len(local) - len(ranks) + 1):
+            logger.info(f"{done}/{self.world_size} tasks completed.")
+            stats += result
+        with self.logging_dir.open("stats.json", "wt") as file:
+            stats.save_to_disk(file)
+        logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
+        return stats
+
+    def _results(self, ranks: Sequence[int]) -> Iterator[PipelineStats]:
+        return self._here(ranks) if self.workers == 1 else self._in_workers(ranks)
+
+    def _here(self, ranks: Sequence[int]) -> Iterator[PipelineStats]:
+        pipeline: list[Any] = self.pipeline  # type: ignore[has-type]  # datatrove's
+        try:
+            for rank in ranks:
+                self.pipeline = deepcopy(pipeline)
+                yield self._run_for_rank(rank)
+        finally:
+            self.pipeline = pipeline
+
+    def _in_workers(self, ranks: Sequence[int]) -> Iterator[PipelineStats]:
+        context = multiprocess.get_context(self.start_method)
+        context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor"])
+        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
+        # Pickled here for every start method: each rank gets a copy of its own.
+        work = Work(partial(_run_rank, bytes(ForkingPickler.dumps(self))), _nothing)
+        try:
+            with Workers(context, self.workers, work, numbers, self.max_rank_attempts) as workers:
+                for _, stats in workers.run(ranks):
+                    yield stats
+        except Stopped:
+            pass
+        if workers.signal is not None:
+            end_as(workers.signal)
+        if workers.lost:
+            raise _lost(workers.lost, self.world_size)
+
+    def _run_dependency(self) -> None:
+        if self.depends is None:
+            return
+        if not self.depends._launched:
+            logger.info("Running first what this executor depends on.")
+            self.depends.run()
+        while left := len(self.depends.get_incomplete_ranks(skip_completed=True)):
+            logger.info(
+                f"{left} of {self.depends.world_size} tasks that this executor depends on are not complete yet."
+            )
+            time.sleep(_DEPENDENCY_POLL)
+
+
+def _run_rank(pickled: bytes, slot: int, rank: int) -> PipelineStats:
+    """Runs one rank in a worker."""
+    return ForkingPickler.loads(pickled)._run_for_rank(rank, slot)
+
+
+def _retries(step: object) -> bool:
+    return isinstance(step, InferenceRunner) and step.retry_dead_letters
+
+
+def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:
+    named = "; ".join(f"task {rank}: {why}" for rank, why in sorted(lost.items()))
+    return WorkerDied(
+        f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died ({named}). SIGKILL mostly "
+        "means that the machine was out of memory: use fewer workers. Run the same command again to resume."
+    )
+
+
+def _nothing() -> None:
+    """Servers that are kept for the next rank end here."""

@@ -1,0 +1,185 @@
+"""What runs in a worker process of ``workers.py``, which has the table of what both say to each other."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import multiprocess
+from multiprocess.reduction import ForkingPickler
+
+from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
+
+READY = "ready"
+CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end
+_LENGTH = 8  # bytes
+
+
+class Work(NamedTuple):
+    """What workers do with tasks. Pickled into them.
+
+    Attributes:
+        run: called with the worker's slot and a task. What it returns is sent to the parent, so it must be picklable.
+        close: called once, before the worker ends.
+    """
+
+    run: Callable[[int, int], Any]
+    close: Callable[[], object]
+
+
+class Outcome(NamedTuple):
+    """How a task ended in a worker.
+
+    Attributes:
+        end: "stopped" is the end that a signal asked for.
+        value: what ``Work.run`` returned, the error, or the number of the signal.
+    """
+
+    end: Literal["done", "failed", "stopped"]
+    value: Any
+
+
+class Inbox:
+    """The messages of one worker, for its parent. It never waits, not even for the rest of a message.
+
+    Attributes:
+        is_closed: no more can come.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._descriptor = connection.fileno()
+        self._data = bytearray()
+        self.is_closed = False
+        os.set_blocking(self._descriptor, False)
+
+    def messages(self) -> Iterator[Any]:
+        """Those that have come."""
+        with suppress(OSError):  # nothing more has come, or the process has ended
+            while data := os.read(self._descriptor, 1 << 16):
+                self._data += data
+            self.is_closed = True
+        while len(self._data) >= _LENGTH:
+            end = _LENGTH + int.from_bytes(self._data[:_LENGTH])
+            if len(self._data) < end:
+                return
+            message = bytes(self._data[_LENGTH:end])
+            del self._data[:end]
+            yield ForkingPickler.loads(message)
+
+
+def work(connection: Any, parent: int, numbers: Sequence[int], task: Work, slot: int) -> None:
+    """The main function of a worker process.
+
+    Args:
+        connection: to the parent.
+        parent: process id.
+        numbers: signals that ask for a stop. They are blocked when this is called.
+    """
+    os.setpgid(0, 0)
+    _die_with(parent)
+    _Worker(connection, numbers, task, slot).serve()
+
+
+class _Worker:
+    def __init__(self, connection: Any, numbers: Sequence[int], task: Work, slot: int) -> None:
+        self._connection = connection
+        self._work = task
+        self._slot = slot
+        self._in_task = False
+        self._told: int | None = None
+        self._pid = os.getpid()
+        for number in numbers:
+            signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def serve(self) -> None:
+        """Runs tasks until the parent has no more, is gone, or a signal came."""
+        try:
+            self._send(READY)
+            while self._told is None and (number := self._connection.recv()) is not None:
+                self._send(self._outcome(number))
+        except (EOFError, OSError):  # of the connection: the parent is gone
+            pass
+        finally:
+            self._work.close()
+            with suppress(OSError):
+                self._send(CLOSED)
+
+    def _send(self, message: object) -> None:
+        """As ``Inbox`` reads it."""
+        data = memoryview(ForkingPickler.dumps(message))
+        data = memoryview(len(data).to_bytes(_LENGTH) + data)
+        while data:
+            data = data[os.write(self._connection.fileno(), data) :]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # something that a task forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._told = number
+        if self._in_task:
+            self._in_task = False  # only once
+            raise SystemExit(128 + number)
+
+    def _outcome(self, number: int) -> Outcome:
+        try:
+            self._in_task = True
+            if self._told is not None:  # it came before the task
+                raise SystemExit
+            value = self._work.run(self._slot, number)
+            self._in_task = False
+        except BaseException as error:  # even a SystemExit: the parent waits for the outcome of this task
+            self._in_task = False
+            if self._told is not None and not _is_failure(error):
+                return Outcome("stopped", self._told)
+            return Outcome("failed", _sendable(error, number))
+        return Outcome("done", value)
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether a task that was asked to stop has failed for another reason."""
+    return isinstance(error, Exception) and not isinstance(error, Preempted)
+
+
+def _sendable(error: BaseException, number: int) -> Exception:
+    """The error as it reaches the parent, with this process's traceback as a note."""
+    if not isinstance(error, Exception):
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
+        return UnexpectedExit(f"A step of task {number} {what}. The task is not complete; raise an Exception instead.")
+    text = "".join(traceback.format_exception(error))
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:  # anything can go wrong in somebody's __reduce__ or __init__
+        return CkptError(f"Task {number} failed with {type(error).__name__}: {error}\n{text}")
+    error.add_note(f"In the worker process of task {number}:\n{text}")
+    return error
+
+
+def _die_with(parent: int) -> None:
+    """Lets SIGKILL end this process as soon as the parent is gone: its tasks must be free for the next run."""
+    if sys.platform == "linux":
+        try:
+            handle = os.pidfd_open(parent)
+        except ProcessLookupError:
+            os._exit(1)
+        wait: Callable[[], object] = lambda: select.select([handle], [], [])  # noqa: E731
+    else:
+        process = multiprocess.parent_process()
+        assert process is not None
+        wait = process.join
+
+    def kill_after() -> NoReturn:
+        wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    threading.Thread(target=kill_after, name="datatrove-ckpt parent watch", daemon=True).start()

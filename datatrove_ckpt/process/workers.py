@@ -1,0 +1,332 @@
+"""Worker processes that we start and own. Each takes one task after another over a pipe.
+
+    this process                                         a worker
+    starts it, with signals blocked               ->     sets its handlers, unblocks, leaves the process group
+                                                  <-     "ready"
+    sends a task                                  ->     runs it in its main thread
+                                                  <-     its outcome
+    passes on each signal that asks for a stop    ->     the task drains, or ends; its outcome says so
+    sends None                                    ->     ends
+
+This process waits on pipes and processes, so a worker that is killed is noticed at once, whatever it was doing: no lock
+and no queue is shared. A worker watches this process in turn, and kills itself when this process is gone, however it
+ended. Only this process gets the signals of a terminal, and passes them on: so one Ctrl-C is one request to stop.
+
+datatrove's own executor uses a pool. CPython's pool waits without end for the task of a worker that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+from loguru import logger
+from multiprocess import connection as connections
+
+from datatrove_ckpt.errors import Preempted, WorkerDied
+from datatrove_ckpt.process.worker import CLOSED, READY, Inbox, Outcome, Work, work
+
+SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time are the same request to stop
+# Seconds that workers have to end after a second signal, and one that has nothing left to do but to end.
+_AFTER_SECOND_SIGNAL = 10.0
+_TO_EXIT = 5.0
+
+
+class Stopped(Exception):
+    """A signal stopped the workers. Raised by ``Workers.run`` once all of them have ended."""
+
+
+class _Process:
+    """One worker, as its parent sees it."""
+
+    def __init__(self, context: Any, slot: int, task: Work, numbers: list[int]) -> None:
+        self.slot = slot
+        self.task: int | None = None
+        self.is_ready = False  # for a task
+        self.was_ready = False
+        self.ends_by: float | None = None  # it is killed then
+        self.connection, theirs = connections.Pipe()
+        # Not a daemon: a step may start processes of its own.
+        self.process = context.Process(target=work, args=(theirs, os.getpid(), numbers, task, slot), daemon=False)
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+        self._handle = _handle(self.process.pid)
+        self.inbox = Inbox(self.connection)
+
+    @property
+    def sentinel(self) -> int:
+        """Becomes readable when the process has ended. multiprocess's own also does when the fork server has ended."""
+        return self._handle if self._handle is not None else int(self.process.sentinel)
+
+    def send(self, message: object) -> None:
+        with suppress(OSError):  # it has ended: its sentinel tells
+            self.connection.send(message)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(connections.wait([self.sentinel], 0))
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, number)
+            elif self.process.is_alive():
+                os.kill(self.process.pid, number)
+
+    def close(self) -> str:
+        """Ends what may be left of it. Returns how it ended."""
+        self.signal(signal.SIGKILL)
+        deadline = time.monotonic() + _TO_EXIT
+        # Not join: it waits for a pipe that a fork of the worker may hold open.
+        while self.process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.connection.close()
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+class Workers:
+    """``with Workers(...) as workers:`` around ``workers.run(tasks)``. No process of it is left when the block ends.
+
+    Args:
+        context: multiprocess's, of a start method.
+        count: processes at once.
+        work: what they do.
+        numbers: signals that ask for a stop. Those that this process ignores stay ignored.
+        max_attempts: how many workers may die of the same task.
+
+    Attributes:
+        lost: the tasks that were given up, and why.
+        signal: the first signal that came.
+    """
+
+    def __init__(self, context: Any, count: int, work: Work, numbers: Iterable[int], max_attempts: int) -> None:
+        self.lost: dict[int, str] = {}
+        self.signal: int | None = None
+        self._context = context
+        self._count = count
+        self._work = work
+        self._numbers = [number for number in sorted(set(numbers)) if _is_handled(number)]
+        self._max_attempts = max_attempts
+        self._workers: list[_Process] = []
+        self._tasks: deque[int] = deque()
+        self._attempts: Counter[int] = Counter()
+        self._failed_starts = 0
+        self._error: Exception | None = None
+        self._is_failing = False  # the other tasks are told to stop
+        self._requests = 0
+        self._to_pass_on: deque[int] = deque()
+        self._came = 0.0
+        self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.close()
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        os.close(self._woken)
+        os.close(self._wake)
+
+    def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """Yields each task that is done, with what ``Work.run`` returned, as they finish.
+
+        Raises:
+            Stopped: a signal came; all tasks have drained.
+            WorkerDied: no worker could be started.
+            Exception: of the first task that failed; the others have drained.
+        """
+        self._tasks.extend(tasks)
+        self._start()
+        while self._workers:
+            self._wait()
+            for worker in list(self._workers):
+                yield from self._hear(worker)
+            self._pass_on()
+            self._kill_late()
+            self._start()
+            self._assign()
+        if self.signal is not None:
+            raise Stopped
+        if self._error is not None:
+            raise self._error
+
+    # workers ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _stops(self) -> bool:
+        return self.signal is not None or self._error is not None
+
+    def _start(self) -> None:
+        """Starts as many workers as there are tasks that nobody has, and places."""
+        free = sum(worker.task is None for worker in self._workers)
+        while not self._stops and len(self._tasks) > free and len(self._workers) < self._count:
+            slot = min(set(range(self._count)) - {worker.slot for worker in self._workers})
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
+            try:
+                self._workers.append(_Process(self._context, slot, self._work, self._numbers))
+            except (EOFError, ConnectionError):  # the fork server has ended
+                self._error = _cannot_start("the process that starts them has ended")
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            free += 1
+
+    def _assign(self) -> None:
+        """Gives a task to each worker that waits for one, or lets it end."""
+        for worker in self._workers:
+            if worker.is_ready and worker.task is None:
+                worker.is_ready = False
+                if self._tasks and not self._stops:
+                    worker.task = self._tasks.popleft()
+                    self._attempts[worker.task] += 1
+                worker.send(worker.task)
+
+    def _wait(self) -> None:
+        """Until a message has come, a worker has ended, a signal has come, or somebody's time is over."""
+        limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
+        seconds = max(0.0, min(limits) - time.monotonic()) if limits else None
+        sources = [self._woken, *(worker.sentinel for worker in self._workers)]
+        open_ = [worker.connection for worker in self._workers if not worker.inbox.is_closed]
+        ready = connections.wait([*sources, *open_], seconds)
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+
+    def _hear(self, worker: _Process) -> Iterator[tuple[int, Any]]:
+        has_ended = worker.has_ended  # first: what it sent before its end has come then
+        for message in worker.inbox.messages():
+            if message == READY:
+                worker.is_ready = worker.was_ready = True
+                self._failed_starts = 0
+            elif message == CLOSED:
+                worker.ends_by = time.monotonic() + _TO_EXIT
+            else:
+                assert worker.task is not None
+                task, worker.task = worker.task, None
+                worker.is_ready = message.end != "stopped"  # it ends by itself then
+                yield from self._finished(task, message)
+        if has_ended:
+            self._workers.remove(worker)
+            self._died(worker, worker.close())
+
+    def _finished(self, task: int, outcome: Outcome) -> Iterator[tuple[int, Any]]:
+        if outcome.end == "done":
+            yield task, outcome.value
+        elif outcome.end == "stopped":
+            self._give_back(task, f"its worker was stopped by {signal.Signals(outcome.value).name}")
+        elif self._error is None:
+            self._error = outcome.value
+
+    def _died(self, worker: _Process, how: str) -> None:
+        if worker.task is not None:
+            self._give_back(worker.task, f"its worker process {how}")
+        elif not worker.was_ready and not self._stops:
+            self._failed_starts += 1
+            if self._failed_starts >= self._max_attempts:
+                self._error = _cannot_start(f"the last one {how}")
+
+    def _give_back(self, task: int, why: str) -> None:
+        """A task whose worker ended before it."""
+        if self._stops:
+            return
+        attempts = self._attempts[task]
+        if attempts < self._max_attempts:
+            logger.warning(f"Task {task}: {why}. It starts again (attempt {attempts + 1} of {self._max_attempts}).")
+            self._tasks.appendleft(task)
+        else:
+            logger.error(f"Task {task}: {why}, in attempt {attempts} of {self._max_attempts}. The others go on.")
+            self.lost[task] = why
+
+    # signals ----------------------------------------------------------------------------------------------------------
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a fork of this process that has not set its own handlers
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._came = number, now
+        elif now - self._came < SAME_EVENT:
+            return
+        self._requests += 1
+        self._to_pass_on.append(number)
+        with suppress(BlockingIOError):
+            os.write(self._wake, b"s")
+
+    def _pass_on(self) -> None:
+        """Passes requests to stop on to the workers that have a task. The others end in ``_assign``."""
+        if self._error is not None and not self._is_failing:
+            self._is_failing = True
+            self._to_pass_on += [signal.SIGTERM] if signal.SIGTERM in self._numbers else []
+        while self._to_pass_on:
+            number = self._to_pass_on.popleft()
+            for worker in self._workers:
+                if worker.task is not None:
+                    worker.signal(number)
+        if self._requests > 1:
+            for worker in self._workers:
+                worker.ends_by = worker.ends_by or time.monotonic() + _AFTER_SECOND_SIGNAL
+
+    def _kill_late(self) -> None:
+        for worker in self._workers:
+            if worker.ends_by is not None and time.monotonic() >= worker.ends_by:
+                worker.signal(signal.SIGKILL)
+                worker.ends_by = None
+
+
+def end_as(number: int) -> NoReturn:
+    """Ends this process as this signal would without us, but through the stack.
+
+    Raises:
+        KeyboardInterrupt, SystemExit, Preempted, or whatever the handler raises.
+    """
+    if signal.getsignal(number) is signal.SIG_DFL:
+        raise SystemExit(128 + number)
+    signal.raise_signal(number)
+    raise Preempted(f"Stopped by {signal.Signals(number).name}. Run the same command again to resume.")
+
+
+def _is_handled(number: int) -> bool:
+    """Not if this process ignores it, as under nohup, or has a handler that Python cannot restore."""
+    return signal.getsignal(number) not in (signal.SIG_IGN, None)
+
+
+def _handle(pid: int | None) -> int | None:
+    """A file descriptor for the process. None: it has ended, or this is not Linux."""
+    if sys.platform != "linux" or pid is None:
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _cannot_start(why: str) -> WorkerDied:
+    return WorkerDied(
+        f"No worker process could be started: {why}. What it printed is above. In a script, run() must be called under "
+        "`if __name__ == '__main__':`, because each worker imports the script."
+    )

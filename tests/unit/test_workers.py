@@ -1,0 +1,354 @@
+"""Our worker processes, with tasks that have nothing to do with documents."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import multiprocess
+import pytest
+
+from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
+from datatrove_ckpt.process import workers as module
+from datatrove_ckpt.process.worker import Inbox, Work
+from datatrove_ckpt.process.workers import Stopped, Workers, end_as
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+def nothing() -> None:
+    pass
+
+
+def group(
+    run: Callable[[int, int], Any],
+    count: int = 2,
+    attempts: int = 2,
+    close: Callable[[], object] = nothing,
+    method: str = "fork",
+) -> Workers:
+    return Workers(multiprocess.get_context(method), count, Work(run, close), NUMBERS, attempts)
+
+
+def test_every_task_is_done_once_by_at_most_so_many_processes(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> tuple[int, int, int]:
+        return slot, os.getpid(), task * 10
+
+    with group(run, 3) as workers:
+        done = dict(workers.run(range(20)))
+    assert {task: value[2] for task, value in done.items()} == {task: task * 10 for task in range(20)}
+    assert {slot for slot, _, _ in done.values()} <= {0, 1, 2}
+    assert len({pid for _, pid, _ in done.values()}) <= 3
+    assert os.getpid() not in {pid for _, pid, _ in done.values()}
+
+
+def square(slot: int, task: int) -> int:
+    return task * task
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_every_start_method(method: str) -> None:
+    with group(square, method=method) as workers:
+        assert dict(workers.run([2, 3])) == {2: 4, 3: 9}
+
+
+def test_no_more_processes_are_started_than_there_are_tasks(tmp_path: Path) -> None:
+    with group(lambda slot, task: os.getpid(), 5) as workers:
+        assert len(set(dict(workers.run([1, 2])).values())) <= 2
+    with group(lambda slot, task: os.getpid(), 5) as workers:
+        assert dict(workers.run([])) == {}
+
+
+def test_a_large_result_comes_whole(tmp_path: Path) -> None:
+    with group(lambda slot, task: b"x" * 3_000_000) as workers:
+        assert [len(value) for _, value in workers.run(range(3))] == [3_000_000] * 3
+
+
+def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> int:
+        with (tmp_path / str(task)).open("a") as file:
+            file.write("tried\n")
+        tried = len((tmp_path / str(task)).read_text().splitlines())
+        if task == 1 or (task == 2 and tried < 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if task == 3 and tried == 1:
+            os._exit(0)
+        return task
+
+    with group(run, attempts=3) as workers:
+        assert sorted(workers.run(range(5))) == [(0, 0), (2, 2), (3, 3), (4, 4)]
+    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
+    tried = {task: len((tmp_path / str(task)).read_text().splitlines()) for task in range(5)}
+    assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
+
+
+def test_a_worker_that_dies_while_it_sends_is_noticed_although_a_fork_of_it_holds_the_pipe_open(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> bytes:
+        if not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            if (fork := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            (tmp_path / "fork").write_text(str(fork))
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            os.write = lambda *_: time.sleep(60)  # type: ignore[assignment,return-value]
+        return b"result"
+
+    with group(run, 1) as workers:
+        assert dict(workers.run([7])) == {7: b"result"}
+    os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
+
+
+def test_half_a_message_is_none() -> None:
+    ours, theirs = multiprocess.Pipe()
+    inbox = Inbox(ours)
+    assert list(inbox.messages()) == []
+    os.write(theirs.fileno(), (100).to_bytes(8) + b"only the start")
+    assert list(inbox.messages()) == []
+    theirs.close()
+    assert list(inbox.messages()) == []
+    assert inbox.is_closed
+
+
+class Stubborn(Exception):
+    def __init__(self, first: str, second: str) -> None:  # so it cannot be unpickled
+        super().__init__(first)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ValueError("no such key"), ValueError, "no such key"),
+        (CkptError("a setting"), CkptError, "a setting"),
+        (Stubborn("first", "second"), CkptError, "Task 1 failed with Stubborn: first"),
+        (SystemExit(0), UnexpectedExit, r"A step of task 1 called sys.exit\(0\)"),
+        (KeyboardInterrupt(), UnexpectedExit, "A step of task 1 raised KeyboardInterrupt"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_first_error_is_raised_once_the_others_have_drained(
+    tmp_path: Path, error: BaseException, kind: type[Exception], said: str
+) -> None:
+    def run(slot: int, task: int) -> int:
+        if task == 1:
+            while not (tmp_path / "started").exists():
+                time.sleep(0.001)
+            raise error
+        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "drained").touch())
+        (tmp_path / "started").touch()
+        while not (tmp_path / "drained").exists():
+            time.sleep(0.001)
+        return task
+
+    with pytest.raises(kind, match=said) as caught, group(run) as workers:
+        assert list(workers.run(range(6))) == [(0, 0)]
+    assert "in run\n" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])]) or kind is UnexpectedExit
+    assert not (tmp_path / "5").exists()
+
+
+def test_a_program_that_workers_cannot_import_is_an_error_and_no_endless_loop() -> None:
+    said = r"(?s)No worker process could be started.*__main__"
+    with group(Unloadable(), method="spawn") as workers, pytest.raises(WorkerDied, match=said):
+        list(workers.run([1]))
+
+
+class Unloadable:
+    def __call__(self, slot: int, task: int) -> None: ...
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def wait_for_stop(folder: Path) -> Callable[[int, int], str]:
+    """A task like a rank: the first signal drains it, the second one ends it."""
+
+    def run(slot: int, task: int) -> str:
+        came: list[int] = []
+        previous = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+        (folder / f"started {task}").touch()
+        while not came:
+            time.sleep(0.001)
+        (folder / f"drains {task}").touch()
+        while len(came) < 2 and not (folder / "drained").exists():
+            time.sleep(0.001)
+        signal.signal(signal.SIGTERM, previous)
+        signal.raise_signal(signal.SIGTERM)
+        return "not reached"
+
+    return run
+
+
+def until(*paths: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def in_thread(*steps: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: [step() for step in steps])
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool
+) -> None:
+    monkeypatch.setattr(module, "SAME_EVENT", 0.1)
+
+    def signal_again() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # of the same event
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM) if second else (tmp_path / "drained").touch()
+
+    thread = in_thread(
+        lambda: until(tmp_path / "started 0", tmp_path / "started 1"),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+        lambda: until(tmp_path / "drains 0", tmp_path / "drains 1"),
+        signal_again,
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped), group(wait_for_stop(tmp_path)) as workers:
+        list(workers.run(range(5)))
+    thread.join()
+    assert workers.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not (tmp_path / "started 2").exists()
+    assert multiprocess.active_children() == []
+
+
+def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SAME_EVENT", 0.05)
+    monkeypatch.setattr(module, "_AFTER_SECOND_SIGNAL", 0.3)
+
+    def run(slot: int, task: int) -> None:
+        for number in NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
+        (tmp_path / "started").touch()
+        time.sleep(60)
+
+    thread = in_thread(
+        lambda: until(tmp_path / "started"),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+        lambda: time.sleep(0.1),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    began = time.monotonic()
+    with pytest.raises(Stopped), group(run) as workers:
+        list(workers.run([0]))
+    thread.join()
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", range(4))
+def test_a_signal_while_workers_are_started_leaves_none(
+    method: str, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each moment around two starts; among them is that when a process runs and nobody knows its number."""
+    context = multiprocess.get_context(method)
+    original, moments = context.Process.start, iter(range(100))
+
+    def pass_by() -> None:
+        if next(moments) == moment:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def start(process: Any) -> None:
+        pass_by()
+        original(process)
+        pass_by()
+
+    monkeypatch.setattr(context.Process, "start", start)
+    with group(square, method=method) as workers, pytest.raises(Stopped):
+        list(workers.run(range(4)))
+    assert multiprocess.active_children() == []
+
+
+def test_signals_that_this_process_ignores_stay_ignored(tmp_path: Path) -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for `command &` in a script
+    try:
+        with group(lambda slot, task: signal.getsignal(signal.SIGINT) is signal.SIG_IGN) as workers:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert dict(workers.run([1])) == {1: True}
+        assert workers.signal is None
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> tuple[int, int, set[int]]:
+        if (fork := os.fork()) == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        return os.getpgid(0), os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), signal.pthread_sigmask(0, [])
+
+    with group(run) as workers:
+        (done,) = dict(workers.run([1])).values()
+    assert done[0] != os.getpgid(0)
+    assert done[1:] == (-signal.SIGTERM, set())
+
+
+def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path: Path) -> None:
+    def close() -> None:
+        time.sleep(0.2)
+        (tmp_path / f"closed {os.getpid()}").touch()
+
+    with group(lambda slot, task: os.getpid(), close=close) as workers:
+        pids = set(dict(workers.run(range(4))).values())
+    assert {path.name for path in tmp_path.iterdir()} >= {f"closed {pid}" for pid in pids}
+
+
+def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TO_EXIT", 0.2)
+
+    def run(slot: int, task: int) -> int:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        return task
+
+    began = time.monotonic()
+    with group(run) as workers:
+        assert dict(workers.run([1])) == {1: 1}
+    assert time.monotonic() - began < 10
+
+
+def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> None:
+        (tmp_path / str(slot)).write_text(str(os.getpid()))
+        time.sleep(60)
+
+    if (parent := os.fork()) == 0:
+        with group(run) as workers:
+            list(workers.run(range(2)))
+        os._exit(0)
+    while len([path for path in tmp_path.iterdir() if path.read_text()]) < 2:
+        time.sleep(0.001)
+    handles = [os.pidfd_open(int(path.read_text())) for path in tmp_path.iterdir()]
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    for handle in handles:
+        assert select.select([handle], [], [], 5)[0]
+        os.close(handle)
+
+
+def test_a_process_ends_as_its_signal_asks_but_through_the_stack() -> None:
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            end_as(signal.SIGUSR1)
+        assert caught.value.code == 128 + signal.SIGUSR1
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        with pytest.raises(CkptError, match="Stopped by SIGUSR1"):
+            end_as(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)

@@ -18,6 +18,7 @@ CkptError
 │   └── OutputFailed           a finished chunk could not be written or published
 ├── TooManyOpenFiles           the limit on open files was reached (ulimit -n)
 ├── UnexpectedExit             code that the rank ran called sys.exit, or raised KeyboardInterrupt and the like
+├── WorkerDied                 the worker processes of some tasks were killed, or could not be started
 ├── Preempted                  stopped early by a signal or by the job's time limit; the same command resumes
 ├── ServerError
 │   ├── ServerStartFailed      the server never became ready; shows command, exit code and the end of the log

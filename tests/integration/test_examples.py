@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
-from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from loguru import logger
 
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.parsers import OVERRIDES_HELP
 from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_example
@@ -267,7 +267,7 @@ def test_commands_end_with_the_exit_codes_of_the_docs(
 ) -> None:
     prepare, line = scenario
     if prepare is _interrupted:
-        monkeypatch.setattr(LocalPipelineExecutor, "run", lambda executor: _interrupted())
+        monkeypatch.setattr(LocalPipelineExecutor, "run_ranks", lambda executor: _interrupted())
     else:
         prepare()
     expected = 128 + signal.SIGINT if case[1] == "128 + n" else int(case[1])

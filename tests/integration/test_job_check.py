@@ -17,6 +17,7 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.job_check import check_job
@@ -364,12 +365,12 @@ def test_a_different_run_that_finishes_all_tasks_in_between_is_noticed(
     shutil.copytree("input", "others")
     for path in Path("others").iterdir():
         path.write_text(path.read_text().replace("text", "TEXT").replace('"TEXT":', '"text":'))
-    original = LocalPipelineExecutor.run
+    original = OurExecutor.run_ranks
 
-    def after_the_other(executor: LocalPipelineExecutor) -> None:
-        monkeypatch.setattr(LocalPipelineExecutor, "run", original)
+    def after_the_other(executor: OurExecutor) -> None:
+        monkeypatch.setattr(OurExecutor, "run_ranks", original)
         assert main(["run", "job.yaml", other]) == 0
         original(executor)
 
-    monkeypatch.setattr(LocalPipelineExecutor, "run", after_the_other)
+    monkeypatch.setattr(OurExecutor, "run_ranks", after_the_other)
     assert message in run(code=1)

@@ -115,7 +115,7 @@ def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_
 
 
 def test_the_public_names_are_there_and_no_others() -> None:
-    assert datatrove_ckpt.__all__ == ["CkptError", "InferenceConfig", "InferenceRunner"]
+    assert datatrove_ckpt.__all__ == ["CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor"]
     for name in datatrove_ckpt.__all__:
         assert getattr(datatrove_ckpt, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.errors import ConfigError
@@ -181,6 +182,11 @@ def test_secrets_among_storage_options_are_refused_and_not_repeated(job: Build, 
     assert f"{name}: the storage option 'aws_secret_access_key' is a secret" in message
     assert "AWS_SECRET_ACCESS_KEY" in message
     assert "hunter2" not in message
+
+
+def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(job: Build) -> None:
+    assert type(job()) is LocalPipelineExecutor
+    assert type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor"))) is DatatroveExecutor
 
 
 def test_an_executor_may_depend_on_another_one(job: Build) -> None:

@@ -1,0 +1,199 @@
+"""``datatrove_ckpt.LocalPipelineExecutor`` in a program: with one worker and with several."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dill
+import pytest
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.executor.base import ExecutorJSONEncoder
+from datatrove.pipeline.base import PipelineStep
+
+from datatrove_ckpt import LocalPipelineExecutor
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused, UnexpectedExit, WorkerDied
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import runner
+
+
+class Step(PipelineStep):  # type: ignore[misc]  # datatrove has no types
+    """Does something with the rank, and passes documents on."""
+
+    name = "step"
+
+    def __init__(self, folder: Path, fails: str = "") -> None:
+        super().__init__()
+        self.folder = str(folder)
+        self.fails = fails
+        self.ran: list[int] = []
+
+    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        with Path(self.folder, f"pid {rank}").open("a") as file:
+            file.write(f"{os.getpid()} {len(self.ran)}\n")
+        self.ran.append(rank)
+        self.stat_update("ranks")
+        if rank == 1 and self.fails == "exit":
+            raise SystemExit(0)
+        if rank == 1 and self.fails == "error":
+            raise ValueError("no such row")
+        if rank == 1 and self.fails == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from data or ()
+
+
+def attempts(folder: Path) -> dict[int, list[list[int]]]:
+    """By rank: process id, and how many ranks this copy of the step had seen."""
+    return {
+        int(path.name.split()[1]): [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
+        for path in folder.glob("pid *")
+    }
+
+
+def completed(folder: Path) -> set[int]:
+    return {int(path.name) for path in (folder / "logs" / "completions").glob("*")}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path: Path, workers: int) -> None:
+    executor = LocalPipelineExecutor([Step(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork")
+    stats = executor.run()
+    tried = attempts(tmp_path)
+    assert sorted(tried) == list(range(5))
+    assert [seen for rank in range(5) for _, seen in tried[rank]] == [0] * 5
+    pids = {pid for rank in tried.values() for pid, _ in rank}
+    assert (pids == {os.getpid()}) if workers == 1 else (os.getpid() not in pids and len(pids) <= 2)
+    assert completed(tmp_path) == set(range(5))
+    assert stats is not None
+    saved = json.loads((tmp_path / "logs" / "stats.json").read_text())
+    assert saved[0]["stats"]["ranks"] == 5
+    assert executor.run() is None
+    assert attempts(tmp_path) == tried
+
+
+def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
+    executor = LocalPipelineExecutor(
+        [Step(tmp_path)], 8, 2, str(tmp_path / "logs"), start_method="fork", local_tasks=4, local_rank_offset=3
+    )
+    executor.mark_rank_as_completed(4)
+    executor.run()
+    assert sorted(attempts(tmp_path)) == [3, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("fails", "workers", "error"),
+    [
+        ("error", 1, ValueError),
+        ("error", 2, ValueError),
+        ("exit", 1, SystemExit),  # of this process, which the program may want
+        ("exit", 2, UnexpectedExit),
+        ("kill", 2, WorkerDied),
+    ],
+)
+def test_a_rank_that_fails_is_an_error_and_not_complete(
+    tmp_path: Path, fails: str, workers: int, error: type[BaseException]
+) -> None:
+    executor = LocalPipelineExecutor([Step(tmp_path, fails)], 3, workers, str(tmp_path / "logs"), start_method="fork")
+    with pytest.raises(error) as caught:
+        executor.run()
+    assert 1 not in completed(tmp_path)
+    if fails == "kill":
+        assert completed(tmp_path) == {0, 2}
+        assert len(attempts(tmp_path)[1]) == 2
+        assert "1 of 3 tasks are not complete" in str(caught.value)
+        assert "task 1: its worker process was ended by SIGKILL" in str(caught.value)
+
+
+def test_how_often_a_rank_is_tried_can_be_chosen(tmp_path: Path) -> None:
+    executor = LocalPipelineExecutor(
+        [Step(tmp_path, "kill")], 2, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=4
+    )
+    with pytest.raises(WorkerDied):
+        executor.run()
+    assert len(attempts(tmp_path)[1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"max_rank_attempts": 0}, "max_rank_attempts: must be at least 1; it is 0"),
+        ({"start_method": "threads"}, "start_method: 'threads' is not one of fork, spawn, forkserver"),
+        ({"depends": "first"}, "depends: must be a LocalPipelineExecutor; it is a str"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), **arguments)
+
+
+@pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
+def test_what_it_depends_on_runs_first(tmp_path: Path, first: type[DatatroveExecutor]) -> None:
+    (tmp_path / "first").mkdir()
+    before = first([Step(tmp_path / "first")], 2, 1, str(tmp_path / "first" / "logs"))
+    LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=before).run()
+    assert sorted(attempts(tmp_path / "first")) == [0, 1]
+    assert sorted(attempts(tmp_path)) == [0]
+
+
+def test_it_has_datatroves_arguments_pickle_and_json(tmp_path: Path) -> None:
+    arguments = ([Step(tmp_path)], 4, 2, str(tmp_path / "logs"), None, False, "spawn", 2, 1, 3)
+    ours, theirs = LocalPipelineExecutor(*arguments), DatatroveExecutor(*arguments)
+    copy = dill.loads(dill.dumps(ours))
+    assert (copy.tasks, copy.workers, copy.local_tasks, copy.max_rank_attempts) == (4, 2, 2, 2)
+    as_json = [json.loads(json.dumps(executor, cls=ExecutorJSONEncoder)) for executor in (ours, theirs)]
+    assert as_json[0] == {**as_json[1], "max_rank_attempts": 2}
+    assert isinstance(ours, DatatroveExecutor)
+
+
+def write_inputs(folder: Path, tasks: int) -> None:
+    (folder / "input").mkdir(parents=True)
+    for task in range(tasks):
+        rows = [{"id": f"{task} {row}", "text": f"text {task} {row}"} for row in range(5)]
+        (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> LocalPipelineExecutor:
+    step = runner(folder, server, **settings)
+    return LocalPipelineExecutor(
+        [JsonlReader(str(folder / "input"), add_file_path=False), step],
+        3,
+        workers,
+        str(folder / "logs"),
+        start_method="fork",
+    )
+
+
+def test_several_workers_write_what_one_writes(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        for workers in (1, 3):
+            write_inputs(tmp_path / str(workers), 3)
+            job(tmp_path / str(workers), server, workers).run()
+        assert set(server.asked.values()) == {2}
+    assert outputs(tmp_path / "1" / "output") == outputs(tmp_path / "3" / "output")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_other_settings_or_input_than_those_of_finished_ranks_are_refused(tmp_path: Path, workers: int) -> None:
+    write_inputs(tmp_path, 3)
+    with FakeServer() as server:
+        job(tmp_path, server, workers).run()
+        before = outputs(tmp_path / "output")
+        with pytest.raises(CheckpointMismatch, match="records_per_chunk"):
+            job(tmp_path, server, workers, records_per_chunk=4).run()
+        (tmp_path / "input" / "1.jsonl").write_text('{"id": "new", "text": "other"}\n')
+        with pytest.raises(CheckpointMismatch, match=r"1\.jsonl"):
+            job(tmp_path, server, workers).run()
+        assert set(server.asked.values()) == {1}
+    assert outputs(tmp_path / "output") == before
+
+
+def test_an_error_of_a_rank_in_a_worker_is_the_error_that_is_raised(tmp_path: Path) -> None:
+    write_inputs(tmp_path, 3)
+    with FakeServer(status=lambda payload, times: 403) as server, pytest.raises(ServerRefused, match="HTTP 403"):
+        job(tmp_path, server, 2).run()

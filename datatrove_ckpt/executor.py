@@ -25,7 +25,7 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.errors import ConfigError, WorkerDied
+from datatrove_ckpt.errors import ConfigError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 from datatrove_ckpt.process.worker import Work
@@ -132,6 +132,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             for rank in ranks:
                 self.pipeline = deepcopy(pipeline)
                 yield self._run_for_rank(rank)
+        except SystemExit as exit:  # of a signal it has a code
+            if exit.code:
+                raise
+            raise UnexpectedExit(
+                f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
+            ) from exit
         finally:
             self.pipeline = pipeline
 

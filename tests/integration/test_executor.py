@@ -91,7 +91,7 @@ def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
     [
         ("error", 1, ValueError),
         ("error", 2, ValueError),
-        ("exit", 1, SystemExit),  # of this process, which the program may want
+        ("exit", 1, UnexpectedExit),
         ("exit", 2, UnexpectedExit),
         ("kill", 2, WorkerDied),
     ],

@@ -50,6 +50,7 @@ from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.trial import Trial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
+from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
@@ -198,6 +199,7 @@ class InferenceRunner(PipelineStep):
         with limit, Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
             check_rank_in_template(self.output_writer, world_size)
             die_with_parent()
+            watch_managers()
             nodes = Nodes.from_environment()
             prepare_arrow(self.output_writer)  # before gc_tuned, which freezes the objects of imported modules
             with gc_tuned():

@@ -77,6 +77,11 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
     asyncio.set_event_loop(None)
 
 
+def has_left_behind() -> bool:
+    """Whether a rank of this process has left something behind: tasks or threads that ignored their end."""
+    return bool(_left_behind)
+
+
 def exit_past_threads(code: int) -> None:
     """Ends the process if a rank has left something behind: Python would wait for its threads. Else does nothing."""
     if _left_behind:

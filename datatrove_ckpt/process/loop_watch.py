@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.process.manager_watch import end_managers
 
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
@@ -90,8 +90,7 @@ class LoopWatch:
         thread = threading.Thread(target=finish, daemon=True)
         thread.start()
         thread.join(_SAVE)
-        for child in multiprocess.active_children():  # datatrove's manager, which would never end
-            child.terminate()
+        end_managers()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()

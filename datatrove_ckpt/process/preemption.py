@@ -6,9 +6,9 @@
     then                                           everything is saved, the server stops, the old handlers are restored,
                                                    and the signals are raised again for them
 
-Raised again, a signal has its usual effect: datatrove's Slurm executor requeues its job, SIGINT becomes
-KeyboardInterrupt, SIGTERM ends the process. If the re-raised signal does not end the process, raise ``Preempted``: an
-early end must never look like a finished rank.
+Raised again, a signal has its usual effect (``reraise.py``): datatrove's Slurm executor requeues its job, SIGINT
+becomes KeyboardInterrupt, SIGTERM becomes SystemExit. If the re-raised signal does not end the process, raise
+``Preempted``: an early end must never look like a finished rank.
 
 One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a signal
 within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is the first SIGTERM after another signal in a
@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -39,16 +38,17 @@ from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.loop_watch import LoopWatch
 from datatrove_ckpt.process.parent_watch import is_pool_worker
-from datatrove_ckpt.process.pool_workers import exit_after_this_task, exit_between_tasks, exits_on, stop_signal
+from datatrove_ckpt.process.reraise import raise_again
 from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted, slurm_deadline
 
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+# Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
+_OF_TERMINALS = ("SIGHUP", "SIGINT")
 # Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the job.
 DRAIN_SECONDS = 20.0
 SAME_EVENT = 1.0
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN_SECONDS = 30.0
-_NOT_HANDLED = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 _TIME_LIMIT = "the end of the job's time limit"
 
 Handler = Callable[[int, FrameType | None], object] | int | None
@@ -118,15 +118,12 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
             return self
-        exit_between_tasks([signal.Signals[name] for name in self._names])
         for name in self._names:
             number = signal.Signals[name]
-            if signal.getsignal(number) is not None:  # None: a handler that Python did not set and cannot restore
+            handler = signal.getsignal(number)
+            # None: a handler that Python did not set and cannot restore
+            if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
                 self._previous[number] = signal.signal(number, self._receive)
-        if exits_on(signal.SIGTERM):  # the user does not drain on SIGTERM: it ends this process, as usual
-            self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if (earlier := stop_signal()) is not None:  # it came while the worker took this task
-            self._request_stop(signal.Signals(earlier).name)
         return self
 
     def __exit__(
@@ -138,45 +135,19 @@ class Preemption:
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"This rank was stopped by {self.cause}, and it also failed: {error}")
-        self._raise_signals_again()
+        raise_again(self._received, self._message)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):
             self.raise_preempted()
 
-    def _raise_signals_again(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        for number in self._received:
-            if is_pool_worker() and (signal.getsignal(number) in _NOT_HANDLED or exits_on(number)):
-                self._exit_pool(number)
-            if signal.getsignal(number) is signal.SIG_DFL:
-                requeue_if_preempted()
-            try:
-                with job_id_in_environment():
-                    signal.raise_signal(number)
-            except SystemExit as end:
-                if not is_pool_worker():
-                    raise end from None
-                # A handler that the parent set before it forked, as Ray does. If it ended this process here, the parent
-                # would wait for the task's result without end.
-                self._exit_pool(number)
-            except BaseException as end:
-                raise end from None  # the rank's own end, as its context, would add nothing
-
-    def _exit_pool(self, number: int) -> NoReturn:
-        """Ends the task with an error, and the process after it.
-
-        The parent waits for this task's result, so the process must not end before the error is sent. If the parent is
-        already ending its pool, it waits for the end of this process.
-        """
-        exit_after_this_task(number)
-        self.raise_preempted()
+    @property
+    def _message(self) -> str:
+        return f"Stopped by {self.cause}. Run the same command again to resume."
 
     def raise_preempted(self) -> NoReturn:
         """Raises Preempted."""
-        raise Preempted(f"Stopped by {self.cause}. Run the same command again to resume.")
+        raise Preempted(self._message)
 
     def raised(self, error: BaseException) -> bool:
         """Whether a signal may have raised this error: otherwise somebody's code raised it itself."""
@@ -257,7 +228,7 @@ class Preemption:
         """For a process whose main thread is blocked: calls the old handlers in this thread. Returns the exit code."""
         for number in self._received:
             previous = self._previous.get(number)
-            if callable(previous) and previous is not signal.default_int_handler and not exits_on(number):
+            if callable(previous) and previous is not signal.default_int_handler:
                 with suppress(BaseException), job_id_in_environment():
                     previous(number, None)
             elif previous is signal.SIG_DFL:

@@ -33,7 +33,8 @@ IN_THIS_PROCESS = [
 ]
 IN_OTHERS = [
     "tests/unit/test_interruption.py",
-    "tests/unit/test_pool_workers.py",
+    "tests/integration/test_pools.py",
+    "tests/integration/test_managers.py",
     "tests/integration/test_signals.py",
     "tests/integration/test_orphans.py",
 ]

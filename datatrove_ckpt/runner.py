@@ -197,6 +197,7 @@ class InferenceRunner(PipelineStep):
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
         limit = enough_open_files(self.config.max_concurrent_generations, self.config.servers)
         with limit, Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
+            preemption.check_time_limit()
             check_rank_in_template(self.output_writer, world_size)
             die_with_parent()
             watch_managers()

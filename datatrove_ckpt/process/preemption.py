@@ -39,7 +39,15 @@ from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.loop_watch import LoopWatch
 from datatrove_ckpt.process.parent_watch import is_pool_worker
 from datatrove_ckpt.process.reraise import raise_again
-from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted, slurm_deadline
+from datatrove_ckpt.process.slurm_job import (
+    handle_between_ranks,
+    is_time_up,
+    job_id_in_environment,
+    requeue_if_preempted,
+    slurm_deadline,
+    stop_time,
+    usual_handler,
+)
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 # Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
@@ -123,7 +131,7 @@ class Preemption:
             handler = signal.getsignal(number)
             # None: a handler that Python did not set and cannot restore
             if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
-                self._previous[number] = signal.signal(number, self._receive)
+                self._previous[number] = usual_handler(signal.signal(number, self._receive))
         return self
 
     def __exit__(
@@ -132,6 +140,7 @@ class Preemption:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if not self.cause:
+            handle_between_ranks(self._previous)
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"This rank was stopped by {self.cause}, and it also failed: {error}")
@@ -284,10 +293,21 @@ class Preemption:
         end = await slurm_deadline()
         if end is None:
             return
-        left = end - time.time()
-        # At least half of a short time is for work. Else such a job would be requeued again and again without progress.
-        reserve = min(self.drain_seconds + _MARGIN_SECONDS, left / 2)
-        await asyncio.sleep(left - reserve)
+        await asyncio.sleep(stop_time(end, self.drain_seconds + _MARGIN_SECONDS) - time.time())
+        self._stop_for_time_limit()
+
+    def check_time_limit(self) -> None:
+        """Before a rank starts anything: an earlier rank of this process may have left it no time.
+
+        Raises:
+            Preempted: the time is up.
+        """
+        if is_time_up(self.drain_seconds + _MARGIN_SECONDS):
+            self._stop_for_time_limit()
+            logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
+            self.raise_preempted()
+
+    def _stop_for_time_limit(self) -> None:
         if not self.cause:
             self._received += self._requeueing_signal()
             self._request_stop(_TIME_LIMIT)

@@ -4,6 +4,9 @@ Preemption with a grace time sends SIGTERM to the step alone, and requeues the j
 ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed job: the task must request it. But not
 after every SIGTERM: after ``scancel``, the request would restart a cancelled job. The job's record tells the two apart:
 only a job that is being preempted has a PreemptTime and is still running.
+
+With ``tasks_per_job``, one process runs several ranks in turn. They share the job's time limit, and a signal may come
+while no rank runs.
 """
 
 from __future__ import annotations
@@ -11,15 +14,22 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from types import FrameType
+from typing import Any
 
 from loguru import logger
 
 _SCONTROL_TIMEOUT = 10.0  # seconds
 _SQUEUE_TIMEOUT = 15.0  # seconds
+
+_first_asked: dict[float, float] = {}
+"""By the end of the job: when a rank of this process asked for it first. Both in seconds since the epoch."""
 
 
 def job_id() -> str | None:
@@ -70,10 +80,74 @@ def _scontrol(*arguments: str) -> str:
     return done.stdout
 
 
-async def slurm_deadline() -> float | None:
-    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if Slurm does not say."""
+# Several ranks in turn ------------------------------------------------------------------------------------------------
+
+
+class _BetweenRanks:
+    """Signal handler while no rank runs: requeues this array task, and only this one, and then does what is usual.
+
+    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has no handler: the job
+    of a task that is being preempted would count as failed.
+    """
+
+    def __init__(self, usual: Callable[[int, FrameType | None], object] | int) -> None:
+        self.usual = usual
+        self._pid = os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, self.usual)
+        if self.usual is signal.SIG_DFL and os.getpid() == self._pid:  # not in a process that was forked from this one
+            requeue_if_preempted()
+        with job_id_in_environment():
+            signal.raise_signal(number)
+
+
+def handle_between_ranks(numbers: Iterable[int]) -> None:
+    """Call it in the main thread when a rank has ended. Does nothing but in a task of datatrove's Slurm executor."""
+    if job_id() is None or os.environ.get("DATATROVE_EXECUTOR") != "SLURM":
+        return
+    for number in numbers:
+        usual = signal.getsignal(number)
+        if usual is signal.SIG_DFL or (callable(usual) and usual is not signal.default_int_handler):
+            signal.signal(number, _BetweenRanks(usual))
+
+
+def usual_handler(handler: Any) -> Any:
+    """The handler without what ``handle_between_ranks`` added."""
+    return handler.usual if isinstance(handler, _BetweenRanks) else handler
+
+
+# The time limit -------------------------------------------------------------------------------------------------------
+
+
+def stop_time(end: float, reserve: float) -> float:
+    """When ranks must stop in a job that ends at ``end``, with ``reserve`` seconds for it. Since the epoch.
+
+    At least half of a short time is for work. Else such a job would be requeued again and again without progress. It is
+    half of the time since this process's first rank: a later rank must not start a server seconds before the end.
+    """
+    start = _first_asked.setdefault(end, time.time())
+    return end - min(reserve, (end - start) / 2)
+
+
+def is_time_up(reserve: float) -> bool:
+    """Whether a rank that starts now must stop at once. False for the first rank of a process. Does not ask Slurm."""
+    end = _known_end()
+    if end is None and _first_asked:
+        end = list(_first_asked)[-1]
+    return end is not None and time.time() >= stop_time(end, reserve)
+
+
+def _known_end() -> float | None:
     with suppress(ValueError):
         return float(os.environ.get("SLURM_JOB_END_TIME", ""))
+    return None
+
+
+async def slurm_deadline() -> float | None:
+    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if Slurm does not say."""
+    if (end := _known_end()) is not None:
+        return end
     job = job_id()
     if job is None or shutil.which("squeue") is None:  # SLURM_JOB_END_TIME needs Slurm 23.02
         return None

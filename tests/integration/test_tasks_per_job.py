@@ -1,0 +1,191 @@
+"""Several tasks in one process of datatrove's Slurm executor (``tasks_per_job``): requeue, signals, time limit.
+
+tests/real/test_slurm.py has a real Slurm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import Preempted
+from datatrove_ckpt.process import slurm_job
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, documents, runner
+
+TASKS = 3
+# A task of an array. The signal comes when the first rank that runs has ended and the next has not begun.
+TASK = """
+import os, sys, signal
+import datatrove.executor.base as base
+from datatrove.executor import SlurmPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from my_rollout import ask
+
+end_of_rank = base.close_task_logger
+
+def close_task_logger(logfile):
+    end_of_rank(logfile)
+    if sys.argv[2:]:
+        os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+
+base.close_task_logger = close_task_logger
+runner = InferenceRunner(
+    ask,
+    InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1]),
+    JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+    checkpoints_local_dir="checkpoints",
+)
+SlurmPipelineExecutor(
+    [JsonlReader("input"), runner], tasks=3, tasks_per_job=3, time="1:00:00", partition="p", logging_dir="logs"
+).run()
+"""
+ROLLOUT = """
+async def ask(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+"""
+
+
+@pytest.fixture
+def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The last task of array 17, whose own job number is 17, too. Slurm says of it what the file "record" holds."""
+    for folder in ("tools", "input", "logs"):
+        (tmp_path / folder).mkdir()
+    scontrol = tmp_path / "tools/scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
+    scontrol.chmod(0o755)
+    (tmp_path / "record").write_text("here\n")  # the node list
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "my_rollout.py").write_text(ROLLOUT)
+    (tmp_path / "logs/ranks_to_run.json").write_text(json.dumps(list(range(TASKS))))
+    for rank in range(TASKS):
+        (tmp_path / f"input/{rank}.jsonl").write_text(json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}/tools:{os.environ['PATH']}")
+    for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "0"), ("NODELIST", "here")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
+    return tmp_path
+
+
+def attempt(folder: Path, server: FakeServer, *signals: str) -> int:
+    argv = [sys.executable, "task.py", server.url, *signals]
+    return subprocess.run(argv, cwd=folder, capture_output=True, timeout=60, check=False).returncode
+
+
+def requeued(folder: Path) -> list[str]:
+    return [line for line in (folder / "asked").read_text().splitlines() if line.startswith("requeue")]
+
+
+def completed(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "logs/completions").iterdir())
+
+
+def test_a_signal_between_two_ranks_requeues_this_task_alone_and_the_next_attempt_goes_on(
+    array: Path, server: FakeServer
+) -> None:
+    assert attempt(array, server, "SIGUSR1") == 15  # datatrove's handler
+    assert requeued(array) == ["requeue 17_0"], "17 would be the whole array"
+    assert completed(array) == ["00000"]
+    assert attempt(array, server) == 0
+    assert completed(array) == ["00000", "00001", "00002"]
+    assert list(server.asked.values()) == [1] * TASKS
+    assert len(list((array / "output").glob("*.jsonl"))) == TASKS
+
+
+@pytest.mark.parametrize("preempted", [True, False])
+def test_sigterm_between_two_ranks_requeues_a_task_that_is_preempted(
+    array: Path, server: FakeServer, preempted: bool
+) -> None:
+    since = "2026-11-20T07:26:38" if preempted else "None"  # None: scancel
+    (array / "record").write_text(f"JobId=17 JobState=RUNNING PreemptTime={since}\n")
+    assert attempt(array, server, "SIGTERM") == -signal.SIGTERM
+    assert requeued(array) == (["requeue 17_0"] if preempted else [])
+    assert completed(array) == ["00000"]
+
+
+# The time limit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reraised() -> Iterator[list[int]]:
+    """The signals that reach a requeue handler, as datatrove's executor sets one."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    yield got
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("knows_its_end", [True, False])
+def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeues(
+    tmp_path: Path,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    reraised: list[int],
+    log: list[str],
+    knows_its_end: bool,
+) -> None:
+    monkeypatch.setattr(slurm_job, "_first_asked", {})
+    now = int(time.time())
+    if knows_its_end:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(now + 3600))
+    else:  # Slurm before 23.02 must be asked
+        monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\ndate -d @{now + 3600} +%FT%T\n")
+        (tmp_path / "squeue").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def once_the_end_is_known(document: Document, generate: Any) -> Any:
+        while not slurm_job._first_asked:
+            await asyncio.sleep(0.001)
+        return await ask(document, generate)
+
+    step = runner(tmp_path, server, once_the_end_is_known)
+    step.run(documents(3), 0, 3)
+    monkeypatch.setattr(slurm_job, "time", SimpleNamespace(time=lambda: now + 3540.0))
+    step.run(documents(3), 1, 3)  # 60 s are enough
+    assert len(server.payloads) == 6
+    monkeypatch.setattr(slurm_job, "time", SimpleNamespace(time=lambda: now + 3590.0))
+    with pytest.raises(Preempted, match="Stopped by the end of the job's time limit"):
+        step.run(documents(3), 2, 3)
+    assert reraised == [signal.SIGUSR1]
+    assert len(server.payloads) == 6
+    assert not (tmp_path / "checkpoints/00002").exists(), "nothing was started"
+    assert "too near to start this rank" in "".join(log)
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "reserve", "stops"),
+    [
+        (0, 0, 50, 550),  # the first rank
+        (0, 549, 50, 550),  # a later one has no time of its own, however short
+        (560, 560, 50, 580),  # the first rank of a process that started late: half of what it has
+        (560, 575, 50, 580),
+    ],
+)
+def test_half_of_a_short_time_is_for_the_process_and_not_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, first: float, now: float, reserve: float, stops: float
+) -> None:
+    monkeypatch.setattr(slurm_job, "_first_asked", {})
+    clock = [first]
+    monkeypatch.setattr(slurm_job, "time", SimpleNamespace(time=lambda: clock[0]))
+    slurm_job.stop_time(600, reserve)
+    clock[0] = now
+    assert slurm_job.stop_time(600, reserve) == stops
+    assert not slurm_job.is_time_up(reserve)
+    clock[0] = stops
+    assert slurm_job.is_time_up(reserve)

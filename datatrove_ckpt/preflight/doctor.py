@@ -23,6 +23,7 @@ from datatrove_ckpt.preflight.checks import PreflightCheck, check_checkpoints, c
 from datatrove_ckpt.preflight.input_checks import Sample, check_input
 from datatrove_ckpt.preflight.inputs import waits
 from datatrove_ckpt.preflight.job_checks import check_earlier_runs, check_endpoints, check_open_files
+from datatrove_ckpt.preflight.shares import check_workers, workers_of
 from datatrove_ckpt.preflight.space import Needs, answer_bytes, check_space, estimate
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -36,11 +37,13 @@ def examine(executor: Any) -> list[PreflightCheck]:
     for index, step in enumerate(executor.pipeline):
         place = f"pipeline[{index}] " if several else ""
         if isinstance(step, BaseReader):
-            found, first = check_input(f"{place}input", step, executor.world_size, waits=waits(executor))
+            workers = workers_of(executor)
+            found, first = check_input(f"{place}input", step, executor.world_size, workers, waits(executor))
             checks += found
             sample = sample if sample.number else first
         if isinstance(step, InferenceRunner):
             checks += _check_runner(place, step, sample, executor, index)
+    checks += _guarded("job", lambda: check_workers("job", executor))
     return [*checks, *_guarded("job", lambda: check_earlier_runs(executor))]
 
 
@@ -58,15 +61,10 @@ def _check_steps(executor: Any) -> list[PreflightCheck]:
     return []
 
 
-def _ranks_at_once(executor: Any) -> int:
-    workers = getattr(executor, "workers", -1)
-    return min(executor.world_size, workers) if workers > 0 else int(executor.world_size)
-
-
 def _check_runner(place: str, step: InferenceRunner, sample: Sample, executor: Any, index: int) -> list[PreflightCheck]:
     server, checkpoints, output = f"{place}server", f"{place}checkpoints", f"{place}output"
     checks = _guarded(server, lambda: _check_server(server, step.config))
-    moves, ranks = not isinstance(executor, LocalPipelineExecutor), _ranks_at_once(executor)
+    moves, ranks = not isinstance(executor, LocalPipelineExecutor), workers_of(executor)
     checks += _guarded(checkpoints, lambda: _check_checkpoints(checkpoints, step, sample, ranks, moves))
     checks += _guarded(output, lambda: _check_output(output, step, sample, ranks, moves))
     if step.output_writer.output_folder.is_local() and sample.documents:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from datatrove.pipeline.readers.base import BaseDiskReader, get_shard_from_paths_file
+from datatrove.pipeline.readers.base import BaseDiskReader
 
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.errors import CkptError, ConfigError
@@ -17,17 +18,17 @@ from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.preflight.checks import PreflightCheck, within
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
 from datatrove_ckpt.preflight.requirements import check_codecs
+from datatrove_ckpt.preflight.shares import COMPRESSED, check_shares, grown
 from datatrove_ckpt.readers.no_documents import FirstRow, NoDocument, explain, first_row
+from datatrove_ckpt.readers.sampling import list_input
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
 # Files without a document that are read before the input counts as unreadable: the first may be empty.
 _TRIED_FILES = 3
-# Files whose size is asked for; the others count as large as these on average. A remote may need a request for each.
+# Files of a list whose size is asked for, each with a request; the others count as large as these on average.
 _MEASURED_FILES = 10_000
-# How much larger compressed input is once it is read: web text in gzip, zstd or Parquet.
-GROWTH = 4
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".parquet")
+_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,15 @@ class Sample:
         return self.number if self.is_all else round(self.input_bytes / self.mean) if self.mean else 0
 
 
-def check_input(subject: str, reader: Any, tasks: int, waits: bool = False) -> tuple[list[PreflightCheck], Sample]:
-    """Reads the first documents with a copy of the reader. ``waits``: another executor will create the input."""
+def check_input(
+    subject: str, reader: Any, tasks: int, workers: int = 1, waits: bool = False
+) -> tuple[list[PreflightCheck], Sample]:
+    """Reads the first documents with a copy of the reader, and compares the shares of the tasks.
+
+    Args:
+        workers: how many tasks run at once.
+        waits: another executor will create the input.
+    """
     if waits:
         return [PreflightCheck("ok", subject, "readable", "is not read: another executor will create it.")], Sample()
     if not isinstance(reader, BaseDiskReader):
@@ -65,9 +73,9 @@ def check_input(subject: str, reader: Any, tasks: int, waits: bool = False) -> t
         return [PreflightCheck("ok", subject, "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
     try:
-        names = within(REMOTE_SECONDS, lambda: _names(reader), where)
+        names, sizes = within(REMOTE_SECONDS, lambda: _list(reader), where)
         check_codecs(where, reader, names)
-        sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names), where)
+        sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names, sizes), where)
         _refuse_tasks_without_documents(sample, len(names), tasks)
     except (RemoteFailed, CkptError) as error:
         return [PreflightCheck("problem", subject, "readable", str(error))], Sample()
@@ -82,7 +90,9 @@ def check_input(subject: str, reader: Any, tasks: int, waits: bool = False) -> t
         return [PreflightCheck("problem", subject, "readable", text)], sample
     which = "all" if sample.is_all else "the first"
     text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
-    checks = [PreflightCheck("ok", subject, "readable", text), _check_shares(subject, len(names), tasks)]
+    # With a limit, a task reads as many documents of a large file as of a small one.
+    known = sizes if len(sizes) == len(names) and reader.limit < 0 else None
+    checks = [PreflightCheck("ok", subject, "readable", text), check_shares(subject, names, known, tasks, workers)]
     return [*checks, *_name_refused(subject, names, sample)], sample
 
 
@@ -103,32 +113,25 @@ def _name_refused(subject: str, names: list[str], sample: Sample) -> list[Prefli
     return [PreflightCheck("warning", subject, "files", text)]
 
 
-def _check_shares(subject: str, files: int, tasks: int) -> PreflightCheck:
-    """datatrove deals out whole files."""
-    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
-    if files >= tasks:
-        return PreflightCheck("ok", subject, "shares", f"{text}.")
-    text = f"{tasks - files} of {tasks} tasks have no input: {text}. Set tasks to {files}, or split the input."
-    return PreflightCheck("warning", subject, "shares", text)
-
-
-def _names(reader: Any) -> list[str]:
-    if reader.paths_file:
-        return list(get_shard_from_paths_file(reader.paths_file, 0, 1))
-    if not reader.data_folder.isdir(""):
+def _list(reader: Any) -> tuple[list[str], list[int]]:
+    """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
+    if not reader.paths_file and not reader.data_folder.isdir(""):
         raise ConfigError(f"{reader.data_folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
-    return list(reader.data_folder.list_files(recursive=reader.recursive, glob_pattern=reader.glob_pattern))
+    inputs = list_input(reader)
+    names = list(inputs.names)
+    measured = range(min(len(names), _MEASURED_FILES) if reader.paths_file else len(names))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sizes") as threads:
+        return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
 
 
-def _read_some(reader: Any, names: list[str]) -> Sample:
+def _read_some(reader: Any, names: list[str], file_sizes: list[int]) -> Sample:
     sizes: list[int] = []
     deadline = time.monotonic() + _SAMPLE_SECONDS
     refused: dict[int, NoDocument] = {}
     is_all = _read_files(reader, len(names), lambda document: _take(sizes, document, deadline), refused)
-    measured = [reader.data_folder.size(name) or 0 for name in names[:_MEASURED_FILES]]
-    grown = [size * (GROWTH if name.endswith(_COMPRESSED) else 1) for size, name in zip(measured, names, strict=False)]
-    total = round(sum(grown) / max(1, len(grown)) * len(names))
-    compressed = any(name.endswith(_COMPRESSED) for name in names)
+    measured = sum(grown(name, size) for size, name in zip(file_sizes, names, strict=False))
+    total = round(measured / max(1, len(file_sizes)) * len(names))
+    compressed = any(name.endswith(COMPRESSED) for name in names)
     mean = sum(sizes) / len(sizes) if sizes else 0.0
     return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed, refused)
 

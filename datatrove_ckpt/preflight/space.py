@@ -11,8 +11,9 @@ from typing import Any
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.preflight.checks import Need, PreflightCheck, State
-from datatrove_ckpt.preflight.input_checks import GROWTH, Sample
+from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import existing_part
+from datatrove_ckpt.preflight.shares import GROWTH
 from datatrove_ckpt.runner import InferenceRunner
 
 # run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.

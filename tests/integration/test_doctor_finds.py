@@ -9,15 +9,18 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from datatrove.io import DataFolder
+from datatrove.pipeline.readers import JsonlReader
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import doctor, input_checks, probes, space
 from datatrove_ckpt.preflight.input_checks import Sample
+from datatrove_ckpt.preflight.shares import check_workers, workers_of
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import runner
 
@@ -146,7 +149,119 @@ def test_tasks_without_input(found: Doctor) -> None:
         Path(f"documents/{name}.jsonl").write_bytes(Path("documents/a.jsonl").read_bytes())
     state, text = found("--executor.tasks=100")["input, shares"]
     assert state == "warning"
-    assert text == "96 of 100 tasks have no input: 4 files for 100 tasks. Set tasks to 4, or split the input."
+    assert text == (
+        "96 of 100 tasks have no input: 4 files for 100 tasks. Set tasks to 4, or split the input into at least 100 "
+        "files."
+    )
+
+
+def write_input(**sizes: int) -> None:
+    """Files of about so many bytes, instead of those that are there."""
+    for path in Path("documents").iterdir():
+        path.unlink()
+    for name, size in sizes.items():
+        row = json.dumps({"text": "x" * max(0, size - 30), "id": name}) + "\n" if size else ""
+        Path(f"documents/{name}.jsonl").write_text(row)
+
+
+def test_one_task_that_holds_most_of_the_input(found: Doctor) -> None:
+    write_input(a=1000, b=1000, big=6000, c=1000, d=1000)
+    at_once = ("--executor.tasks=5", "--executor.workers=5")
+    state, text = found(*at_once)["input, shares"]
+    assert state == "warning"
+    assert text == (
+        "one task holds 60 % of the bytes: task 2 (5 files for 5 tasks). With 5 tasks at once, the run takes about 3 "
+        "times as long as with equal tasks. Split 'big.jsonl' (5.9 kB) into files of about 1.9 kB. Do it before the "
+        "first start."
+    )
+    # Nobody waits for it where tasks run in turn, nor where a task reads as much of every file.
+    share = "5 files for 5 tasks; the largest task holds 60 % of the bytes."
+    assert found(at_once[0])["input, shares"] == ("ok", share)
+    limited = found(*at_once, "--pipeline.0.limit=1")
+    assert limited["input, shares"] == ("ok", "5 files for 5 tasks.")
+    write_input(a=1000, b=1000, big=1900, c=1000, d=1000)
+    assert found(*at_once)["input, shares"] == ("ok", "5 files for 5 tasks; the largest task holds 32 % of the bytes.")
+
+
+def test_another_number_of_tasks_is_named_if_it_divides_the_files_better(found: Doctor) -> None:
+    write_input(a=5000, b=100, c=5000, d=100, e=5000, f=100, g=5000, h=100)  # of each source a large and a small file
+    state, text = found("--executor.tasks=4", "--executor.workers=4")["input, shares"]
+    assert (state, text.partition(".")[0]) == ("ok", "8 files for 4 tasks; the largest task holds 49 % of the bytes")
+    state, text = found("--executor.tasks=2", "--executor.workers=2")["input, shares"]
+    assert state == "ok", "1.96 times"
+    write_input(a=9000, b=100, c=100, d=100, e=9000, f=100, g=100, h=100, i=9000)
+    state, text = found("--executor.tasks=4", "--executor.workers=4")["input, shares"]
+    assert state == "warning"
+    assert text.startswith("one task holds 98 % of the bytes: task 0 (9 files for 4 tasks).")
+    assert "Set tasks to 5: then the largest holds 33 % of the bytes." in text
+
+
+def test_compressed_input_is_compared_by_what_it_holds(found: Doctor) -> None:
+    write_input(a=3000, b=3000, c=3000)
+    text = "".join(json.dumps({"text": os.urandom(300).hex(), "id": str(n)}) + "\n" for n in range(9))
+    Path("documents/d.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    held = found("--executor.tasks=4", "--executor.workers=4")["input, shares"]
+    assert 2500 < Path("documents/d.jsonl.gz").stat().st_size < 3500, "as large as the others"
+    assert held[0] == "warning"
+    assert held[1].startswith("one task holds 5")
+    assert "Split 'd.jsonl.gz' (" in held[1]
+
+
+def test_tasks_whose_files_are_empty_have_no_input(found: Doctor) -> None:
+    write_input(a=100, b=0, c=100, d=0)
+    state, text = found("--executor.tasks=4")["input, shares"]
+    assert (state, text) == (
+        "warning",
+        "2 of 4 tasks have no input: 4 files for 4 tasks, of which 2 are empty. Move the empty files away, and set "
+        "tasks to 2.",
+    )
+    state, text = found("--executor.tasks=2")["input, shares"]
+    assert text == ("1 of 2 tasks have no input: 4 files for 2 tasks, of which 2 are empty. Move the empty files away.")
+
+
+def test_the_shares_of_many_files_cost_one_listing(found: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_input(**{f"f{number}": 100 for number in range(1000)})
+    asked: list[str] = []
+    for name in ("size", "info", "find"):
+        original = getattr(DataFolder, name)
+
+        def count(self: DataFolder, *arguments: Any, name: str = name, original: Any = original, **named: Any) -> Any:
+            asked.append(name)
+            return original(self, *arguments, **named)
+
+        monkeypatch.setattr(DataFolder, name, count)
+    names, sizes = input_checks._list(JsonlReader("documents"))
+    assert sizes == [Path("documents", name).stat().st_size for name in names]
+    assert len(names) == 1000
+    assert asked == ["find"]
+
+
+def test_a_list_of_files_is_measured_too(found: Doctor) -> None:
+    write_input(a=100, b=100, big=9000)
+    Path("list.txt").write_text("big.jsonl\na.jsonl\nb.jsonl\n")
+    at_once = ("--executor.tasks=3", "--executor.workers=3", "--pipeline.0.paths_file=list.txt")
+    assert found(*at_once)["input, shares"][1].startswith("one task holds 98 % of the bytes: task 0 (3 files")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "workers", "per_job", "state", "text"),
+    [
+        (100, 20, 5, "ok", "100 tasks in 20 array elements of up to 5."),
+        (100, -1, 8, "ok", "100 tasks in 13 array elements of up to 8."),
+        (3, 20, 1, None, ""),
+        (100, 20, 10, "warning", "only 10 of 20 workers have work. Set tasks_per_job to 5, or add tasks."),
+        (50, 20, 4, "warning", "only 13 of 20 workers have work. Set tasks_per_job to 2, or add tasks."),
+        (15, 20, 2, "warning", "only 8 of 20 workers have work. Set tasks_per_job to 1, or add tasks."),
+    ],
+)
+def test_tasks_per_job_that_leaves_workers_without_work(
+    tasks: int, workers: int, per_job: int, state: str | None, text: str
+) -> None:
+    executor = SimpleNamespace(world_size=tasks, workers=workers, tasks_per_job=per_job)
+    checks = check_workers("job", executor)
+    assert [check.state for check in checks] == ([state] if state else [])
+    assert all(check.message.endswith(text) for check in checks)
+    assert workers_of(executor) <= -(-tasks // per_job)
 
 
 @pytest.mark.parametrize(

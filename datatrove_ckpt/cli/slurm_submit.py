@@ -24,6 +24,7 @@ from typing import Any
 from datatrove.executor import SlurmPipelineExecutor
 
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.formatting import plural
 
 _JOBS = "slurm_jobs.json"
 # Seconds. Generous: a controller under load is slow.
@@ -156,9 +157,11 @@ def submit(executor: Any, checkpoints: list[str], command: str) -> str:
 
 def _closing_line(executor: Any, arrays: str, waiting: int, checkpoints: list[str], command: str) -> str:
     look = [f"squeue -j {arrays}", *(f"datatrove-ckpt status {folder}" for folder in checkpoints)]
-    logs = Path(executor.slurm_logs_folder).absolute()
+    logs, per_job = Path(executor.slurm_logs_folder).absolute(), executor.tasks_per_job
+    elements = plural(math.ceil(waiting / per_job), "array element")
+    grouped = f", in {elements} of up to {per_job} tasks" if per_job > 1 else ""
     return (
-        f"Submitted job {arrays} for {waiting} of {executor.tasks} tasks. Logs: {logs} "
+        f"Submitted job {arrays} for {waiting} of {executor.tasks} tasks{grouped}. Logs: {logs} "
         f"and {executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. When it has ended, the "
         f"same command submits the tasks that are not complete: {command}"
     )

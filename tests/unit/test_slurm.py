@@ -104,6 +104,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
 
 def test_what_is_submitted_is_what_the_dry_run_printed(login_node: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--executor.nodes_per_task=2", "--executor.srun_args={mpi: none}", "--executor.max_array_size=40"]
+    changes += ["--executor.tasks=100", "--executor.tasks_per_job=1"]
     assert run("--dry-run", *changes) == 0
     printed = capsys.readouterr().out.partition("\n\n")[2]
     assert run(*changes) == 0
@@ -116,13 +117,13 @@ def test_what_is_submitted_is_what_the_dry_run_printed(login_node: Path, capsys:
 def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run() == 0
+    assert run("--executor.tasks=100", "--executor.tasks_per_job=1") == 0
     said = capsys.readouterr().out
     assert said.startswith("Submitted job 7 for 100 of 100 tasks. ")
     for part in (
         f"Logs: {login_node}/slurm_run/logs/slurm and {login_node}/slurm_run/logs/logs.",
         "squeue -j 7; datatrove-ckpt status slurm_run/checkpoints.",
-        f"the same command submits the tasks that are not complete: datatrove-ckpt run {CONFIG}\n",
+        f"the same command submits the tasks that are not complete: datatrove-ckpt run {CONFIG} ",
     ):
         assert part in said
     assert Path("submitted/7").read_text().startswith(f"--export=ALL,RUN_OFFSET=0{login_node}:elsewhere\n")
@@ -132,8 +133,8 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark_as_finished(3, tasks=5)
-    assert run("--executor.tasks=5") == 0
-    assert "for 2 of 5 tasks" in capsys.readouterr().out
+    assert run("--executor.tasks=5", "--executor.tasks_per_job=1") == 0
+    assert "for 2 of 5 tasks. " in capsys.readouterr().out
     assert directives(Path("submitted/7").read_text())["array"] == "0-1%20"
     assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == [3, 4]
     assert run("--executor.tasks=3", "--dry-run") == 0
@@ -141,6 +142,23 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     mark_as_finished(3, tasks=3)
     assert run("--executor.tasks=3") == 0
     assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
+
+
+def test_tasks_of_one_job_are_submitted_as_one_element_and_finished_ones_are_left_out(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark_as_finished(3, tasks=30)
+    several = ("--executor.tasks=30", "--executor.tasks_per_job=4")
+    assert run("--dry-run", *several) == 0
+    assert directives(capsys.readouterr().out)["array"] == "0-6%20"
+    assert run(*several, "--executor.max_array_size=5") == 0
+    assert capsys.readouterr().out.startswith(
+        "Submitted job 7,8 for 27 of 30 tasks, in 7 array elements of up to 4 tasks. Logs: "
+    )
+    assert [directives(Path(f"submitted/{job}").read_text())["array"] for job in (7, 8)] == ["0-4%20", "0-4%20"]
+    assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == list(range(3, 30))
+    assert run("--executor.tasks=30", "--executor.tasks_per_job=1") == 0, "it may change from one to the next"
+    assert "Submitted job 10 for 27 of 30 tasks. " in capsys.readouterr().out
 
 
 def test_markers_of_another_job_are_refused_before_anything_is_submitted(

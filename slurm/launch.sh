@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Submits a pipeline to Slurm. Run it again to submit the tasks that are not complete:
 #
-#     slurm/launch.sh configs/slurm.yaml [--executor.tasks=50 --pipeline.1.config.tp=2 ...]
+#     slurm/launch.sh configs/slurm.yaml [--executor.tasks=500 --pipeline.1.config.tp=2 ...]
 #
 # Copy this file and configs/slurm.yaml into a folder on storage that every node sees, adapt both (partition, time, GPUs,
 # model), and run it there, on a login node. It shows the sbatch script, submits a job array, and returns.
 #
-# WHAT HAPPENS TO A TASK. In every case all answers are kept, the task is marked complete only when all its documents are
-# in the output, and the output ends as that of an uninterrupted run.
+# WHAT HAPPENS TO AN ARRAY ELEMENT. In every case all answers are kept, a task is marked complete only when all its
+# documents are in the output, and the output ends as that of an uninterrupted run. With tasks_per_job, an element runs
+# several tasks in turn; where it resumes, it skips those that are finished.
 #
 #   event                             signal                         then
 #   time limit                        USR1, by sbatch_args.signal,   saves, requeues itself, resumes in the next attempt
@@ -38,8 +39,8 @@
 # first stops at its next upload to the mirror, and requests that both sent meanwhile are paid for twice. The output is
 # the same in all cases.
 #
-# WATCHING IT. squeue -j JOB; datatrove-ckpt status CHECKPOINTS; slurm_logs_folder/JOB_TASK.out, which holds all attempts
-# of a task; logging_dir/logs/task_RANK.log, which holds the last one.
+# WATCHING IT. squeue -j JOB; datatrove-ckpt status CHECKPOINTS; slurm_logs_folder/JOB_ELEMENT.out, which holds all
+# attempts of an array element; logging_dir/logs/task_RANK.log, which holds the last one.
 set -euo pipefail
 
 config=${1:?usage: slurm/launch.sh CONFIG.yaml [--executor.KEY=VALUE ...]}

@@ -1,4 +1,4 @@
-"""Real processes, really killed, against a server that counts and outlives them.
+"""Real processes, really killed, against servers that count and outlive them.
 
 A job is killed several times, at moments drawn from a seed: at a number of answers (in the server's thread, just before
 it sends the last of them), or at a time after the start (in start-up and recovery, say), and once soon after its last
@@ -16,9 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -68,7 +70,7 @@ AT_THE_LATEST = 30
 class Job:
     """The job above in a process group of its own, as often as it takes."""
 
-    def __init__(self, folder: Path, url: str, kind: str, tasks: int = 1) -> None:
+    def __init__(self, folder: Path, kind: str, tasks: int = 1) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         (folder / "job.py").write_text(JOB)
@@ -76,12 +78,13 @@ class Job:
         for task in range(tasks):
             rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS // tasks)]
             (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self._argv = [sys.executable, str(folder / "job.py"), str(folder), url, kind, str(tasks)]
+        self._kind, self._tasks = kind, str(tasks)
         self.log = ""
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, url: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(self.folder / "job.py"), str(self.folder), url, self._kind, self._tasks]
         return subprocess.Popen(
-            self._argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
 
     def finish(self, process: subprocess.Popen[str]) -> int:
@@ -94,69 +97,85 @@ class Job:
 
 
 class Life:
-    """One process of a job, and what it asked and was answered until it was killed."""
+    """One process of a job, and what it asked and was answered until it was killed.
 
-    def __init__(self, kill_at: float) -> None:
+    Its server is its own. A server may read a request after the process that sent it was killed, and even after the
+    next one has started.
+    """
+
+    def __init__(self, watch: Watch, kill_at: float) -> None:
         self.asked: list[str] = []
         self.answered: list[str] = []
         self.process: subprocess.Popen[str] | None = None
         self.killed = threading.Event()
+        self.server = FakeServer(self._answer, delay=self._delay)
+        self._watch = watch
         self._kill_at = kill_at
         self._lock = threading.Lock()
 
-    def start(self, start: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    def start(self, start: Callable[[str], subprocess.Popen[str]]) -> subprocess.Popen[str]:
         with self._lock:
-            self.process = start()
+            self.process = start(self.server.url)
         return self.process
 
-    def answers(self, question: str, number: signal.Signals) -> None:
-        """In the server's thread, just before an answer is sent."""
-        with self._lock:
-            if not self.killed.is_set() or number != signal.SIGKILL:  # the dead receive no answers
-                self.answered.append(question)
-            due = len(self.answered) >= self._kill_at
-        if due:
-            self.kill(number)
-
-    def kill(self, number: signal.Signals) -> None:
+    def kill(self) -> None:
         """Once."""
         with self._lock:
             if self.process is not None and not self.killed.is_set():
                 self.killed.set()
-                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, self._watch.number)
+
+    # in the server's thread --------------------------------------------------------------------------------------
+
+    def _delay(self, payload: dict[str, Any], times: int) -> float:
+        self.asked.append(payload["messages"][-1]["content"])
+        return self._watch.delay()
+
+    def _answer(self, payload: dict[str, Any], times: int) -> str:
+        """Just before an answer is sent. Tells it without depending on when it is asked for."""
+        question = payload["messages"][-1]["content"]
+        with self._lock:
+            if not self.killed.is_set() or self._watch.number != signal.SIGKILL:  # the dead receive no answers
+                self.answered.append(question)
+            due = len(self.answered) >= self._kill_at
+        if due:
+            self.kill()
+        self._watch.answered(question)
+        return f"answer to {question}"
 
 
 class Watch:
-    """What the server is told to do; keeps the attempts of a job apart, and kills each at its number of answers."""
+    """The attempts of a job, and what the server of each does: it kills its attempt at a number of answers."""
 
     def __init__(self, seed: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.lives: list[Life] = []
+        self.number = number
         self.all_answered = threading.Event()
         self.first_question = 0.0
-        self._number = number
-        self._asked_by: dict[tuple[str, int], Life] = {}
         self._ever: set[str] = set()
         self._chance = random.Random(seed)
+        self._servers = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._servers.close()
 
     def begin(self, kill_at: float = float("inf")) -> Life:
-        self.lives.append(Life(kill_at))
+        self.lives.append(Life(self, kill_at))
+        self._servers.enter_context(self.lives[-1].server)
         return self.lives[-1]
 
-    def delay(self, payload: dict[str, Any], times: int) -> float:
+    def delay(self) -> float:
+        """The seconds until the next question is answered."""
         self.first_question = self.first_question or time.monotonic()
-        question = payload["messages"][-1]["content"]
-        self.lives[-1].asked.append(question)
-        self._asked_by[question, times] = self.lives[-1]
         return 0.04 * self._chance.random()
 
-    def answer(self, payload: dict[str, Any], times: int) -> str:
-        """Tells each question's answer without depending on when it is asked."""
-        question = payload["messages"][-1]["content"]
-        self._asked_by[question, times].answers(question, self._number)
+    def answered(self, question: str) -> None:
         self._ever.add(question)
         if len(self._ever) == QUESTIONS:
             self.all_answered.set()
-        return f"answer to {question}"
 
     def asked_again(self, rank: int) -> list[tuple[int, int, int]]:
         """For each attempt: how many of a rank's questions a later one requested again; how many of these this one
@@ -187,9 +206,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 
     def run(kind: str, tasks: int) -> tuple[dict[str, bytes], float]:
         if (kind, tasks) not in known:
-            watch = Watch("undisturbed")
-            with FakeServer(watch.answer, delay=watch.delay) as server:
-                job = Job(tmp_path_factory.mktemp("undisturbed") / "job", server.url, kind, tasks)
+            with Watch("undisturbed") as watch:
+                job = Job(tmp_path_factory.mktemp("undisturbed") / "job", kind, tasks)
                 begun = time.monotonic()
                 assert job.finish(watch.begin().start(job.start)) == 0, job.log
             known[kind, tasks] = outputs(job.folder / "output"), watch.first_question - begun
@@ -231,21 +249,20 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     ]
     after_the_last_answer = chance.uniform(0, 0.1)
 
-    watch = Watch(f"delays {seed}", number)
-    with FakeServer(watch.answer, delay=watch.delay) as server:
-        job = Job(ram / "killed", server.url, kind, tasks)
+    with Watch(f"delays {seed}", number) as watch:
+        job = Job(ram / "killed", kind, tasks)
         for seconds, answers in plan:
             life = watch.begin(answers)
             process = life.start(job.start)
             life.killed.wait(min(seconds, 60))
-            life.kill(number)
+            life.kill()
             assert job.finish(process) != 0, job.log
 
         life = watch.begin()
         process = life.start(job.start)
         assert watch.all_answered.wait(60)
         time.sleep(after_the_last_answer)
-        life.kill(number)  # it may have ended a moment before
+        life.kill()  # it may have ended a moment before
         if ended_early := job.finish(process) != 0:
             assert job.finish(watch.begin().start(job.start)) == 0, job.log
 
@@ -260,3 +277,40 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     for asked, _, oldest in itertools.chain(*again):
         assert asked <= most
         assert oldest <= most
+
+
+@contextmanager
+def held(server: FakeServer) -> Iterator[None]:
+    """Inside the block, the server's thread is busy: what it is sent stays with the kernel."""
+    busy, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        free.wait(60)
+
+    server._loop.call_soon_threadsafe(hold)
+    assert busy.wait(60)
+    try:
+        yield
+    finally:
+        free.set()
+
+
+def test_a_request_that_is_read_after_a_kill_counts_for_the_attempt_that_sent_it() -> None:
+    question = "document 0 7"
+    body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
+
+    def ask(life: Life) -> None:
+        url = f"{life.server.url}/v1/chat/completions"
+        urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})).close()
+
+    with Watch("late") as watch:
+        first = watch.begin()
+        with held(first.server):
+            sent = threading.Thread(target=ask, args=[first])
+            sent.start()
+            second = watch.begin()
+            ask(second)
+        sent.join()
+    assert first.asked == second.asked == [question]
+    assert watch.asked_again(0) == [(1, 1, 1), (0, 0, 0)]

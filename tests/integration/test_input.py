@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,16 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers import CSVReader
 
+from datatrove_ckpt.checkpoint import files, storage
+from datatrove_ckpt.checkpoint.chunks import CompleteChunk
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.journal import ChunkJournal
+from datatrove_ckpt.checkpoint.publishing import Publisher
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash
 from tests.jobs import ask, runner
 
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
@@ -517,16 +524,42 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:
     assert before["skipped"] == [1, 0]
 
 
-def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path) -> None:
+@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two chunks, the first is committed before the record is written, the second after that.
+
+    The effects of threads then come in one order: where the record stands in it, each attempt has it, and crashes hit
+    it. Else it may move from behind the next crash point to before it, unseen.
+    """
     folder = ram / "job"
     (folder / "documents").mkdir(parents=True)
     (folder / "documents/a.jsonl").write_text(lines(0) + "torn\n" + lines(1) + '{"text": ""}\n')
+    rank = folder / "checkpoints/00000"
+    publish = Publisher._publish
+
+    async def last_once_committed(document: Document, generate: Any) -> Any:
+        while document.id == "id 1" and not read_commits(rank / "commits.jsonl"):
+            await asyncio.sleep(0.001)  # an attempt that crashes meanwhile cancels this
+        return await ask(document, generate)
+
+    def last_once_recorded(self: Publisher, chunk: CompleteChunk, journal: ChunkJournal) -> Any:
+        while chunk.key.chunk_index == 1 and not (rank / "shard.json").exists() and not has_crashed():
+            time.sleep(0.001)
+        return publish(self, chunk, journal)
+
+    def has_crashed() -> bool:
+        return isinstance(files.disk, CrashingDisk) and files.disk.crashed_at is not None
+
+    monkeypatch.setattr(Publisher, "_publish", last_once_recorded)
+    monkeypatch.setattr(storage, "MAX_GROUP", 1)
     with FakeServer() as server:
+        step = runner(folder, server, last_once_committed, records_per_chunk=1, sync_seconds=3600)
 
         def attempt(folder: Path) -> None:
-            runner(folder, server, records_per_chunk=1).run(JsonlReader((folder / "documents").as_posix()).run())
+            step.run(JsonlReader((folder / "documents").as_posix()).run())
             assert kept(folder)["skipped"][:2] == [1, 1]
             assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]
 
         report = assert_same_output_after_crash(attempt, folder, recoveries=False)
-    assert any("shard.json" in point for point in report.points)
+    for effect in ("create shard.json.new", "write shard.json.new", "sync shard.json.new", "rename shard.json"):
+        assert effect in report.points

@@ -54,10 +54,10 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes run the tests: one more than cores, as many tests wait; none but this for chosen tests."""
+    """How many processes run the tests: two more than cores, as many tests wait; none but this for chosen tests."""
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         return 0
-    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 2
 
 
 def pytest_configure(config: pytest.Config) -> None:

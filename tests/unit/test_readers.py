@@ -414,12 +414,10 @@ def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(ram: Path, world_size: int) -> None:
     for i in range(10_000):
-        (tmp_path / f"{i:05}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
-    ours = JsonlReader(tmp_path.as_posix(), glob_pattern=f"[{'0123456789' * 30}]*.jsonl", shuffle_seed=7, skip=1)
+        (ram / f"{i:05}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
+    ours = JsonlReader(ram.as_posix(), glob_pattern=f"[{'0123456789' * 30}]*.jsonl", shuffle_seed=7, skip=1)
     *_, before_last, last = ours.run(None, 0, world_size)
     ours.load_state_dict(state_of(before_last))
     assert plain(ours.run(None, 0, world_size)) == [asdict(last)]

@@ -211,12 +211,20 @@ def check_mirror(one: Process, other: Process) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("first", "second"), [("a" * 16, "b" * 16), pytest.param("b" * 16, "a" * 16, marks=pytest.mark.slow)]
+    ("first", "second", "step"),
+    [
+        ("a" * 16, "b" * 16, 3),
+        pytest.param("a" * 16, "b" * 16, 1, marks=pytest.mark.slow),
+        pytest.param("b" * 16, "a" * 16, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_pause(
-    paced_store: None, first: str, second: str
+    paced_store: None, first: str, second: str, step: int
 ) -> None:
-    """The first process pauses before each of its requests in turn, the second before each of its own meanwhile."""
+    """The first process pauses before each of its requests in turn, the second before each of its own meanwhile.
+
+    With a step of 3, that is each third of its own, beginning with another one for the first process's next request.
+    """
     cases = at_first = at_second = 0
     while True:
         MemoryFileSystem.store.clear()
@@ -236,6 +244,10 @@ def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_
         cases += 1
         if made < at_first:
             break
-        at_first, at_second = (at_first, at_second + 1) if made_too == at_second else (at_first + 1, 0)
+        if made_too == at_second:
+            at_second += step
+        else:
+            at_first += 1
+            at_second = at_first % step
     print(f"{cases} ways to interleave {at_first} requests")
     assert at_first > 30

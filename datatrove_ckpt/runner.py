@@ -54,6 +54,7 @@ from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import Veiled
 from datatrove_ckpt.rollouts import Rollout, check_use_chat
 
@@ -212,7 +213,7 @@ class InferenceRunner(PipelineStep):
     def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
         check_servers(self.config)
         if self.checkpoints_local_dir is None:
-            unopened = NullCheckpoint(self.output_writer, rank, self.records_per_chunk)
+            unopened = NullCheckpoint(self.output_writer, rank, self.records_per_chunk, preemption.shutdown)
             self._process(data, rank, preemption, unopened, None)
         elif not self.retry_dead_letters:
             self._restore(rank, preemption)
@@ -223,15 +224,15 @@ class InferenceRunner(PipelineStep):
 
     async def _follow(self, rank: int, nodes: Nodes, preemption: Preemption) -> None:
         """Serves until the head node ends. On a stop request, the head node needs this one during its drain."""
+        shutdown = preemption.shutdown
         serving = asyncio.create_task(run_worker_node(self.config, rank, nodes))
-        with preemption.listening() as stop_requested:
-            stopping = asyncio.create_task(stop_requested.wait())
-            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if stopping.done():
-                await preemption.wait_for(asyncio.wait([serving]))
-                serving.cancel()
-            stopping.cancel()
-        await asyncio.gather(serving, return_exceptions=preemption.cause != "")
+        stopping = asyncio.create_task(shutdown.requested())
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            await shutdown.wait_for(asyncio.wait([serving]))
+            serving.cancel()
+        stopping.cancel()
+        await asyncio.gather(serving, return_exceptions=shutdown.is_requested)
 
     def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
         self._restore(rank, preemption)
@@ -250,20 +251,21 @@ class InferenceRunner(PipelineStep):
         output: ChunkOutput | None,
     ) -> None:
         checkpoint = unopened.open()
-        preemption.on_signal = checkpoint.fast_stop
+        shutdown = preemption.shutdown
         completed = False
         progress = Progress(self.stats, checkpoint.counts, self.config.metric_interval, wants_bar())
         say = RankMessages(rank, self.checkpoints_local_dir, checkpoint, progress)
         try:
             say.started()
             if output is not None:
+                checkpoint.on_close = output.stop
                 with preemption.interruptible():
                     output.prepare()
-            preemption.raise_if_stop_requested()
+            shutdown.check()
             names = output.names if output is not None else FileNames(self.output_writer, rank)
             main = self._generate(data, rank, checkpoint, progress, preemption, names)
             who = f"The rollout {name_of(self.rollout_fn)}, or a task that it started,"
-            with preemption.watched(checkpoint.flush), no_exit(who, preemption):
+            with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
             if output is not None:
                 with preemption.interruptible():
@@ -273,11 +275,9 @@ class InferenceRunner(PipelineStep):
             error = _first(group)
             raise error from error.__cause__
         finally:
-            if output is not None:
-                output.stop()
             checkpoint.close(completed)
-            if preemption.cause and not completed:
-                say.stopped(preemption)
+            if shutdown.is_requested and not completed:
+                say.stopped(shutdown)
         checkpoint.raise_failure()
         if output is not None:
             output.finish()
@@ -307,8 +307,9 @@ class InferenceRunner(PipelineStep):
             sync_seconds=self.sync_seconds,
             retry_errors=self.retry_errors,
             accept_changes=self.accept_changes,
-            mirror=self._mirror(folder),
+            mirror=self._mirror(folder, preemption.shutdown),
             before_first=_nothing if self.checkpoints_remote_dir else refuse,
+            shutdown=preemption.shutdown,
         )
         return manager, output
 
@@ -318,10 +319,11 @@ class InferenceRunner(PipelineStep):
             with preemption.interruptible():
                 restore_rank(self.checkpoints_remote_dir, self.checkpoints_root, rank, retries=self.retry_dead_letters)
 
-    def _mirror(self, folder: Path) -> RemoteMirror | None:
+    def _mirror(self, folder: Path, shutdown: Shutdown) -> RemoteMirror | None:
         if (remote := self.checkpoints_remote_dir) is None:
             return None
-        return RemoteMirror(f"{remote}/{folder.relative_to(self.checkpoints_root)}", folder, self.mirror_seconds)
+        url = f"{remote}/{folder.relative_to(self.checkpoints_root)}"
+        return RemoteMirror(url, folder, self.mirror_seconds, shutdown)
 
     @property
     def checkpoints_root(self) -> Path:
@@ -351,11 +353,11 @@ class InferenceRunner(PipelineStep):
                     rollout_fn=bind_shared(self.rollout_fn, shared),
                     config=self.config,
                     checkpoint=checkpoint,
-                    connect=partial(connect, self.config, rank),
+                    connect=partial(connect, self.config, rank, preemption.shutdown),
                     observer=progress,
                     metadata_key=self.metadata_key,
                     failures=failures,
-                    preemption=preemption,
+                    shutdown=preemption.shutdown,
                     check_document=names.check,
                     # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
                     check_writable=Trial(self.output_writer, rank).check if self.checkpoints_local_dir else None,

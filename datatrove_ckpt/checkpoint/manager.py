@@ -37,6 +37,7 @@ from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Mirror, NoMirror
+from datatrove_ckpt.process.shutdown import Shutdown
 
 
 class CheckpointManager:
@@ -51,6 +52,7 @@ class CheckpointManager:
         accept_changes: continue with another identity, and record that.
         mirror: keeps a copy elsewhere.
         before_first: called before the rank's very first start; an error of it refuses the rank.
+        shutdown: how long to wait for a publication at the end; None: until it is done.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class CheckpointManager:
         accept_changes: bool = False,
         mirror: Mirror | None = None,
         before_first: Callable[[], None] = lambda: None,
+        shutdown: Shutdown | None = None,
     ) -> None:
         self._root = root
         self._rank = rank
@@ -79,6 +82,7 @@ class CheckpointManager:
         self._accept_changes = accept_changes
         self._mirror = mirror or NoMirror()
         self._before_first = before_first
+        self._shutdown = shutdown or Shutdown()
 
     def open(self) -> OpenCheckpoint:
         """Takes the lock, checks the identity, recovers, and starts the threads.
@@ -116,9 +120,8 @@ class CheckpointManager:
             interval = make_interval(self._sync_seconds, SYNC_TUNING)
             rank_files = RankFiles(folder, self._last_chunk, cache, log, fence, interval, point)
             undo.pop_all()
-        checkpoint = OpenCheckpoint(
-            folder, lock, fence, rank_files, point, self._records_per_chunk, self._write_chunk, self._mirror
-        )
+        settings = self._records_per_chunk, self._write_chunk, self._mirror, self._shutdown
+        checkpoint = OpenCheckpoint(folder, lock, fence, rank_files, point, *settings)
         checkpoint.start()
         return checkpoint
 

@@ -7,6 +7,7 @@ turns complete journals into output files (``publishing``), and the event loop l
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.checkpoint.snapshot import Mirror, Snapshot
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
+from datatrove_ckpt.process.shutdown import Shutdown
 
 # With more complete chunks than this waiting to be published, admission waits: journals would pile up on the disk.
 MAX_PUBLISHING = 4
@@ -51,20 +53,25 @@ class OpenCheckpoint:
         records_per_chunk: int,
         write_chunk: WriteChunk,
         mirror: Mirror,
+        shutdown: Shutdown,
     ) -> None:
         self.resumed = point
         self.error: BaseException | None = None
         """What went wrong in the publisher's or the mirror's thread; after ``close``, in any thread."""
         self.on_change: Callable[[], None] = lambda: None
         """Called in other threads after progress and failure. Must return at once."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Called by ``close``, before it waits for the publication that is under way."""
         self._folder = folder
         self._lock = lock
         self._files = rank_files  # used in the storage thread only, but for its two counters
         self._chunks = ChunkTracker(folder, records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files, lambda: self.on_change())
-        self._publisher = Publisher(write_chunk, fence, self._commit, self.fail)
+        self._publisher = Publisher(write_chunk, fence, self._commit, self.fail, shutdown)
         self._mirror = mirror
         self._complete = 0
+        self._closing = threading.Lock()
+        self._closed = False
 
     def start(self) -> None:
         """Starts the threads."""
@@ -75,8 +82,16 @@ class OpenCheckpoint:
     def close(self, completed: bool = False) -> None:
         """Writes what was handed over and releases the rank. ``completed``: every document of the input is committed.
 
-        Does not raise what went wrong in the threads: see ``error``.
+        In any thread, and only the first call does anything. Does not raise what went wrong in the threads: see
+        ``error``.
         """
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._close(completed)
+
+    def _close(self, completed: bool) -> None:
+        self.on_close()
         self._publisher.stop()
         self._storage.stop()
         self.error = self.error or self._storage.error
@@ -174,14 +189,6 @@ class OpenCheckpoint:
             raise error
 
     # any thread --------------------------------------------------------------------------------------------------
-
-    def fast_stop(self) -> None:
-        """``close`` waits seconds at most for the publisher and the mirror; after a second call it does not wait.
-
-        Takes no lock, so a signal handler may call it.
-        """
-        self._publisher.fast_stop()
-        self._mirror.fast_stop()
 
     def fail(self, error: BaseException) -> None:
         """Ends the run with what went wrong in another thread."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.chunks import CompleteChunk, PublishedChunk
@@ -17,9 +17,10 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.process.shutdown import Shutdown
 
-# How long ``stop`` waits for a publication after ``fast_stop``: the publication may be an upload.
-_FAST_STOP_SECONDS = 1.0
+# How long ``stop`` waits for a publication once the rank was asked to stop: the publication may be an upload.
+_DRAIN_SECONDS = 1.0
 
 WriteChunk: TypeAlias = Callable[[int, Iterator[Finished]], list[OutputFile]]
 """Writes and publishes the output of one chunk from its written documents (steps 2 and 3)."""
@@ -43,11 +44,13 @@ class Publisher:
         fence: Fence,
         on_published: Callable[[PublishedChunk], None],
         on_failure: Callable[[BaseException], None],
+        shutdown: Shutdown,
     ) -> None:
         self._write_chunk = write_chunk
         self._fence = fence
         self._on_published = on_published
         self._on_failure = on_failure
+        self._shutdown = shutdown
         self._queue: queue.SimpleQueue[tuple[CompleteChunk, ChunkJournal] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -64,14 +67,8 @@ class Publisher:
         """Ends the thread. The next attempt publishes what is not published yet."""
         self._stopping.set()
         self._queue.put(None)
-        if not self._ended.get():
-            # A publication that is left running does no harm: it ends with this process, or without its commit.
-            with suppress(queue.Empty):
-                self._ended.get(timeout=_FAST_STOP_SECONDS)
-
-    def fast_stop(self) -> None:
-        """``stop`` waits at most a second; after a second call it does not wait. Takes no lock: for signal handlers."""
-        self._ended.put(False)
+        # A publication that is left running does no harm: it ends with this process, or without its commit.
+        self._shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
 
     # publisher thread --------------------------------------------------------------------------------------------
 

@@ -52,9 +52,6 @@ class Mirror(Protocol):
             completed: every document of the input is committed.
         """
 
-    def fast_stop(self) -> None:
-        """Makes ``stop`` take less time; after a second call, none. A signal handler may call it."""
-
 
 class NoMirror:
     """Keeps no copy."""
@@ -62,5 +59,3 @@ class NoMirror:
     def start(self, source: Source) -> None: ...
 
     def stop(self, completed: bool) -> None: ...
-
-    def fast_stop(self) -> None: ...

@@ -22,6 +22,7 @@ class DocumentTasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = False
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """The coroutine handles its errors itself: nobody looks at the result of its task."""
@@ -35,6 +36,9 @@ class DocumentTasks:
         Args:
             fast: wait a second instead of five.
         """
+        if self._ended:
+            return
+        self._ended = True
         patience = _PATIENCE_FAST if fast else _PATIENCE
         for seconds in patience:
             for task in self._tasks:

@@ -18,13 +18,12 @@ class Drain:
     """Counts the documents in work, and how many of them wait for an answer.
 
     Attributes:
-        active: a stop is requested, so no new document or request may start.
         documents: documents in work.
     """
 
     def __init__(self) -> None:
-        self.active = False
         self.documents = 0
+        self._active = False
         self._waiting = 0
         self._client: CompletionClient | None = None
         self._over = asyncio.Event()
@@ -47,15 +46,15 @@ class Drain:
         self._waiting -= 1
 
     async def until_over(self, client: CompletionClient | None) -> None:
-        """Closes the client to new requests, and waits until no more document can finish. None: no server is ready."""
-        self.active, self._client = True, client
+        """Returns when no more document can finish, now that a stop is requested. None: no server is ready."""
+        self._active, self._client = True, client
         if client is not None:
-            client.router.close(self._schedule_check)
+            client.router.on_release = self._schedule_check
         self._schedule_check()
         await self._over.wait()
 
     def _schedule_check(self) -> None:
-        if self.active:
+        if self._active:
             # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
             asyncio.get_running_loop().call_soon(self._check)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from datatrove_ckpt.errors import UnexpectedExit
 from datatrove_ckpt.formatting import safe_repr
-from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import Shutdown
 
 _EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
 
@@ -29,7 +29,7 @@ def exit_error(who: str, error: BaseException) -> UnexpectedExit:
 
 
 @contextmanager
-def no_exit(who: str, preemption: Preemption) -> Iterator[None]:
+def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
     """Around code that is not ours: an exit becomes an error.
 
     Raises:
@@ -38,7 +38,7 @@ def no_exit(who: str, preemption: Preemption) -> Iterator[None]:
     try:
         yield
     except _EXITS as error:
-        if preemption.raised(error):
+        if shutdown.raised(error):
             raise
         raise exit_error(who, error) from error
 

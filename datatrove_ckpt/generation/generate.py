@@ -27,6 +27,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import REJECTED
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
@@ -61,9 +62,8 @@ class RankContext(Protocol):
     @property
     def drain(self) -> Drain: ...
     @property
-    def stopping(self) -> bool: ...
+    def shutdown(self) -> Shutdown: ...
     async def wait_for_storage(self) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
 
 
 class Answers:
@@ -120,7 +120,7 @@ class Requests:
             InferenceError: the request cannot be answered; ``error`` says why.
             datatrove's ServerError: no request can be answered.
         """
-        if self._rank.stopping:
+        if self._rank.shutdown.aborted:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
         config = self._rank.config
@@ -155,7 +155,7 @@ class Requests:
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
             rank.observer.request_failed()
             # The rank stops, whatever the rollout does with the error that it sees.
-            rank.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
+            rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
             raise InferenceError(None, error, payload=payload) from error
@@ -184,7 +184,7 @@ def _storage_failures(rank: RankContext) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        rank.fail(error)
+        rank.shutdown.abort(error)
         raise
 
 

@@ -9,7 +9,7 @@ from loguru import logger
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.scheduler import Checkpoint
-from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import Shutdown
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class RankMessages:
                 "with saved answers to finish."
             )
 
-    def stopped(self, preemption: Preemption) -> None:
+    def stopped(self, shutdown: Shutdown) -> None:
         """A stop was requested."""
         if self.checkpoint.error is not None:
             logger.error(f"Rank {self.rank}: a part of its work could not be saved: {self.checkpoint.error}")
         kept = (
             f"the {self.progress.documents} documents that this run finished are saved, and so is every answer; "
-            f"{preemption.given_up} requests in flight were given up. Run the same command again to resume."
+            f"{shutdown.given_up} requests in flight were given up. Run the same command again to resume."
             if self.folder is not None
             else "there is no checkpoint (checkpoints_local_dir is not set), so the same command starts over."
         )
-        logger.warning(f"Rank {self.rank}: stopped by {preemption.cause} after {preemption.seconds:.1f} s; {kept}")
+        logger.warning(f"Rank {self.rank}: stopped by {shutdown.cause} after {shutdown.seconds:.1f} s; {kept}")
 
     def done(self, where: str) -> None:
         """All documents are in the output folder, which is named."""

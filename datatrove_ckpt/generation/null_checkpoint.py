@@ -22,21 +22,23 @@ from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.file_managers import RemoteFiles
 from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.process.shutdown import Shutdown
 
-_FAST_STOP_SECONDS = 1.0
+_DRAIN_SECONDS = 1.0
 
 
 class NullCheckpoint:
     """Not open yet: settings only."""
 
-    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int) -> None:
+    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int, shutdown: Shutdown) -> None:
         self._writer = writer
         self._rank = rank
         self._records_per_chunk = records_per_chunk
+        self._shutdown = shutdown
 
     def open(self) -> OpenNullCheckpoint:
         """Starts the thread that writes."""
-        checkpoint = OpenNullCheckpoint(self._writer, self._rank, self._records_per_chunk)
+        checkpoint = OpenNullCheckpoint(self._writer, self._rank, self._records_per_chunk, self._shutdown)
         checkpoint.start()
         return checkpoint
 
@@ -44,11 +46,12 @@ class NullCheckpoint:
 class OpenNullCheckpoint:
     """Writes finished documents in a thread of its own, in the order in which they finish."""
 
-    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int) -> None:
+    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int, shutdown: Shutdown) -> None:
         self.has_locks = True  # it needs none
         self.resumed = ResumePoint()
         self.counts = DocumentCounts()
         self.on_change: Callable[[], None] = lambda: None
+        self.on_close: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         if not writer.output_folder.is_local():
             files = writer.output_mg
@@ -56,7 +59,9 @@ class OpenNullCheckpoint:
         self._names = FileNames(writer, rank)
         self._names.use_in(writer)
         self._writer = writer
-        self._stops_fast = False
+        self._shutdown = shutdown
+        self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._closed = False
         self._rank = rank
         self._records_per_chunk = records_per_chunk
         self._admitted = 0
@@ -69,9 +74,12 @@ class OpenNullCheckpoint:
         self._thread.start()
 
     def close(self, completed: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self._queue.put(None)
-        # A fast stop does not wait for a blocked writer: without a checkpoint there is nothing to save.
-        self._thread.join(_FAST_STOP_SECONDS if self._stops_fast else None)
+        # A stop does not wait for a blocked writer: without a checkpoint there is nothing to save.
+        self._shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
         if completed and self.error is None:
             self._writer.close()
         else:
@@ -79,10 +87,6 @@ class OpenNullCheckpoint:
 
     def flush(self) -> None:
         """Nothing is kept for a resume."""
-
-    def fast_stop(self) -> None:
-        """``close`` waits at most ``_FAST_STOP_SECONDS``."""
-        self._stops_fast = True
 
     def admit(self, fingerprint: str, position: Callable[[], object] = lambda: None) -> ChunkSlot | None:
         slot = ChunkSlot(self._admitted, self._admitted // self._records_per_chunk, cached=False)
@@ -136,6 +140,8 @@ class OpenNullCheckpoint:
         except BaseException as error:  # any failure must reach the event loop
             self.error = error
             self.on_change()
+        finally:
+            self._ended.put(True)
 
     def _write(self, slot: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)

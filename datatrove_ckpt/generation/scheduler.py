@@ -5,19 +5,18 @@ reader's thread, and results go to the storage thread. Three limits hold back ne
 ``max_concurrent_documents`` are in work, the storage thread's queue is bounded, and so is the number of complete chunks
 that wait to be published.
 
-A server that fails stops the rank at once (``fail``), whatever rollouts do with the error that they see: ``except
-Exception: return None`` in a user's code must not turn an outage into dropped documents.
+A server that fails stops the rank at once (``Shutdown.abort``), whatever rollouts do with the error that they see:
+``except Exception: return None`` in a user's code must not turn an outage into dropped documents.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from datatrove.data import Document
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
@@ -31,15 +30,13 @@ from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
+from datatrove_ckpt.generation.stop import stop_when_requested
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import Shutdown, StopState
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.rollouts import Rollout
-
-# How long a drain waits for complete chunks to be published.
-_PUBLISH_WAIT_SECONDS = 5.0
 
 Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Callable[[], Awaitable[None]]]]]
 """Starts the server; gives a client, and a coroutine function that raises when the server dies."""
@@ -51,12 +48,12 @@ class Checkpoint(AnswerStore, Protocol):
     resumed: ResumePoint
     error: BaseException | None
     on_change: Callable[[], None]
+    on_close: Callable[[], None]
 
     def admit(self, fingerprint: str, position: Callable[[], State | None] = ...) -> ChunkSlot | None: ...
     def finish(self, slot: ChunkSlot, finished: Finished) -> None: ...
     def end_of_input(self, shard: State | None = ...) -> None: ...
     def raise_failure(self) -> None: ...
-    def fast_stop(self) -> None: ...
     def flush(self) -> None: ...
     def close(self, completed: bool = ...) -> None: ...
     @property
@@ -98,7 +95,7 @@ class Scheduler:
         observer: Observer,
         metadata_key: str,
         failures: Failures,
-        preemption: Preemption,
+        shutdown: Shutdown,
         check_document: Callable[[Document, int], None],
         check_writable: Callable[[bytes, str], None] | None = None,
     ) -> None:
@@ -109,7 +106,7 @@ class Scheduler:
         self._connect = connect
         self._metadata_key = metadata_key
         self._failures = failures
-        self._preemption = preemption
+        self.shutdown = shutdown
         self._check_document = check_document
         self._check_writable = check_writable
         self.drain = Drain()
@@ -118,10 +115,8 @@ class Scheduler:
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.stopping = False
-        self._tasks = DocumentTasks()
+        self.documents = DocumentTasks()
         self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[None] = self._loop.create_future()
         self.client: asyncio.Future[CompletionClient] = self._loop.create_future()
         self._change: asyncio.Future[None] = self._loop.create_future()
         self._storage_free: asyncio.Future[None] = self._loop.create_future()
@@ -141,22 +136,23 @@ class Scheduler:
             background_tasks = [
                 serving,
                 background.create_task(self._watch_checkpoint()),
-                background.create_task(self._stop_early(serving)),
-                background.create_task(self._raise_failure()),
+                background.create_task(stop_when_requested(self, serving)),
+                background.create_task(self.shutdown.failed()),
             ]
-            # All waits are inside this block: an error that ends one must set ``stopping`` before any document is
-            # cancelled.
+            # All waits are inside this block: an error that ends one must abort before any document is cancelled.
             try:
                 await self._admit_all(documents)
                 await self._idle.wait()
             except BaseException:
-                self.stopping = True
+                self.shutdown.abort()
                 raise
             finally:
-                await self._tasks.end(self._preemption.fast_stop)
+                await self.documents.end(self.shutdown.is_fast)
             self.checkpoint.end_of_input(documents.shard.to_json() if documents.shard else None)
             while not self.checkpoint.all_committed:
-                await self._next_change()
+                await self.next_change()
+            if self.shutdown.aborted:  # the stop has begun to close the checkpoint
+                await wait_until_cancelled()
             for task in background_tasks:
                 task.cancel()
 
@@ -168,13 +164,13 @@ class Scheduler:
                     continue
                 self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
-                    await self._next_change()
+                    await self.next_change()
                 await self._document_limit.acquire()
-                if self.drain.active or self.stopping:  # the awaits above may not have yielded
+                if self.shutdown.state is not StopState.RUNNING:  # the awaits above may not have yielded
                     await wait_until_cancelled()
                 self.drain.document_started()
                 self._idle.clear()
-                self._tasks.start(self._process(source, slot))
+                self.documents.start(self._process(source, slot))
 
     # background --------------------------------------------------------------------------------------------------
 
@@ -186,52 +182,10 @@ class Scheduler:
             self.client.set_result(client)
             await watch()
 
-    def fail(self, error: BaseException) -> None:
-        """Stops the rank. The first error counts, and no document that is in work is recorded."""
-        self.stopping = True
-        if not self._failure.done():
-            self._failure.set_exception(error)
-
-    async def _raise_failure(self) -> None:
-        await self._failure
-
     async def _watch_checkpoint(self) -> None:
         while True:
             self.checkpoint.raise_failure()
-            await self._next_change()
-
-    async def _stop_early(self, serving: asyncio.Task[None]) -> None:
-        """Waits until a stop is requested, and then until the drain is over.
-
-        Raises:
-            Preempted: always.
-        """
-        with self._preemption.listening() as stop_requested:
-            await stop_requested.wait()
-            if self.client.done():
-                await self._drain_requests(self.client.result())
-            else:
-                serving.cancel()  # a model may need minutes to load
-                await self._preemption.wait_for(self._until_drained(None))
-        self.stopping = True  # set it before anything is cancelled: a cancelled rollout is no failure of its document
-        self._preemption.raise_preempted()
-
-    async def _drain_requests(self, client: CompletionClient) -> None:
-        stats, preemption = client.stats, self._preemption
-        lost = stats.lost
-        logger.warning(
-            f"{preemption.cause}: {stats.in_flight} requests in flight have {preemption.drain_seconds:g} s to be "
-            "answered; a second signal ends the wait at once."
-        )
-        client.fast_stop = not await preemption.wait_for(self._until_drained(client))
-        preemption.given_up = stats.in_flight + stats.lost - lost
-
-    async def _until_drained(self, client: CompletionClient | None) -> None:
-        await self.drain.until_over(client)
-        with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
-            async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
-                while self.checkpoint.publishing:
-                    await self._next_change()
+            await self.next_change()
 
     def _changed(self) -> None:
         change, self._change = self._change, self._loop.create_future()
@@ -240,12 +194,13 @@ class Scheduler:
             free, self._storage_free = self._storage_free, self._loop.create_future()
             free.set_result(None)
 
-    async def _next_change(self) -> None:
+    async def next_change(self) -> None:
+        """Returns when the checkpoint has made progress, or has failed."""
         await asyncio.shield(self._change)
 
     async def wait_for_storage(self) -> None:
         """Returns when the storage thread's queue has room."""
-        # _next_change would wake thousands of waiting requests every few milliseconds, only to let them wait again.
+        # next_change would wake thousands of waiting requests every few milliseconds, only to let them wait again.
         while self.checkpoint.congested:
             await asyncio.shield(self._storage_free)
 
@@ -255,14 +210,14 @@ class Scheduler:
         try:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
         except (asyncio.CancelledError, KeyboardInterrupt):
-            self.stopping = True
+            self.shutdown.abort()
             raise
         except BaseException as error:
-            self.fail(error)
+            self.shutdown.abort(error)
         finally:
             self._document_limit.release()
             self.drain.document_finished()
-            if not self.drain.documents and not self.stopping:
+            if not self.drain.documents and not self.shutdown.aborted:
                 self._idle.set()
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
@@ -294,7 +249,7 @@ class Scheduler:
         A rollout may also cancel a task of its own and let the CancelledError out. That is a failure of the document.
         ``Task.cancelling`` cannot tell the two cases apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
-        if self.stopping:
+        if self.shutdown.aborted:
             raise asyncio.CancelledError
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
@@ -315,7 +270,7 @@ class Scheduler:
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:  # it would end the event loop, and with it the process
-            if self.stopping or self._preemption.raised(error):
+            if self.shutdown.aborted or self.shutdown.raised(error):
                 raise
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
 

@@ -26,11 +26,11 @@ def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator
     """
     # The object that a @contextmanager function returns is callable, too: check for a context manager first.
     if not isinstance(context, AbstractContextManager) and callable(context):
-        with no_exit("shared_context", preemption), preemption.interruptible():
+        with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
             context = context()
     if isinstance(context, AbstractContextManager):
         with ExitStack() as stack:
-            with no_exit("shared_context", preemption), preemption.interruptible():
+            with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
                 entered = stack.enter_context(context)
             yield entered or {}
     elif context is None or isinstance(context, dict):

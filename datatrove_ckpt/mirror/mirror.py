@@ -33,12 +33,13 @@ from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.uploads import Uploads
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.remote_errors import failure_text
 
 # How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0
-# The same after ``fast_stop``: a preempted job has half a minute for everything.
-FAST_STOP_SECONDS = 5.0
+# The same once the rank was asked to stop: a preempted job has half a minute for everything.
+DRAIN_SECONDS = 5.0
 # A snapshot is taken again each time a chunk was committed before its journal was opened, which takes microseconds.
 _SNAPSHOT_ATTEMPTS = 20
 # Up to this size, new bytes are read at once, so that their journal need not stay open.
@@ -57,17 +58,18 @@ class RemoteMirror:
         folder: the rank's local folder.
         seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads and
             chooses a time between 5 and 600 seconds, so that uploading takes up to 5 % of the time.
+        shutdown: of the rank; None: of nobody.
     """
 
-    def __init__(self, url: str, folder: Path, seconds: Seconds) -> None:
+    def __init__(self, url: str, folder: Path, seconds: Seconds, shutdown: Shutdown | None = None) -> None:
         self._url = url
         self._folder = folder
         self._interval = make_interval(seconds, MIRROR_TUNING)
         self._stopping = False
-        self._fast_stops = 0
+        self._shutdown = shutdown or Shutdown()
         # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it takes a lock.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt mirror", daemon=True)
@@ -77,29 +79,26 @@ class RemoteMirror:
     def start(self, source: Source) -> None:
         """Starts the thread, which takes its snapshots from ``source``."""
         self._source = source
+        self._shutdown.call(self._hurry)
         self._thread.start()
 
+    def _hurry(self) -> None:
+        """Uploads at once when the rank starts to drain, so that little is left for ``stop``. For signal handlers."""
+        if self._shutdown.is_requested and not self._shutdown.aborted:
+            self._wake.put(None)
+
     def stop(self, completed: bool) -> None:
-        """Uploads once more. Returns after ``STOP_SECONDS`` at the latest."""
+        """Uploads once more. Returns after ``STOP_SECONDS`` at the latest, and at once after a fast stop."""
         self._completed = completed
         self._stopping = True
         self._wake.put(None)
-        limit = FAST_STOP_SECONDS if self._fast_stops else STOP_SECONDS
-        try:
-            self._ended.get(timeout=limit)
-        except queue.Empty:
+        if not self._shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS) and not self._shutdown.is_fast:
+            limit = DRAIN_SECONDS if self._shutdown.is_requested else STOP_SECONDS
             logger.warning(
                 f"The last upload to the mirror {self._url} did not end within {limit:g} s. The mirror keeps the "
                 "version before it; the local checkpoint is complete."
             )
         self._given_up = True
-
-    def fast_stop(self) -> None:
-        """Uploads now, while the rank drains, so that little is left for ``stop``. A second call skips the last one."""
-        self._fast_stops += 1
-        self._wake.put(None)
-        if self._fast_stops > 1:
-            self._ended.put(None)
 
     # the mirror thread -----------------------------------------------------------------------------------------
 
@@ -113,7 +112,7 @@ class RemoteMirror:
         except BaseException as error:  # must reach the event loop: above all, that another process took over
             self._source.fail(error)
         finally:
-            self._ended.put(None)
+            self._ended.put(True)
 
     def _try_upload(self) -> int:
         """Returns how many intervals to wait before the next upload."""

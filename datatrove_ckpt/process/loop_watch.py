@@ -11,7 +11,6 @@ A loop that is only left behind by rollouts that ignore their cancellation is no
 from __future__ import annotations
 
 import _thread
-import asyncio
 import os
 import sys
 import threading
@@ -23,6 +22,7 @@ from loguru import logger
 
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.manager_watch import end_managers
+from datatrove_ckpt.process.shutdown import Shutdown
 
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
@@ -36,41 +36,42 @@ class LoopWatch:
     """Watches one rank's event loop from the moment a stop is requested until ``close``.
 
     Args:
+        shutdown: what was asked for, and on which event loop.
         save: returns when everything that was handed over is on the disk.
         hand_on: calls the signal's old handlers; returns the exit code.
     """
 
-    def __init__(self, save: Callable[[], None], hand_on: Callable[[], int]) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, shutdown: Shutdown, save: Callable[[], None], hand_on: Callable[[], int]) -> None:
+        self._shutdown = shutdown
         self._save = save
         self._hand_on = hand_on
-        self._deadline: float | None = None
+        self._started = False
         self._closed = False
 
-    def stop_requested(self, drain_seconds: float) -> None:
-        """Called in a signal handler. Takes no lock, as ``threading.Thread.start`` would."""
-        if self._deadline is None:
-            self._deadline = time.monotonic() + drain_seconds + _GRACE
+    def start(self) -> None:
+        """Starts the thread if a stop is requested. Takes no lock, as ``threading.Thread.start`` would."""
+        if self._shutdown.is_requested and not self._started:
+            self._started = True
             _thread.start_new_thread(self._watch, ())
-
-    def fast_stop(self) -> None:
-        """A second signal came. Called in a signal handler."""
-        self._deadline = min(self._deadline or 0.0, time.monotonic() + _GRACE_FAST)
 
     def close(self) -> None:
         """The event loop has ended."""
         self._closed = True
 
+    @property
+    def _deadline(self) -> float:
+        return self._shutdown.deadline + (_GRACE_FAST if self._shutdown.is_fast else _GRACE)
+
     def _watch(self) -> None:
         while not self._closed:
             time.sleep(_AGAIN)
-            if time.monotonic() >= (self._deadline or 0.0) and not self._answers() and not self._closed:
+            if time.monotonic() >= self._deadline and not self._answers() and not self._closed:
                 self._end()
 
     def _answers(self) -> bool:
         pong = threading.Event()
-        if self.loop is not None:
-            call_soon(self.loop, pong.set)
+        if self._shutdown.loop is not None:
+            call_soon(self._shutdown.loop, pong.set)
         return pong.wait(_PONG)
 
     def _end(self) -> None:

@@ -21,6 +21,7 @@ from datatrove_ckpt.process.parent_watch import is_pool_worker
 
 _GUARD = Path(__file__).with_name("manager_guard.py")
 
+_GUARD_SECONDS = 5.0  # for a guard to end after its manager; it needs a few milliseconds
 _ENVIRONMENT = ("LD_LIBRARY_PATH",)  # a Python may need it; secrets are in others
 
 _watched: dict[int, subprocess.Popen[bytes]] = {}
@@ -39,7 +40,8 @@ def watch_managers() -> None:
         return
     running = {manager.pid for manager in _managers() if manager.pid is not None}
     for pid in _watched.keys() - running:
-        _watched.pop(pid).poll()
+        with suppress(subprocess.TimeoutExpired):
+            _watched.pop(pid).wait(timeout=_GUARD_SECONDS)
     for pid in running - _watched.keys():
         with suppress(ProcessLookupError):
             _watched[pid] = _start(pid)

@@ -14,8 +14,8 @@ One event often sends several signals: srun passes a signal on to tasks that Slu
 within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is the first SIGTERM after another signal in a
 pool worker: Ctrl-C reaches the parent, too, which then terminates its workers.
 
-The handlers are plain ones, which wake the event loop. ``loop.add_signal_handler`` would need a loop first, and could
-not restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
+The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
+restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
 
 What the command does on a signal, alone or with a pool, is in ``cli/interruption.py``.
 """
@@ -27,18 +27,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
-from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.loop_watch import LoopWatch
 from datatrove_ckpt.process.parent_watch import is_pool_worker
 from datatrove_ckpt.process.reraise import raise_again
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import (
     handle_between_ranks,
     is_time_up,
@@ -84,41 +84,23 @@ class Preemption:
 
     Args:
         signals: names of the signals to handle.
-        drain_seconds: how many seconds requests in flight may take once a stop is requested.
+        drain_seconds: see ``Shutdown``.
 
     Attributes:
-        cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
-        given_up: how many requests were still in flight when the drain ended.
-        fast_stop: a second signal came: nothing is waited for.
-        on_signal: called in the signal handler, so it must take no lock and must not log.
+        shutdown: what the signals ask for.
 
     Raises:
-        Preempted, KeyboardInterrupt: when the block ends, if a stop was requested and no old handler ended the process.
+        Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``reraise.py``.
     """
 
     def __init__(self, signals: Sequence[str], drain_seconds: float) -> None:
-        self.drain_seconds = drain_seconds
-        self.cause = ""
-        self.given_up = 0
-        self.on_signal: Callable[[], None] = lambda: None
+        self.shutdown = Shutdown(drain_seconds)
         self._names = signals
         self._previous: dict[int, Handler] = {}
         self._received: list[int] = []
-        self._requested_at = 0.0
-        self.fast_stop = False
         self._interruptible = False
-        self._loop_noticed = False
-        self._wake_loop: Callable[[], None] | None = None
-        self._stop_requested = asyncio.Event()
-        self._wait: asyncio.Timeout | None = None
-        self._watch: LoopWatch | None = None
         self._pid = os.getpid()
         self._expects_sigterm = is_pool_worker()
-
-    @property
-    def seconds(self) -> float:
-        """Since the stop was requested."""
-        return time.monotonic() - self._requested_at
 
     # set the handlers, restore them, raise again ------------------------------------------------------------------
 
@@ -132,6 +114,7 @@ class Preemption:
             # None: a handler that Python did not set and cannot restore
             if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
                 self._previous[number] = usual_handler(signal.signal(number, self._receive))
+        self.shutdown.handles_interrupt = signal.SIGINT in self._previous
         return self
 
     def __exit__(
@@ -139,28 +122,16 @@ class Preemption:
     ) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
-        if not self.cause:
+        if not self.shutdown.is_requested:
             handle_between_ranks(self._previous)
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
-            logger.error(f"This rank was stopped by {self.cause}, and it also failed: {error}")
-        raise_again(self._received, self._message)
+            logger.error(f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}")
+        raise_again(self._received, self.shutdown.message)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):
-            self.raise_preempted()
-
-    @property
-    def _message(self) -> str:
-        return f"Stopped by {self.cause}. Run the same command again to resume."
-
-    def raise_preempted(self) -> NoReturn:
-        """Raises Preempted."""
-        raise Preempted(self._message)
-
-    def raised(self, error: BaseException) -> bool:
-        """Whether a signal may have raised this error: otherwise somebody's code raised it itself."""
-        return isinstance(error, KeyboardInterrupt) and (self.cause != "" or signal.SIGINT not in self._previous)
+            self.shutdown.raise_preempted()
 
     # when a signal comes -----------------------------------------------------------------------------------------
 
@@ -171,47 +142,24 @@ class Preemption:
             return
         if number not in self._received:
             self._received.append(number)
-        if not self.cause:
-            self._request_stop(signal.Signals(number).name)
+        if not self.shutdown.is_requested:
+            self.shutdown.request(signal.Signals(number).name)
         elif self._expects_sigterm and number == signal.SIGTERM:
             self._expects_sigterm = False
-        elif self.seconds > SAME_EVENT:
-            if self._watch is not None:
-                self._watch.fast_stop()
-            if self._wake_loop is not None and not self._loop_noticed:
+        elif self.shutdown.seconds > SAME_EVENT:
+            unnoticed = self.shutdown.is_unnoticed
+            self.shutdown.fast_stop()
+            if unnoticed:
                 raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
-            self.fast_stop = True
-            self._notify()
         if self._interruptible:
             raise KeyboardInterrupt
-
-    def _request_stop(self, cause: str) -> None:
-        self._requested_at = time.monotonic()
-        self.cause = cause
-        if self._watch is not None:
-            self._watch.stop_requested(self.drain_seconds)
-        self._notify()
-
-    def _notify(self) -> None:
-        self.on_signal()
-        if self._wake_loop is not None:
-            self._wake_loop()
-
-    def raise_if_stop_requested(self) -> None:
-        """For a moment when nothing has started that needs a drain.
-
-        Raises:
-            Preempted: a stop is requested.
-        """
-        if self.cause:
-            self.raise_preempted()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Around slow code that may be cut off anywhere: any handled signal raises KeyboardInterrupt in it."""
         self._interruptible = True
         try:
-            if self.cause:
+            if self.shutdown.is_requested:
                 raise KeyboardInterrupt
             yield
         finally:
@@ -224,14 +172,13 @@ class Preemption:
         Args:
             save: returns when everything that was handed over is on the disk.
         """
-        self._watch = watch = LoopWatch(save, self._hand_on)
-        try:
-            if self.cause:
-                watch.stop_requested(self.drain_seconds)
-            yield
-        finally:
-            watch.close()
-            self._watch = None
+        watch = LoopWatch(self.shutdown, save, self._hand_on)
+        with self.shutdown.calling(watch.start):
+            try:
+                watch.start()
+                yield
+            finally:
+                watch.close()
 
     def _hand_on(self) -> int:
         """For a process whose main thread is blocked: calls the old handlers in this thread. Returns the exit code."""
@@ -247,53 +194,12 @@ class Preemption:
 
     # on the event loop -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def listening(self) -> Iterator[asyncio.Event]:
-        """On the event loop: gives an event that is set when a stop is requested."""
-        loop = asyncio.get_running_loop()
-        self._stop_requested = asyncio.Event()
-        self._loop_noticed = False
-        if self._watch is not None:
-            self._watch.loop = loop
-        self._wake_loop = lambda: call_soon(loop, self._notice)
-        try:
-            if self.cause:
-                self._notice()
-            yield self._stop_requested
-        finally:
-            self._wake_loop = None
-
-    def _notice(self) -> None:
-        self._loop_noticed = True
-        self._stop_requested.set()
-        if self.fast_stop and self._wait is not None and not self._wait.expired():
-            self._wait.reschedule(asyncio.get_running_loop().time())
-
-    @contextmanager
-    def _waiting(self, wait: asyncio.Timeout) -> Iterator[None]:
-        self._wait = wait
-        try:
-            yield
-        finally:
-            self._wait = None
-
-    async def wait_for(self, awaitable: Awaitable[object]) -> bool:
-        """Awaits ``awaitable`` until the drain's time is over. True if it finished, False if the time was too short."""
-        left = 0.0 if self.fast_stop else max(0.0, self.drain_seconds - self.seconds)
-        try:
-            async with asyncio.timeout(left) as wait:
-                with self._waiting(wait):
-                    await awaitable
-        except TimeoutError:
-            return False
-        return True
-
     async def watch_time_limit(self) -> None:
         """Requests a stop early enough before Slurm ends the job."""
         end = await slurm_deadline()
         if end is None:
             return
-        await asyncio.sleep(stop_time(end, self.drain_seconds + _MARGIN_SECONDS) - time.time())
+        await asyncio.sleep(stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time())
         self._stop_for_time_limit()
 
     def check_time_limit(self) -> None:
@@ -302,15 +208,15 @@ class Preemption:
         Raises:
             Preempted: the time is up.
         """
-        if is_time_up(self.drain_seconds + _MARGIN_SECONDS):
+        if is_time_up(self.shutdown.drain_seconds + _MARGIN_SECONDS):
             self._stop_for_time_limit()
             logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
-            self.raise_preempted()
+            self.shutdown.raise_preempted()
 
     def _stop_for_time_limit(self) -> None:
-        if not self.cause:
+        if not self.shutdown.is_requested:
             self._received += self._requeueing_signal()
-            self._request_stop(_TIME_LIMIT)
+            self.shutdown.request(_TIME_LIMIT)
 
     def _requeueing_signal(self) -> list[int]:
         """The signal whose old handler requeues the job, as datatrove's Slurm executor has one."""

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from datatrove_ckpt.errors import (
     ConfigError,
     Fenced,
     OutputMismatch,
+    Preempted,
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.preflight.plan import MIRROR_REQUESTS
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
@@ -505,25 +508,30 @@ def test_a_remote_that_hangs_delays_neither_the_run_nor_its_end_by_more_than_the
     assert any("did not end within 0.2 s" in line for line in log)
 
 
-def test_a_fast_stop_uploads_at_once_and_waits_less_or_not_at_all_for_the_last_upload(
+def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
     job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     job.rank.mkdir(parents=True)
     hanging = Hanging()
-    monkeypatch.setattr(mirror, "FAST_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(mirror, "DRAIN_SECONDS", 0.1)
     mirrored: list[None] = []
     upload = mirror.RemoteMirror._upload
     monkeypatch.setattr(mirror.RemoteMirror, "_upload", lambda self: mirrored.append(upload(self)))
     with FakeServer(hold_after=3) as server:
-        opened: list[OpenCheckpoint] = []
+        shutdowns: list[Shutdown] = []
         start = mirror.RemoteMirror.start
         monkeypatch.setattr(
-            mirror.RemoteMirror, "start", lambda self, source: opened.append(source) or start(self, source)
+            mirror.RemoteMirror, "start", lambda self, source: shutdowns.append(self._shutdown) or start(self, source)
         )
-        running = threading.Thread(target=lambda: job.run(server))
+
+        def run() -> None:
+            with suppress(Preempted):
+                job.run(server)
+
+        running = threading.Thread(target=run)
         running.start()
         until(lambda: len(mirrored) == 1 and server.asked.total() == 4)
-        opened[0].fast_stop()
+        shutdowns[0].request("SIGTERM")
         until(lambda: len(mirrored) == 2)
         restore(f"{job.remote}/00000", job.folder / "scratch")
         assert answered(job.folder / "scratch") == up_to("text 1 again")

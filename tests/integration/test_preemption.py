@@ -572,7 +572,7 @@ def test_at_least_half_of_a_short_time_is_for_work(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(preemption.asyncio, "sleep", sleep)
     stopped = Preemption(preemption.SIGNALS, drain_seconds=20)
     asyncio.run(stopped.watch_time_limit())
-    assert stopped.cause
+    assert stopped.shutdown.cause
     assert slept == [pytest.approx(seconds / 2 if seconds < 100 else seconds - 50)]
 
 

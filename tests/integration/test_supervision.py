@@ -790,7 +790,7 @@ def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_
             node.terminate()
         task.until(lambda: "1 requests in flight have" in task.log(0))
         open_gate()
-        assert task.codes() == [-signal.SIGTERM, -signal.SIGTERM], task.log(0)
+        assert task.codes() == [128 + signal.SIGTERM] * 2, task.log(0)
     assert lines("done") == ["a", "wait"]
     assert "the 2 documents that this run finished are saved" in task.log(0)
 

@@ -26,7 +26,7 @@ ROOMS = {
     "rollouts": "errors config",
     "process": "errors",
     "checkpoint": "errors redaction process",
-    "mirror": "errors formatting backoff redaction remote_errors config checkpoint",
+    "mirror": "errors formatting backoff redaction remote_errors config process checkpoint",
     "inference.client": "errors backoff redaction config process",
     "inference.servers": "errors backoff redaction config process inference.client",
     "output": "errors formatting backoff redaction remote_errors config documents checkpoint",

@@ -93,8 +93,6 @@ class EagerMirror:
 
     def stop(self, completed: bool) -> None: ...
 
-    def fast_stop(self) -> None: ...
-
 
 def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
     return [OutputFile(f"{index}", sum(len(finished.document) for finished in documents), "")]

@@ -43,6 +43,7 @@ from datatrove_ckpt.inference.client.patience import Outage, RequestClock
 from datatrove_ckpt.inference.client.routing import AttemptLost, Death, HealthProbe, Request, Router, Target
 from datatrove_ckpt.inference.client.transport import make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import Key
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
@@ -87,12 +88,12 @@ class CompletionClient:
         api_key: bearer token for ``urls``, or None.
         sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
         clock: replaces ``time.monotonic`` for patience.
+        shutdown: of the rank; None: of nobody.
 
     Attributes:
         stats: counters.
         router: which servers are up, and which requests wait.
         outage: since when no request is answered.
-        fast_stop: servers are killed, because no time is left for them to stop by themselves.
 
     Raises:
         ConfigError: a URL that cannot be used.
@@ -106,10 +107,10 @@ class CompletionClient:
         *,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
+        shutdown: Shutdown | None = None,
     ) -> None:
         self.stats = ClientStats()
-        self.fast_stop = False
-        self.router = Router(config.max_concurrent_generations)
+        self.router = Router(config.max_concurrent_generations, shutdown)
         self.outage = Outage(config.server_patience_seconds, clock)
         self._config = config
         self._sleep = sleep

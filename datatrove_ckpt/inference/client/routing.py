@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.transport import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.process.shutdown import Shutdown
 
 _DEATHS_TO_QUARANTINE = 2
 
@@ -213,16 +214,21 @@ class Router:
 
     Args:
         limit: requests in flight at all targets together.
+        shutdown: of the rank; None: of nobody.
+
+    Attributes:
+        on_release: called after each attempt that ends.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, shutdown: Shutdown | None = None) -> None:
         self.targets: list[Target] = []
+        self.on_release: Callable[[], None] = lambda: None
+        self._shutdown = shutdown or Shutdown()
         self._limit = limit
         self._in_flight = 0
         self._waiting: deque[tuple[Request, asyncio.Future[Target]]] = deque()
         self._quarantine = Quarantine()
         self._failure: str | None = None
-        self._on_release: Callable[[], None] | None = None
 
     @property
     def in_flight(self) -> int:
@@ -231,12 +237,8 @@ class Router:
 
     @property
     def closed(self) -> bool:
-        """No further attempt will start."""
-        return self._on_release is not None
-
-    def close(self, on_release: Callable[[], None]) -> None:
-        """Start no further attempt: requests wait from now on. Call ``on_release`` after each attempt that ends."""
-        self._on_release = on_release
+        """A stop is requested: no further attempt will start, and requests wait."""
+        return self._shutdown.is_requested
 
     async def acquire(self, request: Request) -> Target:
         """A target for one attempt. Pass it to ``release`` afterwards.
@@ -264,8 +266,7 @@ class Router:
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
         self.admit()
-        if self._on_release is not None:
-            self._on_release()
+        self.on_release()
 
     def admit(self) -> None:
         """Assign targets to requests that wait, while there are free ones."""

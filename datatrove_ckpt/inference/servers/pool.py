@@ -24,6 +24,7 @@ from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.supervisor import ServerSupervisor
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import Key
 
 Watch = Callable[[], Awaitable[None]]
@@ -42,20 +43,29 @@ def check_servers(config: InferenceConfig) -> None:
 
 
 @asynccontextmanager
-async def connect(config: InferenceConfig, rank: int) -> AsyncIterator[tuple[CompletionClient, Watch]]:
+async def connect(
+    config: InferenceConfig, rank: int, shutdown: Shutdown | None = None
+) -> AsyncIterator[tuple[CompletionClient, Watch]]:
     """The client of a rank's servers, ready for requests, and a coroutine function that raises when none is left.
+
+    Args:
+        shutdown: of the rank; None: of nobody.
 
     Raises:
         ServerStartFailed, ServerRefused, ConfigError: see ``Server.start``.
     """
+    shutdown = shutdown or Shutdown()
     if config.server_type == "endpoint":
         async with (
             ExternalServers(config) as servers,
-            CompletionClient(config, servers.urls, servers.api_key) as client,
+            CompletionClient(config, servers.urls, servers.api_key, shutdown=shutdown) as client,
         ):
             yield client, servers.watch
     else:
-        async with CompletionClient(config, [], None) as client, ServerPool(config, rank, client) as pool:
+        async with (
+            CompletionClient(config, [], None, shutdown=shutdown) as client,
+            ServerPool(config, rank, client, shutdown) as pool,
+        ):
             yield client, pool.watch
 
 
@@ -64,13 +74,17 @@ class ServerPool:
 
     Args:
         client: each server becomes a target of it.
+        shutdown: of the rank; None: of nobody.
 
     Attributes:
         restarts: how often servers were restarted.
     """
 
-    def __init__(self, config: InferenceConfig, rank: int, client: CompletionClient) -> None:
+    def __init__(
+        self, config: InferenceConfig, rank: int, client: CompletionClient, shutdown: Shutdown | None = None
+    ) -> None:
         self.config = config
+        self.shutdown = shutdown or Shutdown()
         self.rank = rank
         self.client = client
         self.supervisors: list[ServerSupervisor] = []
@@ -88,7 +102,9 @@ class ServerPool:
             if nodes.count > 1:
                 self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
             for index, lease in enumerate(await stack.enter_async_context(lease_gpus(self.config))):
-                supervisor = ServerSupervisor(self.config, self.rank, index, lease, self.client, self._head)
+                supervisor = ServerSupervisor(
+                    self.config, self.rank, index, lease, self.client, self.shutdown, self._head
+                )
                 self.supervisors.append(supervisor)
             stack.push_async_callback(self._stop_all)
             await self._run_unless_a_node_is_lost(supervisor.start() for supervisor in self.supervisors)

@@ -33,6 +33,7 @@ from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import frames_cut
 
 # All times are seconds.
@@ -60,6 +61,7 @@ class ServerSupervisor:
     Args:
         index: number of the server among the rank's replicas.
         lease: what the server may use of the node.
+        shutdown: of the rank: after a requested stop the server is not restarted, and at its end it may be killed.
         head: the connection to the other nodes, where several nodes serve the model.
 
     Attributes:
@@ -74,10 +76,12 @@ class ServerSupervisor:
         index: int,
         lease: GpuLease,
         client: CompletionClient,
+        shutdown: Shutdown,
         head: HeadNode | None = None,
     ) -> None:
         self.config = config
         self.client = client
+        self.shutdown = shutdown
         if head is None:
             self.server = InferenceServer(config, rank, index, lease)
         else:
@@ -102,7 +106,7 @@ class ServerSupervisor:
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)
-        await (self.server.kill() if self.client.fast_stop else self.server.stop())
+        await (self.server.kill() if self.shutdown.kills_servers else self.server.stop())
 
     async def supervise(self) -> NoReturn:
         """Restart the server whenever it dies.
@@ -113,7 +117,7 @@ class ServerSupervisor:
         while True:
             cause = await self._until_death()
             await self.client.disconnect(self.target)
-            if self.client.router.closed:
+            if self.shutdown.is_requested:
                 # A cluster signals the server, too, so it may end before we do.
                 logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
                 await wait_until_cancelled()
@@ -150,7 +154,7 @@ class ServerSupervisor:
     async def _restart(self, cause: str) -> None:
         while True:
             await asyncio.sleep(self._next_backoff(cause))
-            if self.client.router.closed:
+            if self.shutdown.is_requested:
                 await wait_until_cancelled()
             self.restarts += 1
             try:
@@ -270,7 +274,7 @@ class ServerSupervisor:
         if self._session is None or self._death_cause.done():
             return
         await self._join_probe(since)
-        if self.client.router.closed:
+        if self.shutdown.is_requested:
             return  # nothing is sent again, so it does not matter whether the server accepts new requests
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110

@@ -1,0 +1,90 @@
+"""How a rank stops early, in order. What was requested, and how quickly it must be done, is in its ``Shutdown``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NoReturn, Protocol
+
+from loguru import logger
+
+from datatrove_ckpt.generation.document_tasks import DocumentTasks
+from datatrove_ckpt.generation.drain import Drain
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.process.shutdown import Shutdown
+
+# How long a drain waits for complete chunks to be published.
+_PUBLISH_WAIT_SECONDS = 5.0
+
+
+class StoppableCheckpoint(Protocol):
+    """See ``OpenCheckpoint``."""
+
+    on_change: Callable[[], None]
+
+    @property
+    def publishing(self) -> int: ...
+    def close(self, completed: bool = ...) -> None: ...
+
+
+class StoppableRank(Protocol):
+    """See ``Scheduler``."""
+
+    @property
+    def shutdown(self) -> Shutdown: ...
+    @property
+    def checkpoint(self) -> StoppableCheckpoint: ...
+    @property
+    def client(self) -> asyncio.Future[CompletionClient]: ...
+    @property
+    def drain(self) -> Drain: ...
+    @property
+    def documents(self) -> DocumentTasks: ...
+    def next_change(self) -> Awaitable[None]: ...
+
+
+async def stop_when_requested(rank: StoppableRank, serving: asyncio.Task[None]) -> NoReturn:
+    """Waits until a stop is requested, and stops the rank.
+
+    Args:
+        serving: starts, watches and, when it is cancelled, stops the servers.
+
+    Raises:
+        Preempted: always.
+    """
+    shutdown, checkpoint = rank.shutdown, rank.checkpoint
+    await shutdown.requested()
+    # From now on no document is admitted, and the router sends no request: both look at the shutdown.
+    client = rank.client.result() if rank.client.done() else None
+    if client is None:
+        serving.cancel()  # a model may need minutes to load
+    else:
+        logger.warning(
+            f"{shutdown.cause}: {client.stats.in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
+            "answered; a second signal ends the wait at once."
+        )
+    lost = client.stats.lost if client is not None else 0
+    # 1. Requests in flight are answered, and complete chunks published, until the deadline.
+    shutdown.late = not await shutdown.wait_for(_drained(rank, client))
+    if client is not None:
+        shutdown.given_up = client.stats.in_flight + client.stats.lost - lost
+    # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
+    shutdown.abort()
+    await rank.documents.end(shutdown.is_fast)
+    # 3. Servers end: by themselves if the drain was in time, else they are killed.
+    serving.cancel()
+    await asyncio.wait([serving])
+    # 4. What was handed over is written, the mirror gets its last version, and the rank is free for another process.
+    checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
+    await asyncio.to_thread(checkpoint.close)
+    # 5. The old signal handlers get the signals: see process/reraise.py.
+    shutdown.raise_preempted()
+
+
+async def _drained(rank: StoppableRank, client: CompletionClient | None) -> None:
+    await rank.drain.until_over(client)
+    with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
+        async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
+            while rank.checkpoint.publishing:
+                await rank.next_change()

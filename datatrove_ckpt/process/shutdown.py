@@ -1,0 +1,226 @@
+"""Shutdown: the one place that knows whether a rank ends early, and how quickly. Whoever waits, waits on it.
+
+    RUNNING      nobody has asked for a stop
+    DRAINING     a stop is requested: nothing new starts, and requests in flight have until ``deadline``
+    FAST_STOP    a second signal came: nothing is waited for
+    ABORTED      what is in work is cut off, and not recorded: the drain is over, or the rank has failed
+
+Signal handlers drive it (``preemption.py``). The order of a stop is in ``generation/stop.py``.
+
+``request`` and ``fast_stop`` are called in signal handlers, which may have interrupted anybody: nothing here takes a
+lock or logs, and no callback may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import queue
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from datatrove_ckpt.errors import Preempted
+from datatrove_ckpt.process.event_loop import call_soon
+
+
+class StopState(enum.Enum):
+    """See the module."""
+
+    RUNNING = enum.auto()
+    DRAINING = enum.auto()
+    FAST_STOP = enum.auto()
+    ABORTED = enum.auto()
+
+
+class Shutdown:
+    """One rank's.
+
+    Args:
+        drain_seconds: how many seconds requests in flight may take once a stop is requested.
+
+    Attributes:
+        cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
+        deadline: end of the drain (``time.monotonic``); infinite if no stop is requested.
+        is_fast: a second signal came.
+        aborted: what is in work is cut off.
+        late: the drain did not end in time, so servers are killed.
+        given_up: how many requests were in flight when the drain ended.
+        loop: the event loop that waits in ``requested``, or has waited.
+        handles_interrupt: SIGINT requests a stop, so Python's own handler raises no KeyboardInterrupt.
+    """
+
+    def __init__(self, drain_seconds: float = 0.0) -> None:
+        self.drain_seconds = drain_seconds
+        self.cause = ""
+        self.deadline = math.inf
+        self.is_fast = False
+        self.aborted = False
+        self.late = False
+        self.given_up = 0
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.handles_interrupt = False
+        self._requested_at = 0.0
+        self._failure: BaseException | None = None
+        self._unnoticed = False
+        self._callbacks: tuple[Callable[[], object], ...] = ()
+
+    # what drives it ----------------------------------------------------------------------------------------------
+
+    def request(self, cause: str) -> None:
+        """The rank stops early. A second request changes nothing."""
+        if not self.cause:
+            self._requested_at = time.monotonic()
+            self.deadline = self._requested_at + self.drain_seconds
+            self.cause = cause
+            self._changed()
+
+    def fast_stop(self) -> None:
+        """Nothing is waited for any more."""
+        self.is_fast = True
+        self.deadline = min(self.deadline, time.monotonic())
+        self._changed()
+
+    def abort(self, failure: BaseException | None = None) -> None:
+        """Nothing that is in work is recorded from now on. The first failure counts. On the event loop."""
+        self.aborted = True
+        self._failure = self._failure or failure
+        self._changed()
+
+    # what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> StopState:
+        if self.aborted:
+            return StopState.ABORTED
+        return StopState.FAST_STOP if self.is_fast else StopState.DRAINING if self.cause else StopState.RUNNING
+
+    @property
+    def is_requested(self) -> bool:
+        """No new document or request may start."""
+        return self.cause != ""
+
+    @property
+    def seconds(self) -> float:
+        """Since the stop was requested."""
+        return time.monotonic() - self._requested_at
+
+    @property
+    def is_unnoticed(self) -> bool:
+        """The event loop waits for a stop and does not see the one that was requested: something blocks it."""
+        return self._unnoticed and self.cause != ""
+
+    @property
+    def kills_servers(self) -> bool:
+        """No time is left for servers to stop by themselves."""
+        return self.is_fast or self.late
+
+    @property
+    def message(self) -> str:
+        return f"Stopped by {self.cause}. Run the same command again to resume."
+
+    def raise_preempted(self) -> NoReturn:
+        """Raises Preempted."""
+        raise Preempted(self.message)
+
+    def check(self) -> None:
+        """For a moment when nothing has started that needs a drain.
+
+        Raises:
+            Preempted: a stop is requested.
+        """
+        if self.cause:
+            self.raise_preempted()
+
+    def raised(self, error: BaseException) -> bool:
+        """Whether a signal may have raised this error: otherwise somebody's code raised it itself."""
+        return isinstance(error, KeyboardInterrupt) and (self.cause != "" or not self.handles_interrupt)
+
+    # who waits for it ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def calling(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Calls this after each change, perhaps in a signal handler."""
+        self._callbacks = (*self._callbacks, callback)
+        try:
+            yield
+        finally:
+            self._callbacks = tuple(other for other in self._callbacks if other is not callback)
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """The same without an end."""
+        self._callbacks = (*self._callbacks, callback)
+
+    def _changed(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    async def requested(self) -> None:
+        """Returns once a stop is requested."""
+        loop = self.loop = asyncio.get_running_loop()
+        noticed = asyncio.Event()
+
+        def notice() -> None:
+            if self.cause:
+                self._unnoticed = False
+                noticed.set()
+
+        self._unnoticed = True
+        try:
+            with self.calling(lambda: call_soon(loop, notice)):
+                notice()
+                await noticed.wait()
+        finally:
+            self._unnoticed = False
+
+    async def failed(self) -> NoReturn:
+        """Raises the failure of the rank, once there is one."""
+        loop, failed = asyncio.get_running_loop(), asyncio.Event()
+        with self.calling(lambda: call_soon(loop, failed.set)):
+            while self._failure is None:
+                failed.clear()
+                await failed.wait()
+        raise self._failure
+
+    async def wait_for(self, awaitable: Awaitable[object]) -> bool:
+        """Awaits ``awaitable`` until the deadline. True if it finished, False if the time was too short."""
+        loop, waits = asyncio.get_running_loop(), True
+
+        def hurry() -> None:
+            if waits and self.is_fast and not limit.expired():
+                limit.reschedule(loop.time())
+
+        try:
+            async with asyncio.timeout(max(0.0, self.deadline - time.monotonic())) as limit:
+                with self.calling(lambda: call_soon(loop, hurry)):
+                    try:
+                        await awaitable
+                    finally:
+                        waits = False
+        except TimeoutError:
+            return False
+        return True
+
+    def join(self, ended: queue.SimpleQueue[bool], running: float | None, draining: float) -> bool:
+        """Waits in any thread but the event loop's until another thread puts True into ``ended``. Whether it has.
+
+        Args:
+            running: seconds to wait if no stop is requested; None: without a limit.
+            draining: seconds to wait from now, or from a stop that is requested meanwhile. After a fast stop there is
+                no wait.
+        """
+        started = time.monotonic()
+        with self.calling(lambda: ended.put(False)):
+            while True:
+                limit = running
+                if self.cause:
+                    limit = 0.0 if self.is_fast else max(started, self._requested_at) + draining - time.monotonic()
+                elif running is not None:
+                    limit = started + running - time.monotonic()
+                try:
+                    if ended.get(timeout=None if limit is None else max(0.0, limit)):
+                        return True
+                except queue.Empty:
+                    return False

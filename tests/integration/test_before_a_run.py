@@ -30,25 +30,14 @@ from datatrove_ckpt.preflight.probes import PROBE, RemoteFailed
 from datatrove_ckpt.preflight.space import answer_bytes, estimate
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
+from tests.yaml_jobs import job_yaml
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 1
-    logging_dir: logs
-    pipeline:
-      - {class_path: JsonlReader, init_args: {data_folder: documents}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
-          config: {server_type: dummy, model_name_or_path: m, default_generation_params: {max_tokens: 100}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-"""
+JOB = job_yaml(
+    "server_type: dummy, model_name_or_path: m, default_generation_params: {max_tokens: 100}",
+    tasks=2,
+    data="documents",
+    output="out",
+)
 
 Doctor = Callable[..., int]
 

@@ -23,26 +23,9 @@ from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.shares import check_workers, workers_of
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import runner
+from tests.yaml_jobs import ENDPOINT, job_yaml
 
-JOB = """\
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 1
-    workers: 1
-    logging_dir: logs
-    pipeline:
-      - {class_path: JsonlReader, init_args: {data_folder: documents}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
-          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake,
-                   default_generation_params: {max_tokens: 100}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-"""
+JOB = job_yaml(f"{ENDPOINT}, default_generation_params: {{max_tokens: 100}}", data="documents", output="out")
 
 Doctor = Callable[..., dict[str, tuple[str, str]]]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,9 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.cli import os_errors
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-JOB = """\
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 1
-    workers: 1
-    logging_dir: logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {data_folder: input}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
-          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake, server_patience_seconds: 0.2}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: output, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-          records_per_chunk: 2
-"""
+JOB = job_yaml(f"{ENDPOINT}, server_patience_seconds: 0.2") + "          records_per_chunk: 2\n"
 
 
 @pytest.fixture
@@ -42,10 +23,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> 
     """A job that works, in the working directory."""
     monkeypatch.chdir(tmp_path)
     DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
-    (tmp_path / "input").mkdir()
-    rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(5)]
-    (tmp_path / "input" / "0.jsonl").write_text("\n".join(rows))
-    (tmp_path / "job.yaml").write_text(JOB.replace("URL", server.url))
+    write_job(tmp_path, JOB.replace("URL", server.url), [f"text {n}" for n in range(5)])
     return tmp_path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import socket
@@ -22,35 +21,14 @@ from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 from datatrove_ckpt.process import open_files
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-JOB = """\
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 1
-    workers: 1
-    logging_dir: logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {data_folder: input}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
-          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake,
-                   max_concurrent_generations: 200, request_max_attempts: 2}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: output, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-"""
+JOB = job_yaml(f"{ENDPOINT}, max_concurrent_generations: 200, request_max_attempts: 2")
 
 
 def run_job(folder: Path, url: str, limit: str) -> subprocess.CompletedProcess[str]:
     """``datatrove-ckpt run`` of 200 documents, 200 at once, after ``ulimit LIMIT``."""
-    (folder / "input").mkdir()
-    rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(200)]
-    (folder / "input" / "0.jsonl").write_text("\n".join(rows))
-    (folder / "job.yaml").write_text(JOB.replace("URL", url))
+    write_job(folder, JOB.replace("URL", url), [f"text {n}" for n in range(200)])
     command = f'ulimit {limit} && exec "$0" -m datatrove_ckpt run job.yaml'
     return subprocess.run(
         ["bash", "-c", command, sys.executable], cwd=folder, capture_output=True, text=True, timeout=60, check=False

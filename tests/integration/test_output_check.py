@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -30,27 +29,9 @@ from datatrove_ckpt.output.folders import check_pipeline_folders
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-JOB = """\
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 1
-    logging_dir: logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {data_folder: input}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
-          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake, request_max_attempts: 1}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: output, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-          records_per_chunk: 2
-"""
+JOB = job_yaml(f"{ENDPOINT}, request_max_attempts: 1", tasks=2) + "          records_per_chunk: 2\n"
 
 
 @pytest.fixture
@@ -58,11 +39,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> 
     """A job of two ranks that has not run yet, in the working directory."""
     monkeypatch.chdir(tmp_path)
     DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
-    (tmp_path / "input").mkdir()
-    for file in range(2):
-        rows = [json.dumps({"id": f"id {n}", "text": "text " + "x" * n}) for n in range(5 * file, 5 * file + 5)]
-        (tmp_path / "input" / f"{file}.jsonl").write_text("\n".join(rows))
-    (tmp_path / "job.yaml").write_text(JOB.replace("URL", server.url))
+    texts = ["text " + "x" * n for n in range(10)]
+    write_job(tmp_path, JOB.replace("URL", server.url), texts[:5], texts[5:])
     return tmp_path
 
 

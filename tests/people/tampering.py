@@ -118,21 +118,24 @@ def remove_logs(world: World, chance: random.Random) -> str:
 
 @action()
 def copy_checkpoints(world: World, chance: random.Random) -> str:
-    if not world.checkpoints.exists():
-        return ""
-    shutil.rmtree(world.kept, ignore_errors=True)
-    shutil.copytree(world.checkpoints, world.kept)
-    return "copy checkpoints"
+    return "copy checkpoints" if _copy_over(world.checkpoints, world.kept) else ""
 
 
 @action()
 def bring_back_checkpoints(world: World, chance: random.Random) -> str:
-    if not world.kept.exists():
+    if not _copy_over(world.kept, world.checkpoints):
         return ""
-    shutil.rmtree(world.checkpoints, ignore_errors=True)
-    shutil.copytree(world.kept, world.checkpoints)
     world.touched()
     return "bring back the copy of checkpoints"
+
+
+def _copy_over(source: Path, target: Path) -> bool:
+    """False if there is nothing to copy."""
+    if not source.exists():
+        return False
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    return True
 
 
 @action(weight=1)

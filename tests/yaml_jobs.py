@@ -1,0 +1,51 @@
+"""A small job that several tests give to ``datatrove-ckpt``: job.yaml and its input, in the working directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+_YAML = """\
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: TASKS
+    workers: 1
+    logging_dir: logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {data_folder: INPUT}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
+          config: {CONFIG}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: OUTPUT, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+"""
+ENDPOINT = 'server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake'
+"""Settings of ``config`` for a server whose address takes the place of URL."""
+
+
+def job_yaml(config: str, tasks: int = 1, data: str = "input", output: str = "output") -> str:
+    """A job for ``datatrove-ckpt``, with folders in the working directory. The runner's settings come last, so that
+    lines with more of them can be added.
+
+    Args:
+        config: settings of ``config``, as they stand between its braces.
+    """
+    text = _YAML.replace("TASKS", str(tasks)).replace("CONFIG", config)
+    return text.replace("INPUT", data).replace("OUTPUT", output)
+
+
+def write_job(folder: Path, text: str, *files: Iterable[str]) -> None:
+    """Writes job.yaml, and input/0.jsonl, 1.jsonl, ... with these texts, whose ids count on from file to file."""
+    (folder / "job.yaml").write_text(text)
+    (folder / "input").mkdir()
+    number = 0
+    for index, texts in enumerate(files):
+        rows = [json.dumps({"id": f"id {n}", "text": text}) for n, text in enumerate(texts, number)]
+        (folder / "input" / f"{index}.jsonl").write_text("\n".join(rows))
+        number += len(rows)

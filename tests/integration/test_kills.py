@@ -70,8 +70,9 @@ AT_THE_LATEST = 30
 class Job:
     """The job above in a process group of its own, as often as it takes."""
 
-    def __init__(self, folder: Path, kind: str, tasks: int = 1) -> None:
+    def __init__(self, folder: Path, url: str, kind: str, tasks: int = 1) -> None:
         self.folder = folder
+        self._url = url
         folder.mkdir(parents=True)
         (folder / "job.py").write_text(JOB)
         (folder / "input").mkdir()
@@ -81,10 +82,15 @@ class Job:
         self._kind, self._tasks = kind, str(tasks)
         self.log = ""
 
-    def start(self, url: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, str(self.folder / "job.py"), str(self.folder), url, self._kind, self._tasks]
+    def start(self, url: str = "") -> subprocess.Popen[str]:
+        """Starts it, with this server instead of the job's if one is given."""
+        arguments = [str(self.folder), url or self._url, self._kind, self._tasks]
         return subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            [sys.executable, str(self.folder / "job.py"), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def finish(self, process: subprocess.Popen[str]) -> int:
@@ -207,7 +213,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     def run(kind: str, tasks: int) -> tuple[dict[str, bytes], float]:
         if (kind, tasks) not in known:
             with Watch("undisturbed") as watch:
-                job = Job(tmp_path_factory.mktemp("undisturbed") / "job", kind, tasks)
+                job = Job(tmp_path_factory.mktemp("undisturbed") / "job", "", kind, tasks)
                 begun = time.monotonic()
                 assert job.finish(watch.begin().start(job.start)) == 0, job.log
             known[kind, tasks] = outputs(job.folder / "output"), watch.first_question - begun
@@ -250,7 +256,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     after_the_last_answer = chance.uniform(0, 0.1)
 
     with Watch(f"delays {seed}", number) as watch:
-        job = Job(ram / "killed", kind, tasks)
+        job = Job(ram / "killed", "", kind, tasks)
         for seconds, answers in plan:
             life = watch.begin(answers)
             process = life.start(job.start)

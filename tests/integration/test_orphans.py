@@ -37,8 +37,8 @@ def until_asked(server: FakeServer, number: int) -> None:
 
 def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_their_ranks_free(tmp_path: Path) -> None:
     with FakeServer(hold_after=30) as server:
-        job = Job(tmp_path / "killed", "plain", tasks=2)
-        process = job.start(server.url)
+        job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
+        process = job.start()
         until_asked(server, 30 + 2 * IN_FLIGHT)
         until_kept(tmp_path / "killed/checkpoints", 30)
         handles = workers(process)
@@ -49,11 +49,11 @@ def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_th
         os.killpg(process.pid, signal.SIGKILL)  # a process of datatrove's without a rank may still run
         job.finish(process)
         server.release()
-        assert job.finish(job.start(server.url)) == 0, job.log
+        assert job.finish(job.start()) == 0, job.log
         assert sum(server.asked.values()) - 2 * DOCUMENTS <= 2 * IN_FLIGHT
 
-        undisturbed = Job(tmp_path / "undisturbed", "plain", tasks=2)
-        assert undisturbed.finish(undisturbed.start(server.url)) == 0, undisturbed.log
+        undisturbed = Job(tmp_path / "undisturbed", server.url, "plain", tasks=2)
+        assert undisturbed.finish(undisturbed.start()) == 0, undisturbed.log
     assert outputs(tmp_path / "killed/output") == outputs(tmp_path / "undisturbed/output")
 
 

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -84,6 +85,7 @@ def work(connection: Any, parent: int, numbers: Sequence[int], task: Work, slot:
         numbers: signals that ask for a stop. They are blocked when this is called.
     """
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
     _die_with(parent)
     _Worker(connection, numbers, task, slot).serve()
 
@@ -166,16 +168,17 @@ def _sendable(error: BaseException, number: int) -> Exception:
 
 def _die_with(parent: int) -> None:
     """Lets SIGKILL end this process as soon as the parent is gone: its tasks must be free for the next run."""
-    if sys.platform == "linux":
+    process = multiprocess.parent_process()
+    assert process is not None
+    wait: Callable[[], object] = process.join
+    if sys.platform == "linux":  # multiprocess watches a pipe, which other workers may hold open
         try:
             handle = os.pidfd_open(parent)
+            wait = partial(select.select, [handle], [], [])
         except ProcessLookupError:
             os._exit(1)
-        wait: Callable[[], object] = lambda: select.select([handle], [], [])  # noqa: E731
-    else:
-        process = multiprocess.parent_process()
-        assert process is not None
-        wait = process.join
+        except OSError:  # the kernel or the container knows no pidfds
+            pass
 
     def kill_after() -> NoReturn:
         wait()

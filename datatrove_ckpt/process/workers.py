@@ -32,6 +32,7 @@ from loguru import logger
 from multiprocess import connection as connections
 
 from datatrove_ckpt.errors import Preempted, WorkerDied
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.worker import CLOSED, READY, Inbox, Outcome, Work, work
 
 SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time are the same request to stop
@@ -284,9 +285,14 @@ class Workers:
             self._to_pass_on += [signal.SIGTERM] if signal.SIGTERM in self._numbers else []
         while self._to_pass_on:
             number = self._to_pass_on.popleft()
+            busy = [worker for worker in self._workers if worker.task is not None]
+            why = "a task has failed" if self.signal is None else signal.Signals(number).name
+            logger.warning(f"{why}: {plural(len(busy), 'running task')} must stop; what is finished is saved.")
+            for worker in busy:
+                worker.signal(number)
             for worker in self._workers:
-                if worker.task is not None:
-                    worker.signal(number)
+                if not worker.was_ready:  # it still imports, and has nothing to save
+                    worker.signal(signal.SIGKILL)
         if self._requests > 1:
             for worker in self._workers:
                 worker.ends_by = worker.ends_by or time.monotonic() + _AFTER_SECOND_SIGNAL
@@ -316,12 +322,12 @@ def _is_handled(number: int) -> bool:
 
 
 def _handle(pid: int | None) -> int | None:
-    """A file descriptor for the process. None: it has ended, or this is not Linux."""
+    """A file descriptor for the process. None: it has ended, or there are no pidfds here."""
     if sys.platform != "linux" or pid is None:
         return None
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:
+    except OSError:  # it has ended, or the kernel or the container knows no pidfds
         return None
 
 

@@ -24,7 +24,7 @@ ROOMS = {
     "config": "errors redaction",
     "documents": "errors formatting",
     "rollouts": "errors config",
-    "process": "errors",
+    "process": "errors formatting",
     "checkpoint": "errors redaction process",
     "mirror": "errors formatting backoff redaction remote_errors config process checkpoint",
     "inference.client": "errors backoff redaction config process",

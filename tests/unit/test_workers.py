@@ -352,3 +352,47 @@ def test_a_process_ends_as_its_signal_asks_but_through_the_stack() -> None:
             end_as(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, previous)
+
+
+def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise PermissionError(1, "Operation not permitted")  # of a container's seccomp profile
+
+    def run(slot: int, task: int) -> int:
+        if task == 1 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with group(run) as workers:
+        assert dict(workers.run(range(4))) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_a_worker_that_is_still_being_started_holds_up_no_stop(tmp_path: Path) -> None:
+    thread = in_thread(
+        lambda: until(tmp_path / "loads"),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    began = time.monotonic()
+    with group(LoadsForever(tmp_path / "loads"), method="spawn") as workers, pytest.raises(Stopped):
+        list(workers.run([1]))
+    thread.join()
+    assert time.monotonic() - began < 30
+
+
+class LoadsForever:
+    def __init__(self, started: Path) -> None:
+        self.started = started
+
+    def __call__(self, slot: int, task: int) -> None: ...
+
+    def __reduce__(self) -> Any:
+        return load_forever, (self.started,)
+
+
+def load_forever(started: Path) -> None:
+    started.touch()
+    time.sleep(60)

@@ -40,6 +40,7 @@ from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import check_servers, connect
+from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.object_store import check_url
 from datatrove_ckpt.mirror.restore import restore_rank
@@ -204,7 +205,7 @@ class InferenceRunner(PipelineStep):
             watch_managers()
             nodes = Nodes.from_environment()
             prepare_arrow(self.output_writer)  # before gc_tuned, which freezes the objects of imported modules
-            with gc_tuned():
+            with one_rank(preemption.shutdown), gc_tuned():
                 if nodes.rank > 0:  # only the head node reads and writes
                     asyncio.run(self._follow(rank, nodes, preemption))
                 else:

@@ -19,6 +19,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files, identity
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.generation import run_identity
+from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.output import chunk_output
 from datatrove_ckpt.testing import FakeServer
 
@@ -159,6 +160,13 @@ def log() -> Iterator[list[str]]:
 def server() -> Iterator[FakeServer]:
     with FakeServer() as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def _no_warm_servers() -> Iterator[None]:
+    """No test leaves its servers to the next."""
+    yield
+    close_warm_servers()
 
 
 @pytest.fixture(autouse=True)

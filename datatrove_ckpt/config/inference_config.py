@@ -76,6 +76,8 @@ class InferenceConfig:
             ``max_concurrent_generations``, which otherwise is the upper limit. vLLM, SGLang and llamacpp only.
         server_python: the Python interpreter that starts vLLM, SGLang or a custom script, if the engine has a virtual
             environment of its own. None: the interpreter that runs this package.
+        reuse_servers: the next task that a process works on takes over the servers of the one before, if that one
+            succeeded and both need the same servers. False: each task starts its own.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -117,6 +119,7 @@ class InferenceConfig:
     hang_timeout: float = 600.0
     target_waiting: int | None = None
     server_python: str | None = None
+    reuse_servers: bool = True
 
     def __post_init__(self) -> None:
         self._check_choices()

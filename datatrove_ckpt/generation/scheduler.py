@@ -117,6 +117,7 @@ class Scheduler:
         self._idle.set()
         self.documents = DocumentTasks()
         self._loop = asyncio.get_running_loop()
+        self._completed: asyncio.Future[None] = self._loop.create_future()
         self.client: asyncio.Future[CompletionClient] = self._loop.create_future()
         self._change: asyncio.Future[None] = self._loop.create_future()
         self._storage_free: asyncio.Future[None] = self._loop.create_future()
@@ -153,8 +154,10 @@ class Scheduler:
                 await self.next_change()
             if self.shutdown.aborted:  # the stop has begun to close the checkpoint
                 await wait_until_cancelled()
+            self._completed.set_result(None)
             for task in background_tasks:
-                task.cancel()
+                if task is not serving or not self.client.done():
+                    task.cancel()
 
     async def _admit_all(self, documents: DocumentSource) -> None:
         async for batch in documents.batches(self.checkpoint.resumed):
@@ -180,7 +183,14 @@ class Scheduler:
         async with self._connect() as (client, watch):
             self.observer.serving()
             self.client.set_result(client)
-            await watch()
+            watching = asyncio.ensure_future(watch())
+            try:
+                await asyncio.wait([watching, self._completed], return_when=asyncio.FIRST_COMPLETED)
+                if not self._completed.done():
+                    await watching  # raises
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
 
     async def _watch_checkpoint(self) -> None:
         while True:

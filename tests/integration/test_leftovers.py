@@ -21,7 +21,7 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers import leftovers
-from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.guardian import process_table
 from datatrove_ckpt.inference.servers.leftovers import ServerRecord, end_leftovers
 
@@ -119,7 +119,7 @@ def records() -> list[Path]:
 
 def lease() -> None:
     async def play() -> None:
-        async with lease_gpus(InferenceConfig("vllm", "m")):
+        async with leased_gpus(InferenceConfig("vllm", "m")):
             pass
 
     asyncio.run(play())

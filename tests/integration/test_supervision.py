@@ -615,7 +615,7 @@ def test_an_answer_that_arrives_after_its_server_was_given_up_is_thrown_away() -
         task = run.ask("wait")
         await until(lambda: bool(asked()))
         first = run.servers.supervisors[0]
-        first._mark_dead("is given up")
+        first.mark_dead("is given up")
         open_gate()  # from now on it answers, as a server does that is being stopped
         text = (await task).text
         assert text == f"{engines()[1]} says wait"

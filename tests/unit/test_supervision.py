@@ -16,7 +16,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots
-from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, lease_gpus, visible_gpus
+from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, leased_gpus, visible_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics
 from datatrove_ckpt.redaction import HiddenDict, Key
 
@@ -254,7 +254,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def gpus(**settings: Any) -> list[tuple[str, ...]]:
-    async with lease_gpus(config(**settings)) as leases:
+    async with leased_gpus(config(**settings)) as leases:
         return [lease.gpus for lease in leases]
 
 
@@ -280,7 +280,7 @@ def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
 
     async def play() -> None:
-        async with lease_gpus(config(replicas=2, tp=2)) as leases:
+        async with leased_gpus(config(replicas=2, tp=2)) as leases:
             assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
 
     asyncio.run(play())
@@ -296,8 +296,8 @@ def test_too_few_gpus_are_counted_in_the_error() -> None:
 def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> None:
     async def play() -> None:
         async with AsyncExitStack() as ranks:
-            first = await ranks.enter_async_context(lease_gpus(config(tp=2)))
-            second = await ranks.enter_async_context(lease_gpus(config()))
+            first = await ranks.enter_async_context(leased_gpus(config(tp=2)))
+            second = await ranks.enter_async_context(leased_gpus(config()))
             assert (first[0].gpus, second[0].gpus) == (("0", "1"), ("2",))
             with pytest.raises(ConfigError, match="workers: this rank needs 2 of the GPUs 0,1,2,3"):
                 await gpus(tp=2)
@@ -342,7 +342,7 @@ def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
 @pytest.mark.usefixtures("four_gpus")
 def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> None:
     async def play() -> None:
-        async with lease_gpus(config(tp=4)) as leases:
+        async with leased_gpus(config(tp=4)) as leases:
             server = start_process_with(leases[0].locks)
         with server, pytest.raises(ConfigError):
             await gpus(tp=1)
@@ -365,7 +365,7 @@ def test_a_server_needs_as_many_gpus_as_it_will_use(settings: dict[str, Any], nu
 
 def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_again() -> None:
     async def play() -> list[str]:
-        async with lease_gpus(config(replicas=2)) as one, lease_gpus(config()) as other:
+        async with leased_gpus(config(replicas=2)) as one, leased_gpus(config()) as other:
             folders = [lease.env["VLLM_CACHE_ROOT"] for lease in [*one, *other]]
             assert len(set(folders)) == 3
             return folders

@@ -33,6 +33,7 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.servers import descriptors
 from datatrove_ckpt.inference.servers.leftovers import end_leftovers
 from datatrove_ckpt.inference.servers.runtime_folder import runtime_folder
 from datatrove_ckpt.redaction import HiddenDict
@@ -40,8 +41,9 @@ from datatrove_ckpt.redaction import HiddenDict
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 _DEV = Path("/dev")
-# Seconds to wait for GPUs that others hold: the server of a rank that was killed takes up to ten to end.
-_LEASE_TIMEOUT = 30.0
+# Seconds to wait for GPUs that others hold: an idle process keeps its servers for ``warm.IDLE_SECONDS``, and the server
+# of a rank that was killed takes up to ten to end.
+_LEASE_TIMEOUT = 60.0
 _LEASE_POLL = 0.2  # seconds
 _MAX_CACHES = 256
 
@@ -61,17 +63,16 @@ class GpuLease:
     gpus: tuple[str, ...] = ()
 
     def add_lock(self, lock: int) -> None:
-        self.locks = (*self.locks, lock)
+        self.locks = (*self.locks, descriptors.own(lock))
 
     def close(self) -> None:
         while self.locks:
-            os.close(self.locks[0])
+            descriptors.close(self.locks[0])
             self.locks = self.locks[1:]
 
 
-@asynccontextmanager
-async def lease_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
-    """One lease per replica. First ends what killed runs have left on this node.
+async def lease_gpus(config: InferenceConfig) -> list[GpuLease]:
+    """One lease per replica, which the caller closes. First ends what killed runs have left on this node.
 
     Raises:
         ConfigError: there are GPUs, but too few.
@@ -83,6 +84,18 @@ async def lease_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
         if config.server_type == "vllm":
             for lease in leases:
                 await asyncio.to_thread(_add_cache_folder, lease)
+    except BaseException:
+        for lease in leases:
+            lease.close()
+        raise
+    return leases
+
+
+@asynccontextmanager
+async def leased_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
+    """``lease_gpus`` for the time of a block."""
+    leases = await lease_gpus(config)
+    try:
         yield leases
     finally:
         for lease in leases:

@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.node_link import (
     HEAD,
     MAX_LINE,
@@ -168,7 +168,7 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
     if connection is None:
         return
     reader, writer = connection
-    async with lease_gpus(config) as (lease,):
+    async with leased_gpus(config) as (lease,):
         server = InferenceServer(config, rank, 0, lease, nodes=nodes)
         try:
             await _serve_part(reader, writer, server)

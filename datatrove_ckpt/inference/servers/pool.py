@@ -1,5 +1,7 @@
 """The servers of one rank: ``async with connect(config, rank) as (client, watch)``.
 
+With ``reuse_servers`` they may come from the rank before, and go on to the next one: see ``warm.py``.
+
 Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or wait. See
 ``supervisor.py`` for what counts as dead and how often a server is restarted, and ``routing.py`` for which requests
 wait.
@@ -23,7 +25,9 @@ from datatrove_ckpt.inference.servers.engines import engine_command
 from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.supervisor import ServerSupervisor
+from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep, server_settings, take
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import Key
 
@@ -48,6 +52,8 @@ async def connect(
 ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
     """The client of a rank's servers, ready for requests, and a coroutine function that raises when none is left.
 
+    If the block ends without an exception, the servers may stay for the next rank.
+
     Args:
         shutdown: of the rank; None: of nobody.
 
@@ -70,7 +76,7 @@ async def connect(
 
 
 class ServerPool:
-    """All servers that one rank launches.
+    """All servers that one rank launches or takes over.
 
     Args:
         client: each server becomes a target of it.
@@ -91,6 +97,8 @@ class ServerPool:
         self._head: HeadNode | None = None
         self._exit = AsyncExitStack()
         self._supervision: asyncio.Task[None] | None = None
+        self._settings: Settings | None = None  # None: this rank shares its servers with no other one
+        self._keep = False
 
     @property
     def restarts(self) -> int:
@@ -101,12 +109,15 @@ class ServerPool:
             nodes = Nodes.from_environment()
             if nodes.count > 1:
                 self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
-            for index, lease in enumerate(await stack.enter_async_context(lease_gpus(self.config))):
-                supervisor = ServerSupervisor(
-                    self.config, self.rank, index, lease, self.client, self.shutdown, self._head
-                )
+            elif self.config.reuse_servers:
+                self._settings = await asyncio.to_thread(server_settings, self.config)
+            servers = await take(self._settings, self.rank) or await self._new_servers()
+            stack.push_async_callback(self._end, servers)
+            for index, server in enumerate(servers):
+                supervisor = ServerSupervisor(self.config, self.rank, index, server, self.client, self.shutdown)
                 self.supervisors.append(supervisor)
-            stack.push_async_callback(self._stop_all)
+            if self._head is not None:
+                self._head.on_worker_death = self.supervisors[0].mark_dead
             await self._run_unless_a_node_is_lost(supervisor.start() for supervisor in self.supervisors)
             self._supervision = asyncio.create_task(self._supervise())
             self._exit = stack.pop_all()
@@ -118,6 +129,7 @@ class ServerPool:
         if self._supervision is not None:
             self._supervision.cancel()
             await asyncio.gather(self._supervision, return_exceptions=True)
+        self._keep = kind is None
         await self._exit.__aexit__(kind, error, trace)
         if self.restarts:
             resent = self.client.stats.resent
@@ -164,10 +176,25 @@ class ServerPool:
             running.cancel()
             await asyncio.gather(watch, running, return_exceptions=True)
 
-    async def _stop_all(self) -> None:
+    async def _new_servers(self) -> list[InferenceServer]:
+        """Servers that are not started yet, each with its lease."""
+        leases = await lease_gpus(self.config)
+        if (head := self._head) is not None:
+            nodes, launch = head.nodes, head.start_workers
+            return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
+        return [InferenceServer(self.config, self.rank, index, lease) for index, lease in enumerate(leases)]
+
+    async def _end(self, servers: list[InferenceServer]) -> None:
         for supervisor in self.supervisors:
             self.client.mark_dead(supervisor.target, "the run ends")
-        await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        if self._keep and self._settings is not None and keep(ServerSet(self._settings, self.rank, servers)):
+            await asyncio.gather(*(self.client.disconnect(supervisor.target) for supervisor in self.supervisors))
+            return
+        try:
+            await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        finally:
+            for server in servers:
+                server.lease.close()
 
 
 async def _run_all(work: Iterable[Awaitable[None]]) -> None:

@@ -5,20 +5,20 @@ output appended to a log file, and under a guardian (see ``guardian.py``), so th
 runner ends. The server is ready when its process is running and GET /v1/models answers 200.
 
 A server can be started again after ``stop``. It then has another port and another key, so read ``urls`` and ``api_key``
-again.
+again. It belongs to no event loop: a rank can pass it on to the next one of its process (see ``warm.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,11 +35,13 @@ from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_l
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
 from datatrove_ckpt.inference.servers.engines import HOST, EngineCommand, engine_command
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
+from datatrove_ckpt.inference.servers.guarded_process import GuardedProcess
+from datatrove_ckpt.inference.servers.health import answers, request_health
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.servers.leftovers import ServerRecord
 from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor, frames_cut
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it, and until
 # then the kernel must give this port to no outgoing connection.
@@ -51,8 +53,6 @@ _FIRST_POLL = 0.05  # seconds
 _POLL_GROWTH = 1.2  # so a server is found ready at most a fifth later than it was
 # Seconds before another attempt: the resources of the last one (GPU memory, above all) take a moment to become free.
 _RETRY_DELAY = 1.0
-# Seconds a guardian gets beyond the server's own stop timeout: it needs at most ten to kill the remaining processes.
-_GUARDIAN_MARGIN = 12.0
 
 
 class _StartAttemptFailed(Exception):
@@ -66,10 +66,14 @@ class InferenceServer(Server):
 
     Args:
         config: which engine, which model, how long to wait.
-        rank, replica: appear in the name of the log file.
+        rank, replica: appear in the name of the log file. With a later rank, they are those of the last start.
         lease: what the server may use of the node.
         nodes: the nodes that serve the model together, this one among them.
         on_launch: called at each launch, so that the other nodes launch their parts, too.
+
+    Attributes:
+        started_by: the rank that launched the running process.
+        restarted_at: when it was restarted (``time.monotonic``), for all ranks that it has served.
     """
 
     def __init__(
@@ -83,21 +87,29 @@ class InferenceServer(Server):
         on_launch: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self.name = f"rank_{rank:05d}" + (f"_replica_{replica}" if config.replicas > 1 else "")
-        self.name += f"_node_{nodes.rank}" if nodes.count > 1 else ""
+        self.rank = rank
+        self.started_by = rank
+        self.restarted_at: deque[float] = deque()
+        self.lease = lease or GpuLease()
+        self._replica = replica
         self._nodes = nodes
         self._on_launch = on_launch
-        self._lease = lease or GpuLease()
         self.urls: list[str] = []
         self.api_key: Key | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        # The write end of the lifeline pipe: the guardian stops the server when it closes. The kernel closes it even if
-        # this process is killed.
-        self._lifeline: int | None = None
+        self._process: GuardedProcess | None = None
         self._command = EngineCommand((), HiddenDict())
         self._record: ServerRecord | None = None
         self._log_path: Path | None = None
         self._log_start = 0
+
+    @property
+    def name(self) -> str:
+        name = f"rank_{self.rank:05d}" + (f"_replica_{self._replica}" if self.config.replicas > 1 else "")
+        return name + (f"_node_{self._nodes.rank}" if self._nodes.count > 1 else "")
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
 
     @property
     def url(self) -> str:
@@ -108,6 +120,44 @@ class InferenceServer(Server):
     def headers(self) -> HiddenDict:
         """The HTTP header with the key; empty if there is none. A session that holds it would show it to tracebacks."""
         return self.api_key.headers() if self.api_key else HiddenDict()
+
+    async def take_over(self, config: InferenceConfig, rank: int) -> bool:
+        """Let a server that an earlier rank started serve this one.
+
+        Args:
+            config: may differ from the earlier rank's in what is no part of the server's command.
+
+        Returns:
+            False if it does not run, or is not well: then it is stopped.
+        """
+        self.config, self.rank = config, rank
+        if self._process is None:
+            return False
+        problem = await self._find_problem()
+        whose = f"that rank {self.started_by} started (log {self._log_path})"
+        which = f"server {self._replica}" if config.replicas > 1 else "the server"
+        if problem is not None:
+            logger.warning(f"Rank {rank} cannot take over {which} {whose}: it {problem}. It is started anew.")
+            await self.kill()
+            return False
+        logger.info(f"Rank {rank} takes over {which} {whose}.")
+        await asyncio.to_thread(self._log_line, f"Rank {rank} takes over this server from here on.")
+        return True
+
+    async def _find_problem(self) -> str | None:
+        """None if the running server is well, else what is wrong."""
+        if not self.is_running:
+            return "has ended"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)) as session:
+            if not await answers(session, f"{self.url}/v1/models", self.headers):
+                return "does not answer"
+            return await request_health(session, self.url, self.headers, self.config.server_type, _PROBE_TIMEOUT)
+
+    def _log_line(self, line: str) -> None:
+        """Adds a line of ours to the server's log, so that what follows can be told apart."""
+        assert self._log_path is not None
+        with suppress(OSError), self._log_path.open("a") as log:
+            log.write(f"=== datatrove-ckpt: {line} ===\n")
 
     async def start(self) -> None:
         attempts = 1 + self.config.server_start_max_retries
@@ -149,48 +199,36 @@ class InferenceServer(Server):
         logger.info(f"starting {redacted_command(self._command.argv)}")
         log = await asyncio.to_thread(self._open_log)
         self._on_launch()
-        lifeline_end, self._lifeline = os.pipe()
         try:
             # First the record: this process may be killed at any moment.
             self._record = await asyncio.to_thread(ServerRecord.create, self.name)
-            self._process = await self._spawn(lifeline_end, log)
+            self._process, self.started_by = self._spawn(log), self.rank
             if self._record is not None:
                 self._record = await asyncio.to_thread(self._record.launched, self._process.pid, log)
         finally:
-            os.close(lifeline_end)
             os.close(log)
 
-    async def _spawn(self, lifeline_end: int, log: int) -> asyncio.subprocess.Process:
-        """The guardian's process.
-
-        Args:
-            lifeline_end, log: file descriptors that become its standard input and its output.
-        """
-        limit = self.config.server_start_timeout_sec
+    def _spawn(self, log: int) -> GuardedProcess:
+        limit, began = self.config.server_start_timeout_sec, time.monotonic()
+        locks = self.lease.locks  # held until the last process of the server has ended
         try:
-            async with asyncio.timeout(limit):
-                return await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", guardian.__file__),
-                    *("--stop-timeout", str(self.config.server_stop_timeout_sec), "--", *self._command.argv),
-                    stdin=lifeline_end,
-                    stdout=log,
-                    stderr=log,
-                    env=self._environment(),
-                    pass_fds=self._lease.locks,  # held until the last process of the server has ended
-                    start_new_session=True,  # Ctrl-C in the terminal is for the runner
-                )
-        except TimeoutError:
-            text = f"No process was created within server_start_timeout_sec={limit}."
-            raise _StartAttemptFailed(text, None) from None
+            process = GuardedProcess(
+                self._command.argv, self._environment(), log, locks, self.config.server_stop_timeout_sec
+            )
         except OSError as error:
             if is_caused_by_limit(error):
                 raise limit_reached("No process could be created") from None
             # Without its cause: the frames of that error hold the environment, and tracebacks show it.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
+        if time.monotonic() - began > limit:
+            process.request_kill()
+            text = f"No process was created within server_start_timeout_sec={limit}."
+            raise _StartAttemptFailed(text, None)
+        return process
 
     def _environment(self) -> HiddenDict:
         """The server's environment: ours without the keys of nodes and mirrors, which no server needs."""
-        ours = HiddenDict({**os.environ, **self._lease.env, **self._command.env})
+        ours = HiddenDict({**os.environ, **self.lease.env, **self._command.env})
         for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
             ours.pop(key, None)
         if self._record is not None:
@@ -239,7 +277,7 @@ class InferenceServer(Server):
         longest, failures = self.config.server_ready_delay_sec, 0
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            while not await _answers(session, f"{self.url}/v1/models", self.headers):
+            while not await answers(session, f"{self.url}/v1/models", self.headers):
                 failures += 1
                 await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
 
@@ -269,18 +307,40 @@ class InferenceServer(Server):
 
     async def kill(self) -> None:
         """Stop the server at once, by SIGKILL: it hangs, or its answers are no longer needed."""
-        if self._lifeline is not None:
-            with contextlib.suppress(BrokenPipeError):  # its guardian has ended already
-                os.write(self._lifeline, guardian.KILL_NOW)
+        if self._process is not None:
+            self._process.request_kill()
         await self.stop()
 
     async def stop(self) -> None:
+        process = self._release()
+        if process is not None and await process.wait_until_stopped() < 0:
+            await asyncio.to_thread(self._kill_processes, process)
+        self._forget()
+
+    def stop_blocking(self) -> None:
+        """The same without an event loop. Call ``request_stop`` of several servers first: then they stop together."""
+        process = self._release()
+        if process is not None and process.wait_until_stopped_blocking() < 0:
+            self._kill_processes(process)
+        self._forget()
+
+    def request_stop(self) -> None:
+        """Begin to stop. ``stop`` or ``stop_blocking`` must follow."""
+        if self._process is not None:
+            self._process.request_stop()
+
+    def _release(self) -> GuardedProcess | None:
+        self.request_stop()  # from now on the guardian stops everything, even if nobody waits for it
         process, self._process = self._process, None
-        if self._lifeline is not None:
-            os.close(self._lifeline)  # from now on the guardian stops everything, even if we are cancelled below
-            self._lifeline = None
-        if process is not None:
-            await self._wait_until_ended(process)
+        return process
+
+    def _kill_processes(self, guarded: GuardedProcess) -> None:
+        """The guardian itself was killed (it reports its server's signal n as 128 + n): do its work."""
+        guardian.kill_session(guarded.pid)
+        if self._record is not None:
+            self._record.kill_processes()
+
+    def _forget(self) -> None:
         if self._record is not None:
             self._record.remove()
             self._record = None
@@ -288,27 +348,6 @@ class InferenceServer(Server):
         if self._log_path is not None and self.config.server_log_folder is None:
             self._log_path.unlink(missing_ok=True)
         self._log_path = None
-
-    async def _wait_until_ended(self, process: asyncio.subprocess.Process) -> None:
-        try:
-            async with asyncio.timeout(self.config.server_stop_timeout_sec + _GUARDIAN_MARGIN):
-                code = await process.wait()
-        except TimeoutError:
-            process.kill()
-            code = await process.wait()
-        if code < 0:  # the guardian itself was killed: it reports its server's signal n as 128 + n
-            await asyncio.to_thread(guardian.kill_session, process.pid)
-            if self._record is not None:
-                await asyncio.to_thread(self._record.kill_processes)
-
-
-async def _answers(session: aiohttp.ClientSession, url: str, headers: HiddenDict) -> bool:
-    try:
-        with frames_cut():
-            async with session.get(url, headers=headers, allow_redirects=False) as response:
-                return response.status == 200
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return False
 
 
 def _make_private_folder(folder: Path) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from typing import NoReturn
 
 import aiohttp
@@ -28,13 +27,11 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Death
-from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
+from datatrove_ckpt.inference.servers.health import NO_ANSWER, request_health
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
-from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.redaction import frames_cut
 
 # All times are seconds.
 _PROBE_INTERVAL = 5.0
@@ -43,7 +40,6 @@ _PROBES = 3  # failed probes in a row that make a server dead
 _PROBE_PAUSE = 0.3
 # Beyond the time that a server has to finish its requests after a SIGTERM.
 _DRAIN_MARGIN = 5.0
-_NO_ANSWER = "does not answer"
 _LONG_AGO = -1.0
 _PROGRESS_CHECKS_PER_HANG = 4
 _MAX_PROGRESS_INTERVAL = 30.0
@@ -59,10 +55,9 @@ class ServerSupervisor:
     """Keeps one server running.
 
     Args:
+        rank: the rank that the server works for. The server may have been started for an earlier one.
         index: number of the server among the rank's replicas.
-        lease: what the server may use of the node.
         shutdown: of the rank: after a requested stop the server is not restarted, and at its end it may be killed.
-        head: the connection to the other nodes, where several nodes serve the model.
 
     Attributes:
         target: the server, as the client sees it.
@@ -74,31 +69,28 @@ class ServerSupervisor:
         config: InferenceConfig,
         rank: int,
         index: int,
-        lease: GpuLease,
+        server: InferenceServer,
         client: CompletionClient,
         shutdown: Shutdown,
-        head: HeadNode | None = None,
     ) -> None:
         self.config = config
+        self.rank = rank
+        self.server = server
         self.client = client
         self.shutdown = shutdown
-        if head is None:
-            self.server = InferenceServer(config, rank, index, lease)
-        else:
-            self.server = InferenceServer(config, rank, index, lease, nodes=head.nodes, on_launch=head.start_workers)
-            head.on_worker_death = self._mark_dead
         self.target = client.add(self.probe)
         self.restarts = 0
         self._name = f"Server {index} of rank {rank}" if config.replicas > 1 else f"The server of rank {rank}"
         self._death = Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._recent_restarts: deque[float] = deque()
+        self._recent_restarts = server.restarted_at
         self._probing: asyncio.Task[None] | None = None
         self._probed_since = _LONG_AGO
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        await self.server.start()
+        if not await self.server.take_over(self.config, self.rank):
+            await self.server.start()
         self._death_cause = asyncio.get_running_loop().create_future()
         if self.config.target_waiting is not None:
             self.target.limit = _FIRST_ADMISSION
@@ -146,7 +138,7 @@ class ServerSupervisor:
                 await asyncio.gather(*started, return_exceptions=True)
         return cause if "\n" in cause else await self.server.report(cause)
 
-    def _mark_dead(self, cause: str) -> None:
+    def mark_dead(self, cause: str) -> None:
         if not self._death_cause.done():
             self._death = self.client.mark_dead(self.target, cause.partition("\n")[0])
             self._death_cause.set_result(cause)
@@ -194,7 +186,7 @@ class ServerSupervisor:
         try:
             await self.server.watch()
         except ServerDied as error:
-            self._mark_dead(str(error))
+            self.mark_dead(str(error))
 
     async def _watch_health(self) -> None:
         while True:
@@ -224,7 +216,7 @@ class ServerSupervisor:
             self.target.mark_alive()
         in_flight, timeout = len(self.target.attempts), self.config.hang_timeout
         if in_flight and time.monotonic() - self.target.alive_at >= timeout:
-            self._mark_dead(
+            self.mark_dead(
                 f"hangs: it has {in_flight} requests, and answered none and counted no token for {timeout:g} s "
                 "(hang_timeout)"
             )
@@ -298,21 +290,11 @@ class ServerSupervisor:
                 return
         # A server that is too busy to answer in time is not dead. It is only if it answered no request either, since
         # the youngest of the failed attempts started.
-        if problem != _NO_ANSWER or self.target.alive_at <= self._probed_since:
-            self._mark_dead(f"is dead, although its process is running: its health address {problem}")
+        if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
+            self.mark_dead(f"is dead, although its process is running: its health address {problem}")
 
     async def _request_health(self) -> str | None:
         """None if the server reports itself healthy, else what is wrong."""
         assert self._session is not None
-        # A custom server need not have /health. It has /v1/models, otherwise it would not have become ready.
-        path = "v1/models" if self.config.server_type == "custom" else "health"
-        try:
-            timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
-            with frames_cut():
-                url, headers = f"{self.server.url}/{path}", self.server.headers
-                async with self._session.get(url, headers=headers, timeout=timeout) as response:
-                    return f"answers HTTP {response.status}" if response.status >= 500 else None
-        except TimeoutError:
-            return _NO_ANSWER
-        except (aiohttp.ClientError, OSError) as error:
-            return f"gives {type(error).__name__}"
+        url, headers = self.server.url, self.server.headers
+        return await request_health(self._session, url, headers, self.config.server_type, _PROBE_TIMEOUT)

@@ -1,0 +1,243 @@
+"""Warm servers: the servers of a rank that ended well, kept for the next rank of this process (``reuse_servers``).
+
+A model is then loaded once per process, however many ranks the process works through. There is at most one warm set,
+and only between two ranks:
+
+    a rank's end                    its servers become the warm set (``keep``), if the rank succeeds (``one_rank``)
+    the next rank needs a server    it gets the warm set (``take``) if its servers would have the same settings, and
+                                    asks each server for its health; otherwise the warm set is stopped first
+    no rank within IDLE_SECONDS     the warm set is stopped, because somebody else may need the GPUs
+    an error, a stop request        the warm set is stopped
+    the process ends                it stops the warm set and waits for it; if it is killed, the guardians do the rest
+
+Servers that serve one model on several nodes are not kept: their other parts belong to processes that end with the
+rank.
+
+A fork of this process has no warm set: it would stop servers of its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+from loguru import logger
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
+from datatrove_ckpt.inference.servers.engines import engine_command
+from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
+
+IDLE_SECONDS = 30.0
+"""How long servers wait for a rank of this process."""
+_PORT = 1  # any: only the same one for all
+_SHOWN = 3  # differences in a log line
+
+Settings = dict[str, str]
+"""What makes a server what it is: from names to hashes, because some values are secrets."""
+
+
+@dataclass
+class ServerSet:
+    """The servers of one rank, with what they hold."""
+
+    settings: Settings
+    rank: int
+    servers: list[InferenceServer]
+
+    def stop(self) -> None:
+        """Returns when they have ended."""
+        for server in self.servers:
+            server.request_stop()
+        for server in self.servers:
+            server.stop_blocking()
+            server.lease.close()
+
+    def __str__(self) -> str:
+        return f"the {'servers' if len(self.servers) > 1 else 'server'} of rank {self.rank}"
+
+
+class _State:
+    """What this process keeps."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler may close the servers while its thread holds the lock
+        self.warm: ServerSet | None = None
+        self.ranks = 0  # that are running; several, if a program runs them in threads
+        self.timer: threading.Timer | None = None
+        self.ends_with_process = False
+
+
+_state = _State()
+_of_parents: list[_State] = []  # kept, because a process object that is collected complains that its process runs
+
+
+def _forget() -> None:
+    global _state
+    _of_parents.append(_state)
+    _state = _State()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def server_settings(config: InferenceConfig) -> Settings:
+    """Everything that the servers of a rank depend on: their command, files, environment and place.
+
+    Raises:
+        ConfigError, ServerStartFailed: see ``engine_command``.
+    """
+    command = engine_command(config, _PORT, Key(""))
+    script = (config.model_kwargs or {}).get("server_script") if config.server_type == "custom" else None
+    names = {
+        "command line": command.argv,
+        "server_script": _stamp(script),
+        "model": _stamp(config.model_name_or_path),
+        "replicas": config.replicas,
+        "server_stop_timeout_sec": config.server_stop_timeout_sec,
+        "server_log_folder": config.server_log_folder,
+        "working directory": str(Path.cwd()),
+    }
+    variables = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_SERVERS}
+    names |= {f"environment variable {name}": value for name, value in {**variables, **command.env}.items()}
+    return {name: xxhash.xxh3_128_hexdigest(repr(value).encode()) for name, value in names.items()}
+
+
+_NOT_FOR_SERVERS = (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE)
+
+
+def _stamp(path: object) -> tuple[int, int] | None:
+    """Changes when the file changes; None for what is no path, such as a model's name."""
+    try:
+        status = Path(os.path.expandvars(str(path))).expanduser().stat()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+async def take(settings: Settings | None, rank: int) -> list[InferenceServer] | None:
+    """The warm servers, which belong to the caller from now on. None if there are none, or if others are needed.
+
+    Servers with other settings are stopped first: they may hold the GPUs that the caller needs.
+
+    Args:
+        settings: of the caller's servers; None if they must be its own.
+        rank: the caller's.
+    """
+    warm = _take_all()
+    if warm is None:
+        return None
+    if warm.settings == settings:
+        return warm.servers
+    logger.info(f"Rank {rank} does not take over {warm}, which is stopped: {_difference(warm.settings, settings)}.")
+    await asyncio.to_thread(warm.stop)
+    return None
+
+
+def _difference(before: Settings, now: Settings | None) -> str:
+    if now is None:
+        return "it takes over none (reuse_servers is off, or several nodes serve its model)"
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"it needs another {', '.join(names[:_SHOWN])}{more}"
+
+
+def keep(servers: ServerSet) -> bool:
+    """Make these servers the warm set. False if that cannot be: then the caller must stop them."""
+    with _state.lock:
+        # Outside of ``one_rank`` nobody knows whether the rank succeeds.
+        if _state.warm is not None or not _state.ranks or not any(server.is_running for server in servers.servers):
+            return False
+        _state.warm = servers
+        if not _state.ends_with_process:
+            _state.ends_with_process = True
+            _stop_at_exit()
+    return True
+
+
+@contextmanager
+def one_rank(shutdown: Shutdown) -> Iterator[None]:
+    """Around the whole run of a rank. Then warm servers are stopped if it failed or was asked to stop; else the idle
+    time begins.
+    """
+    with _state.lock:
+        _state.ranks += 1
+        _cancel_timer()
+    succeeded = False
+    try:
+        yield
+        succeeded = not shutdown.is_requested
+    finally:
+        with _state.lock:
+            _state.ranks -= 1
+        if succeeded:
+            _start_timer()
+        else:
+            close_warm_servers()
+
+
+def close_warm_servers() -> None:
+    """Stop the servers that this process keeps for its next rank. Returns when they have ended.
+
+    A process that ends by ``os._exit`` should call it first, and one that has other work to do once its ranks are done.
+    May be called at any time, and by any thread.
+    """
+    timer, warm = _state.timer, _take_all()
+    if warm is not None:
+        warm.stop()
+    if timer is not None and timer is not threading.current_thread():
+        timer.join()  # it may be stopping servers
+
+
+def _take_all() -> ServerSet | None:
+    with _state.lock:
+        warm, _state.warm = _state.warm, None
+        _cancel_timer()
+        return warm
+
+
+def _start_timer() -> None:
+    with _state.lock:
+        if _state.warm is None or _state.ranks:
+            return
+        _cancel_timer()
+        _state.timer = threading.Timer(IDLE_SECONDS, _stop_idle)
+        _state.timer.daemon = True
+        _state.timer.start()
+
+
+def _cancel_timer() -> None:
+    if _state.timer is not None:
+        _state.timer.cancel()
+        _state.timer = None
+
+
+def _stop_idle() -> None:
+    with _state.lock:
+        if threading.current_thread() is not _state.timer:
+            return  # a rank came at the last moment
+        warm, _state.warm = _state.warm, None
+    if warm is not None:
+        seconds = f"{IDLE_SECONDS:g} s"
+        logger.info(f"Stopping {warm}: this process has had no other rank for {seconds} (reuse_servers).")
+        warm.stop()
+
+
+def _stop_at_exit() -> None:
+    atexit.register(close_warm_servers)
+    # Processes that multiprocessing starts end without atexit, and run its own finalizers.
+    for name in ("multiprocessing", "multiprocess"):
+        module, util = sys.modules.get(name), sys.modules.get(f"{name}.util")
+        if module is not None and util is not None and module.parent_process() is not None:
+            util.Finalize(None, close_warm_servers, exitpriority=0)

@@ -1,0 +1,446 @@
+"""Warm servers: a rank takes over the running servers of the rank before, and no server outlives its process."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.errors import CkptError, ServerDied
+from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
+from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
+from datatrove_ckpt.inference.servers.warm import close_warm_servers
+from datatrove_ckpt.testing import outputs
+from tests import jobs
+from tests.integration.test_supervision import ENGINE, engines, is_alive, lines
+
+# Its answers are the same whoever gives them. It notes which engines are alive when it starts.
+SCRIPT = ENGINE.replace('f"{os.getpid()} says', 'f"says').replace(
+    'with (here / "engines")',
+    """with (here / "alive").open("a") as alive:
+        others = (here / "engines").read_text().split() if (here / "engines").exists() else []
+        alive.write(f"{sum(pathlib.Path('/proc', pid).exists() for pid in others[::2])}\\\\n")
+    with (here / "engines")""".replace("\\\\n", "\\n"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
+    Path("engine.py").write_text(SCRIPT)
+
+
+def runner(folder: str = "job", rollout: Any = jobs.ask, **settings: Any) -> InferenceRunner:
+    settings = {"server_type": "custom", "server_stop_timeout_sec": 5.0, **settings}
+    if settings["server_type"] == "custom":
+        settings.setdefault("model_kwargs", {"server_script": "engine.py"})
+    config = InferenceConfig(model_name_or_path="m", **settings)
+    # Absolute, because fsspec keeps one file system for equal paths, and each test has another working directory.
+    writer, checkpoints = jobs.writer(Path(folder).absolute()), str(Path(folder, "checkpoints").absolute())
+    return InferenceRunner(rollout, config, writer, checkpoints_local_dir=checkpoints)
+
+
+def run(rank: int, *texts: str, **settings: Any) -> None:
+    documents = [Document(text=text, id=f"{rank}-{index}") for index, text in enumerate(texts or ("a", "b"))]
+    runner(**settings).run(documents, rank, 9)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running() -> list[int]:
+    return [pid for pid in engines() if is_alive(pid)]
+
+
+def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log: list[str]) -> None:
+    for rank in (3, 7, 8):
+        run(rank, server_log_folder="logs", hang_timeout=600 + rank)
+    assert len(engines()) == 1
+    path = Path("logs/server_rank_00003.log")
+    for rank in (7, 8):
+        assert f"INFO Rank {rank} takes over the server that rank 3 started (log {path.absolute()}).\n" in log
+        assert f"=== datatrove-ckpt: Rank {rank} takes over this server from here on. ===" in lines(str(path))
+    for rank in (3, 7, 8):
+        run(rank, folder="cold", reuse_servers=False)
+    assert len(engines()) == 4
+    assert not running()
+    assert outputs(Path("job/output")) == outputs(Path("cold/output"))
+
+
+def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one() -> None:
+    runner().run([], 0, 9)
+    assert not Path("engines").exists()
+    run(1)
+    runner().run([], 2, 9)
+    run(3)
+    assert len(running()) == len(engines()) == 1
+
+
+def test_the_temporary_log_goes_with_the_server() -> None:
+    run(0)
+    run(1)
+    assert len(list(Path().glob("server_rank_00000*.log"))) == 1
+    close_warm_servers()
+    assert not list(Path().glob("server_rank_*"))
+    assert not running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
+    number: int, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    run(0)
+    monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.3)
+    os.kill(engines()[0], number)
+    if number == signal.SIGKILL:
+        until(lambda: not running())
+    run(1)
+    assert len(engines()) == 2
+    assert running() == engines()[1:]
+    (line,) = [line for line in log if "Rank 1 cannot take over the server that rank 0 started" in line]
+    what = "has ended" if number == signal.SIGKILL else "does not answer"
+    assert line.startswith("WARNING")
+    assert line.endswith(f"it {what}. It is started anew.\n")
+    run(2)
+    assert len(engines()) == 2
+    assert "takes over the server that rank 1 started" in log[-1] + "".join(log)
+
+
+def test_a_rank_that_fails_leaves_no_server() -> None:
+    async def fail(document: Document, generate: Any) -> None:
+        await jobs.ask(document, generate)
+        raise ValueError("no")
+
+    run(0)
+    with pytest.raises(CkptError):
+        run(1, rollout=fail)
+    assert len(engines()) == 1
+    assert not running()
+
+
+def test_a_rank_that_fails_after_its_last_answer_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datatrove_ckpt.output.chunk_output.ChunkOutput.finish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(0)
+    assert len(engines()) == 1
+    assert not running()
+
+
+def test_a_rank_that_is_asked_to_stop_leaves_no_server() -> None:
+    async def stop(document: Document, generate: Any) -> Any:
+        result = await jobs.ask(document, generate)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    with pytest.raises(KeyboardInterrupt):
+        run(0, "only", rollout=stop)
+    assert len(engines()) == 1
+    assert not running()
+
+
+def change_nothing() -> dict[str, Any]:
+    return {"request_timeout": 100.0, "server_max_restarts": 1}
+
+
+def change_flags() -> dict[str, Any]:
+    return {"model_kwargs": {"server_script": "engine.py", "seed": 1}}
+
+
+def change_script() -> dict[str, Any]:
+    Path("engine.py").write_text(SCRIPT + "\n")
+    return {}
+
+
+def change_environment() -> dict[str, Any]:
+    os.environ["SOME_SWITCH_OF_AN_ENGINE"] = "on"
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (change_nothing, None),
+        (change_flags, "it needs another command line."),
+        (change_script, "it needs another server_script."),
+        (change_environment, "it needs another environment variable SOME_SWITCH_OF_AN_ENGINE."),
+        (lambda: {"server_log_folder": "logs"}, "it needs another server_log_folder."),
+        (lambda: {"replicas": 2}, "it needs another replicas."),
+        (lambda: {"reuse_servers": False}, "it takes over none (reuse_servers is off, or several nodes serve its"),
+    ],
+)
+def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
+    change: Callable[[], dict[str, Any]], names: str | None, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SOME_SWITCH_OF_AN_ENGINE", raising=False)
+    run(0)
+    run(1, folder="another", **change())
+    monkeypatch.delenv("SOME_SWITCH_OF_AN_ENGINE", raising=False)
+    if names is None:
+        assert len(engines()) == 1
+        return
+    assert set(lines("alive")[:2]) == {"0"}, "the new server started while the old one held its GPUs"
+    assert not is_alive(engines()[0])
+    (line,) = [line for line in log if "Rank 1 does not take over the server of rank 0, which is stopped:" in line]
+    assert names in line
+
+
+def test_two_runners_of_one_pipeline_with_different_models_take_turns() -> None:
+    for rank in (0, 1):
+        run(rank, folder="one")
+        run(rank, folder="two", **change_flags())
+    assert len(engines()) == 4
+    assert lines("alive") == ["0"] * 4
+
+
+def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:
+    run(0, "die once", "b", server_max_restarts=1)
+    assert len(engines()) == 2
+    Path("died").unlink()
+    with pytest.raises(ServerDied, match=r"restarted 1 times within 3600 s.*server_max_restarts=1"):
+        run(1, "die once", "b", server_max_restarts=1)
+    assert len(engines()) == 2
+    assert not running()
+
+
+def test_a_server_that_dies_under_the_next_rank_is_restarted(log: list[str]) -> None:
+    run(0)
+    run(1, "a", "die once", server_log_folder=None)
+    assert len(engines()) == 2
+    assert any("The server of rank 1 is back (restart 1 of 3)." in line for line in log)
+    run(2)
+    assert len(running()) == 1
+    assert any("Rank 2 takes over the server that rank 1 started" in line for line in log)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program named vllm, and four GPUs."""
+    Path("bin").mkdir()
+    Path("bin/vllm").write_text(f"#!{sys.executable}\n{SCRIPT}")
+    Path("bin/vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(Path("cache").absolute()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def free_gpus() -> str:
+    """Which GPUs another process could lease."""
+    free = ""
+    for name in "0123":
+        with (gpu_slots._lock_folder() / f"gpu_{name}.lock").open("a") as lock, suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free += name
+    return free
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_replicas_pass_over_with_their_gpus_and_a_dead_one_is_started_anew_on_its_own() -> None:
+    vllm: dict[str, Any] = {"server_type": "vllm", "replicas": 2, "server_log_folder": "logs"}
+    run(0, **vllm)
+    assert free_gpus() == "23"
+    gpus = dict(line.split() for line in lines("engines"))
+    assert sorted(gpus.values()) == ["0", "1"]
+    (first,) = [pid for pid, gpu in gpus.items() if gpu == "0"]
+    os.kill(int(first), signal.SIGKILL)
+    until(lambda: len(running()) == 1)
+    run(1, *"abcd", **vllm)
+    assert [line.split()[1] for line in lines("engines")[2:]] == ["0"]
+    assert len(running()) == 2
+    assert {path.name for path in Path("logs").iterdir()} == {
+        "server_rank_00000_replica_0.log",
+        "server_rank_00000_replica_1.log",
+        "server_rank_00001_replica_0.log",
+    }
+    assert free_gpus() == "23"
+    close_warm_servers()
+    assert not running()
+    assert free_gpus() == "0123"
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    assert warm.IDLE_SECONDS + 20 <= gpu_slots._LEASE_TIMEOUT
+    monkeypatch.setattr(warm, "IDLE_SECONDS", 0.5)
+
+    async def lease_all() -> None:
+        async with leased_gpus(InferenceConfig("vllm", "m", tp=4)):
+            assert not running()
+
+    run(0, server_type="vllm")
+    assert free_gpus() == "123"
+    asyncio.run(lease_all())
+    (line,) = [line for line in log if "Stopping the server of rank 0" in line]
+    assert line == (
+        "INFO Stopping the server of rank 0: this process has had no other rank for 0.5 s (reuse_servers).\n"
+    )
+
+
+def test_no_idle_time_passes_while_a_rank_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "IDLE_SECONDS", 0.2)
+
+    def slow() -> Iterator[Document]:
+        time.sleep(0.6)
+        yield Document(text="late", id="late")
+
+    run(0)
+    runner().run(slow(), 1, 9)
+    assert len(engines()) == 1
+    until(lambda: not running())
+
+
+def test_ranks_in_threads_keep_one_set_between_them() -> None:
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(running()) == 1
+
+
+def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:
+    step = runner()
+    step.run([Document(text="a", id="a")], 0, 9)
+    kept = warm._state.warm
+    assert kept is not None
+    key = kept.servers[0].api_key
+    assert key is not None
+    assert key.reveal() not in repr(kept) + repr(vars(kept.servers[0])) + repr(kept.settings)
+    assert key.reveal().encode() not in pickle.dumps(step)
+
+
+# the end of the process -------------------------------------------------------------------------------------------
+
+JOB = """
+import os, signal, subprocess, sys, time
+import multiprocess
+from datatrove.data import Document
+from datatrove_ckpt.inference.servers.warm import close_warm_servers
+sys.path.insert(0, {root!r})
+from tests.integration.test_warm_servers import engines, is_alive, run
+def two_ranks():
+    run(0)
+    run(1)
+    assert len(engines()) == 1 and is_alive(engines()[0])
+if __name__ == "__main__":
+    {end}
+"""
+ENDS = {
+    "exit": "two_ranks()",
+    "sys.exit": "two_ranks(); sys.exit(3)",
+    "an error": "two_ranks(); 1 / 0",
+    "Ctrl-C": "two_ranks(); signal.raise_signal(signal.SIGINT)",
+    "a child's end": "child = multiprocess.Process(target=two_ranks); child.start(); child.join()",
+    "a spawned child's end": (
+        "child = multiprocess.get_context('spawn').Process(target=two_ranks); child.start(); child.join()"
+    ),
+    "os._exit": "two_ranks(); close_warm_servers(); os._exit(0)",
+}
+
+ALIKE = ("sys.exit", "Ctrl-C", "a spawned child's end")
+
+
+def job(end: str) -> subprocess.Popen[str]:
+    Path("job.py").write_text(JOB.format(root=str(Path(__file__).parents[2]), end=end))
+    return subprocess.Popen([sys.executable, "job.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("end", [pytest.param(end, marks=pytest.mark.slow) if end in ALIKE else end for end in ENDS])
+def test_a_process_that_ends_normally_has_ended_its_servers_first(end: str) -> None:
+    process = job(ENDS[end])
+    _, errors = process.communicate(timeout=60)
+    assert len(engines()) == 1, errors
+    assert not running()
+    assert not list(Path().glob("server_rank_*"))
+    assert process.returncode == {"exit": 0, "sys.exit": 3, "an error": 1, "Ctrl-C": -2}.get(end, 0), errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number: int) -> None:
+    process = job("two_ranks(); print('between', flush=True); time.sleep(600)")
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "between\n"
+        (engine,) = running()
+        handle = os.pidfd_open(engine)
+        process.send_signal(number)
+        assert process.wait(10) == -number
+        assert select.select([handle], [], [], 10)[0], "the server outlived its process"
+        os.close(handle)
+
+
+def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent(tmp_path: Path) -> None:
+    run(0)
+    (engine,) = running()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            close_warm_servers()
+            os.write(write, b"closed")
+            signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(read, 100) == b"closed"
+        assert is_alive(engine)
+        run(1)
+        assert engines() == [engine]
+        began = time.monotonic()
+        close_warm_servers()
+        assert time.monotonic() - began < 4, "the fork held the lifeline"
+        assert not is_alive(engine)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+
+
+# executors --------------------------------------------------------------------------------------------------------
+
+
+def pipeline(folder: str, tasks: int, workers: int, **settings: Any) -> LocalPipelineExecutor:
+    Path("input").mkdir(exist_ok=True)
+    for rank in range(tasks):
+        Path(f"input/{rank:02d}.jsonl").write_text(f'{{"text": "text {rank}", "id": "{rank}"}}\n')
+    steps = [JsonlReader(str(Path("input").absolute())), runner(folder, **settings)]
+    return LocalPipelineExecutor(steps, tasks=tasks, workers=workers, logging_dir=str(Path(folder, "logs").absolute()))
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_process_of_datatroves_executor_starts_one_server_for_all_its_tasks(workers: int) -> None:
+    pipeline("job", 6, workers).run()
+    close_warm_servers()
+    warm_starts = len(engines())
+    assert warm_starts <= workers
+    until(lambda: not running())
+    pipeline("cold", 6, workers, reuse_servers=False).run()
+    assert len(engines()) - warm_starts == 6
+    assert len(outputs(Path("job/output"))) == 6
+    assert outputs(Path("job/output")) == outputs(Path("cold/output"))

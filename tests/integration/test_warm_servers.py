@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
@@ -425,22 +425,49 @@ def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent(tmp_path: Path)
 # executors --------------------------------------------------------------------------------------------------------
 
 
-def pipeline(folder: str, tasks: int, workers: int, **settings: Any) -> LocalPipelineExecutor:
+def steps(folder: str, tasks: int, **settings: Any) -> list[Any]:
+    """A pipeline with one document for each task."""
     Path("input").mkdir(exist_ok=True)
     for rank in range(tasks):
         Path(f"input/{rank:02d}.jsonl").write_text(f'{{"text": "text {rank}", "id": "{rank}"}}\n')
-    steps = [JsonlReader(str(Path("input").absolute())), runner(folder, **settings)]
-    return LocalPipelineExecutor(steps, tasks=tasks, workers=workers, logging_dir=str(Path(folder, "logs").absolute()))
+    return [JsonlReader(str(Path("input").absolute())), runner(folder, **settings)]
+
+
+def run_local(folder: str, tasks: int, workers: int, **settings: Any) -> None:
+    logs = str(Path(folder, "logs").absolute())
+    LocalPipelineExecutor(steps(folder, tasks, **settings), tasks=tasks, workers=workers, logging_dir=logs).run()
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_process_of_datatroves_executor_starts_one_server_for_all_its_tasks(workers: int) -> None:
-    pipeline("job", 6, workers).run()
+    run_local("job", 6, workers)
     close_warm_servers()
     warm_starts = len(engines())
     assert warm_starts <= workers
     until(lambda: not running())
-    pipeline("cold", 6, workers, reuse_servers=False).run()
+    run_local("cold", 6, workers, reuse_servers=False)
     assert len(engines()) - warm_starts == 6
     assert len(outputs(Path("job/output"))) == 6
     assert outputs(Path("job/output")) == outputs(Path("cold/output"))
+
+
+def test_a_slurm_task_of_several_ranks_starts_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXECUTOR", "NODE_RANK", "NODE_IPS", "GPUS_ON_NODE", "CPUS_PER_TASK", "MEM_PER_CPU"):
+        monkeypatch.setenv(f"DATATROVE_{name}", "")  # the executor sets them: this restores them afterwards
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    monkeypatch.setattr("datatrove.executor.slurm.expand_slurm_nodelist", lambda names: ["here"])
+    monkeypatch.setenv("SLURM_NODELIST", "here")
+    logs = Path("job/logs").absolute()
+    logs.mkdir(parents=True)
+    (logs / "ranks_to_run.json").write_text("[0, 1, 2]")
+    SlurmPipelineExecutor(
+        steps("job", 3),
+        tasks=3,
+        tasks_per_job=3,
+        time="1:00:00",
+        partition="p",
+        logging_dir=str(logs),
+        requeue_signals=None,
+    ).run()
+    assert len(engines()) == 1
+    assert len(outputs(Path("job/output"))) == 3

@@ -142,9 +142,16 @@ def test_a_rank_that_fails_leaves_no_server() -> None:
     assert not running()
 
 
-def test_a_rank_that_fails_after_its_last_answer_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datatrove_ckpt.output.chunk_output.ChunkOutput.finish", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+@pytest.mark.parametrize("end", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_rank_that_is_stopped_or_fails_after_its_last_answer_leaves_no_server(
+    end: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(output: Any) -> None:
+        assert running(), "not the moment that this test is about"
+        signal.raise_signal(signal.SIGINT) if end is KeyboardInterrupt else 1 / 0
+
+    monkeypatch.setattr("datatrove_ckpt.output.chunk_output.ChunkOutput.finish", finish)
+    with pytest.raises(end):
         run(0)
     assert len(engines()) == 1
     assert not running()

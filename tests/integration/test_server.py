@@ -194,9 +194,10 @@ def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool
 @linux_only
 def test_a_fork_of_the_runner_that_holds_the_pipe_does_not_keep_the_server_alive() -> None:
     custom(SERVER)
-    held_open = RUNNER.replace("import asyncio, sys", "import asyncio, os, sys, time").replace(
+    # Not Python's own fork, in which we close the pipe.
+    held_open = RUNNER.replace("import asyncio, sys", "import asyncio, ctypes, os, sys, time").replace(
         'print("ready", flush=True)',
-        "print(pid, flush=True) if (pid := os.fork()) else (time.sleep(600), os._exit(0))",
+        "print(pid, flush=True) if (pid := ctypes.PyDLL(None).fork()) else (time.sleep(600), os._exit(0))",
     )
     with subprocess.Popen([sys.executable, "-c", held_open], stdout=subprocess.PIPE) as runner:
         assert runner.stdout
@@ -222,6 +223,35 @@ def test_a_killed_guardian_leaves_no_server() -> None:
         os.kill(_hidden, signal.SIGKILL)  # out of the guardian's reach, because it had left the session, too
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_a_server_passes_from_one_event_loop_to_the_next(has_pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError("an old kernel")
+
+    async def start_and_watch() -> None:
+        await running.start()
+        for _ in range(2):  # both wait for the same process
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(running.watch(), running.watch()), 0.05)
+
+    async def kill_and_watch() -> None:
+        watches = [asyncio.create_task(running.watch()) for _ in range(2)]
+        await asyncio.sleep(0)
+        os.kill(family()[1], signal.SIGKILL)
+        for watch in watches:
+            with pytest.raises(ServerDied, match="exit code 137"):
+                await watch
+
+    if not has_pidfds:
+        monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    running = InferenceServer(custom(SERVER, {"family": True}), 0)
+    asyncio.run(start_and_watch())
+    assert running.is_running
+    asyncio.run(kill_and_watch())
+    running.stop_blocking()
+    assert not any(map(is_alive, family()))
 
 
 @linux_only

@@ -114,7 +114,8 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     number: int, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     run(0)
-    monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.3)
+    monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
     os.kill(engines()[0], number)
     if number == signal.SIGKILL:
         until(lambda: not running())

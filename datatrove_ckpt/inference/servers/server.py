@@ -49,6 +49,7 @@ _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
 _MAX_PORT_COLLISIONS = 3
 _PROBE_TIMEOUT = 5.0  # seconds
+_HEALTH_TRIES = 3  # before a running server of an earlier rank is given up
 _FIRST_POLL = 0.05  # seconds
 _POLL_GROWTH = 1.2  # so a server is found ready at most a fifth later than it was
 # Seconds before another attempt: the resources of the last one (GPU memory, above all) take a moment to become free.
@@ -133,7 +134,7 @@ class InferenceServer(Server):
         self.config, self.rank = config, rank
         if self._process is None:
             return False
-        problem = await self._find_problem()
+        problem = await self._lasting_problem()
         whose = f"that rank {self.started_by} started (log {self._log_path})"
         which = f"server {self._replica}" if config.replicas > 1 else "the server"
         if problem is not None:
@@ -144,10 +145,20 @@ class InferenceServer(Server):
         await asyncio.to_thread(self._log_line, f"Rank {rank} takes over this server from here on.")
         return True
 
-    async def _find_problem(self) -> str | None:
-        """None if the running server is well, else what is wrong."""
-        if not self.is_running:
-            return "has ended"
+    async def _lasting_problem(self) -> str | None:
+        """None if the server is well, else what is wrong. On a busy machine one probe may fail."""
+        problem: str | None = None
+        for number in range(_HEALTH_TRIES):
+            if not self.is_running:
+                return "has ended"
+            if number:
+                await asyncio.sleep(_RETRY_DELAY)
+            problem = await self._probe()
+            if problem is None:
+                break
+        return problem
+
+    async def _probe(self) -> str | None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)) as session:
             if not await answers(session, f"{self.url}/v1/models", self.headers):
                 return "does not answer"
@@ -202,17 +213,20 @@ class InferenceServer(Server):
         try:
             # First the record: this process may be killed at any moment.
             self._record = await asyncio.to_thread(ServerRecord.create, self.name)
+            began = time.monotonic()
             self._process, self.started_by = self._spawn(log), self.rank
+            if time.monotonic() - began > (limit := self.config.server_start_timeout_sec):
+                text = f"No process was created within server_start_timeout_sec={limit}."
+                raise _StartAttemptFailed(text, None)
             if self._record is not None:
                 self._record = await asyncio.to_thread(self._record.launched, self._process.pid, log)
         finally:
             os.close(log)
 
     def _spawn(self, log: int) -> GuardedProcess:
-        limit, began = self.config.server_start_timeout_sec, time.monotonic()
         locks = self.lease.locks  # held until the last process of the server has ended
         try:
-            process = GuardedProcess(
+            return GuardedProcess(
                 self._command.argv, self._environment(), log, locks, self.config.server_stop_timeout_sec
             )
         except OSError as error:
@@ -220,11 +234,6 @@ class InferenceServer(Server):
                 raise limit_reached("No process could be created") from None
             # Without its cause: the frames of that error hold the environment, and tracebacks show it.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
-        if time.monotonic() - began > limit:
-            process.request_kill()
-            text = f"No process was created within server_start_timeout_sec={limit}."
-            raise _StartAttemptFailed(text, None)
-        return process
 
     def _environment(self) -> HiddenDict:
         """The server's environment: ours without the keys of nodes and mirrors, which no server needs."""

@@ -36,11 +36,12 @@ from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.inference.servers.engines import engine_command
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key
 
 IDLE_SECONDS = 30.0
 """How long servers wait for a rank of this process."""
 _PORT = 1  # any: only the same one for all
+_NOT_FOR_SERVERS = {LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE}
 _SHOWN = 3  # differences in a log line
 
 Settings = dict[str, str]
@@ -100,7 +101,7 @@ def server_settings(config: InferenceConfig) -> Settings:
     """
     command = engine_command(config, _PORT, Key(""))
     script = (config.model_kwargs or {}).get("server_script") if config.server_type == "custom" else None
-    names = {
+    parts: dict[str, object] = {
         "command line": command.argv,
         "server_script": _stamp(script),
         "model": _stamp(config.model_name_or_path),
@@ -109,12 +110,15 @@ def server_settings(config: InferenceConfig) -> Settings:
         "server_log_folder": config.server_log_folder,
         "working directory": str(Path.cwd()),
     }
-    variables = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_SERVERS}
-    names |= {f"environment variable {name}": value for name, value in {**variables, **command.env}.items()}
-    return {name: xxhash.xxh3_128_hexdigest(repr(value).encode()) for name, value in names.items()}
+    environment = HiddenDict({**os.environ, **command.env})
+    return {
+        **{name: _hash(part) for name, part in parts.items()},
+        **{f"environment variable {name}": _hash(environment[name]) for name in environment.keys() - _NOT_FOR_SERVERS},
+    }
 
 
-_NOT_FOR_SERVERS = (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE)
+def _hash(part: object) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(part).encode())
 
 
 def _stamp(path: object) -> tuple[int, int] | None:

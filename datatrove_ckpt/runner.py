@@ -267,7 +267,7 @@ class InferenceRunner(PipelineStep):
             main = self._generate(data, rank, checkpoint, progress, preemption, names)
             who = f"The rollout {name_of(self.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
-                event_loop.run(main, starts_processes=self.config.server_type != "endpoint")
+                event_loop.run(main)
             if output is not None:
                 with preemption.interruptible():
                     output.check_complete()

@@ -1,7 +1,6 @@
-"""The event loop of a run: uvloop's where it helps and is installed (vLLM depends on it), else Python's own.
+"""The event loop of a run: uvloop's where it is installed (vLLM depends on it), else Python's own.
 
-With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured). It is not used where
-servers are started: its subprocesses accept no environment that hides its values from tracebacks (``HiddenDict``).
+With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
 
 
-def run(main: Awaitable[_Result], starts_processes: bool) -> _Result:
+def run(main: Awaitable[_Result]) -> _Result:
     """``asyncio.run`` on the best loop."""
     interruptions: list[KeyboardInterrupt] = []
 
@@ -35,7 +34,7 @@ def run(main: Awaitable[_Result], starts_processes: bool) -> _Result:
             interruptions.append(interruption)
             raise asyncio.CancelledError from None
 
-    runner = asyncio.Runner(loop_factory=None if starts_processes else _fastest())
+    runner = asyncio.Runner(loop_factory=_fastest())
     threads: list[threading.Thread] = []
     # asyncio's own, but we can see the threads of ``asyncio.to_thread``.
     executor = ThreadPoolExecutor(

@@ -10,9 +10,14 @@ import pytest
 from datatrove_ckpt.process import event_loop
 
 
-@pytest.mark.parametrize("starts_processes", [True, False])
+@pytest.fixture(autouse=True, params=["uvloop", "asyncio"])
+def _loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "asyncio":
+        monkeypatch.setattr(event_loop, "_fastest", lambda: None)
+
+
 def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_later(
-    starts_processes: bool, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def signalled() -> None:
         raise KeyboardInterrupt
@@ -22,23 +27,21 @@ def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_la
             group.create_task(signalled())
 
     with pytest.raises(KeyboardInterrupt):
-        event_loop.run(main(), starts_processes)
+        event_loop.run(main())
     gc.collect()
     assert "never retrieved" not in caplog.text
 
 
-@pytest.mark.parametrize("starts_processes", [True, False])
-def test_results_and_errors_come_out(starts_processes: bool) -> None:
+def test_results_and_errors_come_out() -> None:
     async def main(divisor: int) -> int:
         return 4 // divisor
 
-    assert event_loop.run(main(2), starts_processes) == 2
+    assert event_loop.run(main(2)) == 2
     with pytest.raises(ZeroDivisionError):
-        event_loop.run(main(0), starts_processes)
+        event_loop.run(main(0))
 
 
-@pytest.mark.parametrize("starts_processes", [True, False])
-def test_an_interruption_inside_main_comes_out_as_it_is(starts_processes: bool) -> None:
+def test_an_interruption_inside_main_comes_out_as_it_is() -> None:
     class Signalled(KeyboardInterrupt):
         pass
 
@@ -46,4 +49,4 @@ def test_an_interruption_inside_main_comes_out_as_it_is(starts_processes: bool) 
         raise Signalled
 
     with pytest.raises(Signalled):
-        event_loop.run(main(), starts_processes)
+        event_loop.run(main())

@@ -288,7 +288,7 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job: Job, key: str
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
     process = object.__new__(InferenceServer)
     nothing = type("Nothing", (), {"env": {}})
-    vars(process).update(_lease=nothing, _command=nothing, _record=None)
+    vars(process).update(lease=nothing, _command=nothing, _record=None)
     assert key not in process._environment().values()
 
 

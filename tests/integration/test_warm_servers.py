@@ -295,6 +295,7 @@ def test_replicas_pass_over_with_their_gpus_and_a_dead_one_is_started_anew_on_it
 def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
     assert warm.IDLE_SECONDS + 20 <= gpu_slots._LEASE_TIMEOUT
     monkeypatch.setattr(warm, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_slots, "_SILENT_WAIT", 0.0)
 
     async def lease_all() -> None:
         async with leased_gpus(InferenceConfig("vllm", "m", tp=4)):
@@ -303,6 +304,9 @@ def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest
     run(0, server_type="vllm")
     assert free_gpus() == "123"
     asyncio.run(lease_all())
+    assert [
+        line for line in log if "Waiting for 4 of the GPUs 0,1,2,3, which other processes on this node hold" in line
+    ]
     (line,) = [line for line in log if "Stopping the server of rank 0" in line]
     assert line == (
         "INFO Stopping the server of rank 0: this process has had no other rank for 0.5 s (reuse_servers).\n"

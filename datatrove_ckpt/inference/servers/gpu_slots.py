@@ -45,6 +45,7 @@ _DEV = Path("/dev")
 # of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
 _LEASE_POLL = 0.2  # seconds
+_SILENT_WAIT = 5.0  # seconds
 _MAX_CACHES = 256
 
 
@@ -166,12 +167,19 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
         ConfigError: other ranks hold too many of them.
     """
     folder = _lock_folder()
-    deadline = time.monotonic() + _LEASE_TIMEOUT
+    began, said = time.monotonic(), False
     while True:
         locked = _try_lock_gpus(folder, visible, needed)
         if locked is not None:
             return locked
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > _SILENT_WAIT and not said:
+            said = True
+            logger.info(
+                f"Waiting for {needed} of the GPUs {','.join(visible)}, which other processes on this node hold (locks "
+                f"in {folder}), {_LEASE_TIMEOUT:g} s at most."
+            )
+        if waited > _LEASE_TIMEOUT:
             raise ConfigError(
                 f"workers: this rank needs {needed} of the GPUs {','.join(visible)}, and other ranks on this node "
                 f"hold too many of them (locks in {folder}). Run fewer workers at once."

@@ -1,0 +1,104 @@
+"""The engine's own batch tool, without a server: `python offline.py JOB.json RESULT.json`.
+
+    vllm      LLM.generate, which `vllm bench throughput` measures: all prompts at once, no HTTP, no JSON.
+              `vllm run-batch` runs the server's layers in one process, so it is slower than this.
+    sglang    Engine.generate, which `python -m sglang.benchmark.offline_throughput` measures
+    llamacpp  the server object inside the wheel, called from one thread per slot, without HTTP. llama.cpp's own
+              llama-batched-bench knows no prompts and no text: it decodes the same token everywhere.
+
+Runs in the engine's environment, by its path, so it imports nothing of this repository, except for llama.cpp, whose
+parameters are set by our own program for its server.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+Answers = list[dict[str, Any]]
+
+
+def _vllm(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answers]:
+    from vllm import LLM, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(job["arguments"])
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
+    parameters = SamplingParams(**job["parameters"])
+    first = time.monotonic()
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    last = time.monotonic()
+    answers = [
+        {
+            "text": output.outputs[0].text,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(output.outputs[0].token_ids),
+            "cached_tokens": output.num_cached_tokens or 0,
+        }
+        for output in outputs
+    ]
+    return first, last, answers
+
+
+def _sglang(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answers]:
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import prepare_server_args
+
+    engine = Engine(server_args=prepare_server_args(job["arguments"]))
+    given = dict(job["parameters"])
+    given["max_new_tokens"] = given.pop("max_tokens")
+    first = time.monotonic()
+    outputs = engine.generate(prompt=prompts, sampling_params=given)
+    last = time.monotonic()
+    engine.shutdown()
+    return first, last, [{"text": output["text"], **_counts(output["meta_info"])} for output in outputs]
+
+
+def _llamacpp(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answers]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import xllamacpp
+
+    from datatrove_ckpt.inference.servers import llamacpp
+
+    known, rest = llamacpp._parser().parse_known_args(job["arguments"])
+    server = xllamacpp.Server(llamacpp._params(xllamacpp.CommonParams(), known, rest))
+
+    def answer(prompt: str) -> dict[str, Any]:
+        got = server.handle_completions({"prompt": prompt, **job["parameters"]})
+        usage = got["usage"]
+        return {"text": got["choices"][0]["text"], **_counts(usage | (usage.get("prompt_tokens_details") or {}))}
+
+    # As many requests at the server as a client of its HTTP keeps there.
+    with ThreadPoolExecutor(job["in_flight"]) as threads:
+        first = time.monotonic()
+        answers = list(threads.map(answer, prompts))
+        last = time.monotonic()
+    return first, last, answers
+
+
+def _counts(usage: dict[str, Any]) -> dict[str, int]:
+    return {name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "cached_tokens")}
+
+
+_ENGINES = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
+    first, last, answers = _ENGINES[job["engine"]](job, [row["text"] for row in rows])
+    with Path(job["output"]).open("w") as file:
+        for row, answer in zip(rows, answers, strict=True):
+            file.write(json.dumps({**row, "answer": answer["text"]}) + "\n")
+    counts = {name: sum(answer[name] for answer in answers) for name in _counts({})}
+    Path(sys.argv[2]).write_text(json.dumps({"first": first, "last": last, "answers": len(answers), **counts}))
+
+
+if __name__ == "__main__":  # vLLM and SGLang may spawn processes, which import this file
+    main()

@@ -1,0 +1,169 @@
+"""One row over HTTP, in a process of its own: `python -m tests.bench.engine.rows ROW FOLDER`.
+
+    bare        aiohttp, and nothing else: what the engine's HTTP server costs any client
+    ours        JSONL reader, InferenceRunner with checkpoints, JSONL writer, in a LocalPipelineExecutor
+    datatrove   the same with datatrove's InferenceRunner
+
+Each starts a server of its own with the same arguments. FOLDER holds work.json and input; result.json is written there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.bench.engine.work import Work
+
+_SERVE = Path(__file__).with_name("serve.py")
+
+
+class Meter:
+    """When the first request left, when the last answer came, what they held, and what CPU this process took."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last = 0.0
+        self.answers = 0
+        self.counts = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        self._cpu = self._cpu_before = 0.0
+
+    def sent(self) -> None:
+        if self.first is None:
+            self._cpu_before = _cpu_seconds()
+            self.first = time.monotonic()
+
+    def answered(self, usage: dict[str, Any]) -> None:
+        self.last = time.monotonic()
+        self._cpu = _cpu_seconds()
+        self.answers += 1
+        details = usage.get("prompt_tokens_details") or {}
+        for name in self.counts:
+            self.counts[name] += usage.get(name) or details.get(name) or 0
+
+    def watched(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """The same function; the first call is noted. What a runner does before its server is ready does not count."""
+
+        async def sending(*args: Any, **kwargs: Any) -> Any:
+            self.sent()
+            return await send(*args, **kwargs)
+
+        return sending
+
+    def result(self) -> dict[str, Any]:
+        cpu = self._cpu - self._cpu_before
+        return {"first": self.first, "last": self.last, "answers": self.answers, "cpu": cpu, **self.counts}
+
+
+METER = Meter()  # of the module, because datatrove copies steps and what they hold
+
+
+async def rollout(document: Any, generate: Callable[[dict[str, Any]], Awaitable[Any]]) -> Any:
+    """One request."""
+    result = await generate({"prompt": document.text})
+    METER.answered(result.usage)
+    return result
+
+
+def run_ours(work: Work, folder: Path) -> None:
+    from datatrove_ckpt import InferenceRunner
+    from datatrove_ckpt.inference.client import client
+    from datatrove_ckpt.readers import JsonlReader
+
+    client.post = METER.watched(client.post)
+    config = work.config(server_log_folder=str(folder / "server"))
+    _run_pipeline(work, folder, JsonlReader(str(folder / "input")), InferenceRunner, config)
+
+
+def run_datatrove(work: Work, folder: Path) -> None:
+    from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
+    from datatrove.pipeline.inference.servers import base
+    from datatrove.pipeline.readers import JsonlReader
+
+    base._raw_post = METER.watched(base._raw_post)
+    argv, environment = work.command("PORT")
+    os.environ.update(environment)
+    # Its own vLLM and SGLang servers take other arguments, and it has none for llama.cpp. A "custom" server is sent
+    # the same requests in the same way, and is started as ours is.
+    config = InferenceConfig(
+        "custom",
+        work.model,
+        model_max_context=work.context,
+        model_kwargs={"server_script": str(_SERVE), "command": json.dumps(argv)},
+        use_chat=False,
+        max_concurrent_generations=work.in_flight,
+        default_generation_params=work.parameters(),
+        server_log_folder=str(folder / "server"),
+    )
+    _run_pipeline(work, folder, JsonlReader(str(folder / "input")), InferenceRunner, config)
+
+
+def _run_pipeline(work: Work, folder: Path, reader: Any, runner: Any, config: Any) -> None:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.writers import JsonlWriter
+
+    step = runner(
+        rollout,
+        config,
+        JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        records_per_chunk=max(1, min(1000, work.documents // 4)),
+    )
+    LocalPipelineExecutor([reader, step], tasks=1, logging_dir=str(folder / "logs")).run()
+    written = sum(len(path.read_bytes().splitlines()) for path in (folder / "output").iterdir())
+    if written != work.documents:
+        raise SystemExit(f"{written} of {work.documents} documents are in {folder / 'output'}")
+
+
+def run_bare(work: Work, folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "input/prompts.jsonl").read_text().splitlines()]
+    asyncio.run(_ask_all(work, iter(rows), folder))
+
+
+async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> None:
+    import aiohttp
+
+    from datatrove_ckpt.inference.servers.server import make_server
+
+    common = {"model": work.model, **work.parameters()}
+    async with make_server(work.config(server_log_folder=str(folder / "server")), 0) as server:
+        url, key = f"{server.urls[0]}/v1/completions", server.api_key
+        headers = {"Authorization": f"Bearer {key.reveal()}"} if key else {}
+
+        async def ask(session: aiohttp.ClientSession, file: Any) -> None:
+            for row in rows:
+                METER.sent()
+                async with session.post(url, json={"prompt": row["text"], **common}, headers=headers) as response:
+                    response.raise_for_status()
+                    answer = await response.json()
+                METER.answered(answer["usage"])
+                file.write(json.dumps({**row, "answer": answer["choices"][0]["text"]}) + "\n")
+
+        timeout = aiohttp.ClientTimeout(total=3600)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+            with (folder / "answers.jsonl").open("w") as file:
+                await asyncio.gather(*(ask(session, file) for _ in range(work.in_flight)))
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+ROWS = {"bare": run_bare, "ours": run_ours, "datatrove": run_datatrove}
+
+
+def main() -> None:
+    folder = Path(sys.argv[2])
+    ROWS[sys.argv[1]](Work.load(folder / "work.json"), folder)
+    (folder / "result.json").write_text(json.dumps(METER.result()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""`python -m tests.bench.engine` without an engine: the same work for every row, and what the table makes of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.inference.servers.engines import vllm_command
+from datatrove_ckpt.redaction import Key
+from tests.bench.engine import __main__ as command
+from tests.bench.engine import rows, table
+from tests.bench.engine.work import INSTRUCTION, Work, make_prompts
+
+VLLM = Work("vllm", "org/model", python=sys.executable, documents=4, words=10, tokens=8, batch=2, in_flight=4)
+
+
+def test_prompts_are_the_same_for_the_same_sizes_and_share_a_beginning(tmp_path: Path) -> None:
+    path = make_prompts(VLLM, tmp_path / "a")
+    assert path.read_bytes() == make_prompts(VLLM, tmp_path / "b").read_bytes()
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert len(set(texts)) == 4
+    assert all(text.startswith(INSTRUCTION) for text in texts)
+
+
+def test_every_row_has_the_engine_settings_of_our_runner() -> None:
+    ours = vllm_command(VLLM.config(), 4321, Key("hush"), None)
+    argv, environment = VLLM.command("PORT")
+    assert [part.replace("PORT", "4321") for part in argv] == list(ours.argv)
+    assert environment == {name: value for name, value in ours.env.items() if name != "VLLM_API_KEY"}
+    arguments = VLLM.engine_arguments()
+    assert arguments[:2] == ["--model", "org/model"]
+    assert arguments[2:] == [part.replace("4321", "0") for part in ours.argv[ours.argv.index("org/model") + 1 :]]
+    assert {"--max-num-seqs=2", "--max-num-batched-tokens=2048"} <= set(arguments)
+
+
+def test_settings_go_through_a_file(tmp_path: Path) -> None:
+    VLLM.save(tmp_path / "work.json")
+    assert Work.load(tmp_path / "work.json") == VLLM
+
+
+def test_the_clock_starts_with_the_first_request_and_not_with_the_first_document() -> None:
+    meter = rows.Meter()
+
+    async def send(payload: str) -> str:
+        return payload
+
+    assert meter.first is None
+    assert asyncio.run(meter.watched(send)("a")) == "a"
+    first = meter.first
+    assert first is not None
+    asyncio.run(meter.watched(send)("b"))
+    assert meter.first == first
+    meter.answered({"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}})
+    meter.answered({"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": None})
+    result = meter.result()
+    assert (result["answers"], result["prompt_tokens"], result["completion_tokens"]) == (2, 10, 6)
+    assert result["cached_tokens"] == 2
+    assert result["last"] >= first
+
+
+def result(seconds: float, **changes: Any) -> table.Result:
+    counts = {"answers": 4, "prompt_tokens": 400, "completion_tokens": 32, "cached_tokens": 100}
+    return {"first": 10.0, "last": 10.0 + seconds, "wall": seconds + 5, **counts, **changes}
+
+
+def test_the_table_shows_medians_of_the_ratios_of_each_round() -> None:
+    # The machine is twice as slow in the second round, and so is each row. That must not show in any ratio.
+    results = {"offline": [result(1.0), result(2.0), result(1.0)],
+               "ours": [result(1.25, cpu=0.008), result(2.5, cpu=0.008), result(1.0, cpu=0.012)]}  # fmt: skip
+    text = table.markdown(results, VLLM, "Measured on an abacus.")
+    assert text.splitlines()[0].startswith("vLLM, model: 4 prompts of 100 tokens, 8 tokens for each answer, 2 requests")
+    assert "medians of 3 rounds. Measured on an abacus." in text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert lines[2] == ["offline: `LLM.generate`", "32", "1.000", "1.0", "6.0", "", "25 %"]
+    assert lines[3] == ["ours, with checkpoints", "26", "0.800 (0.800 to 1.000)", "1.2", "6.2", "2.00", "25 %"]
+
+
+def test_rows_that_did_other_work_are_named() -> None:
+    results = {"offline": [result(1.0)], "ours": [result(1.0), result(1.0, completion_tokens=31, prompt_tokens=404)]}
+    assert table.unequal_work(results, VLLM) == [
+        "ours, round 2: completion_tokens 31 instead of 32",
+        "ours, round 2: prompt_tokens 404 instead of 400",
+    ]
+    assert table.unequal_work({"offline": [result(1.0)]}, VLLM) == []
+
+
+def test_gpus_are_counted_by_kind() -> None:
+    text = "NVIDIA H100 80GB HBM3, 81559, 570.10\nNVIDIA H100 80GB HBM3, 81559, 570.10\nNVIDIA L4, 23034, 570.10\n"
+    assert table.parse_gpus(text) == [
+        "2 x NVIDIA H100 80GB HBM3 (80 GiB, driver 570.10)",
+        "1 x NVIDIA L4 (22 GiB, driver 570.10)",
+    ]
+    assert table.parse_gpus("No devices were found\n") == []
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    return command._parser().parse_args(["--engine", "vllm", "--model", "org/model", *arguments])
+
+
+def test_a_gpu_gets_more_work_and_none_of_the_settings_for_a_processor() -> None:
+    small, large = (command.work_of(options("--engine-kwargs", '{"seed": 1}'), gpu) for gpu in (False, True))
+    assert large.documents > 10 * small.documents
+    assert (large.batch, large.in_flight) == (256, 512)
+    assert large.kwargs == {"seed": 1}
+    assert small.kwargs == {"dtype": "bfloat16", "enforce-eager": True, "seed": 1}
+    chosen = command.work_of(options("--batch", "7", "--tokens", "9"), True)
+    assert (chosen.batch, chosen.in_flight, chosen.tokens) == (7, 14, 9)
+
+
+def test_an_engine_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--engine", "llamacpp", "--model", "/nowhere.gguf"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("model_name_or_path: there is no file /nowhere.gguf")
+    assert error.count("\n") == 1
+
+
+def test_a_row_that_fails_shows_its_output_and_keeps_its_files(tmp_path: Path) -> None:
+    said = f"(?s)No module named 'vllm'.*row offline failed with exit code 1; its files are in {tmp_path}"
+    with pytest.raises(SystemExit, match=said):
+        command.run_row("offline", VLLM, tmp_path / "row")
+    assert (tmp_path / "row/output.log").exists()

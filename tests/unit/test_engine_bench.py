@@ -64,6 +64,37 @@ def test_the_clock_starts_with_the_first_request_and_not_with_the_first_document
     assert result["last"] >= first
 
 
+# SGLang cannot generate without a GPU. tests/real/test_parsers.py holds these names against the real package.
+_SGLANG = """
+class Engine:
+    def __init__(self, *, server_args):
+        assert server_args[:2] == ["--model-path", "org/model"], server_args
+
+    def generate(self, *, prompt, sampling_params):
+        assert sampling_params == {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        return [{"text": "yes", "meta_info": {"prompt_tokens": 9, "completion_tokens": 8, "cached_tokens": number}}
+                for number, _ in enumerate(prompt)]
+
+    def shutdown(self):
+        pass
+"""
+
+
+def test_what_the_offline_tool_of_sglang_says_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "fake/sglang/srt/entrypoints"
+    folder.mkdir(parents=True)
+    (folder / "engine.py").write_text(_SGLANG)
+    (folder.parent / "server_args.py").write_text("prepare_server_args = list")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    work = Work("sglang", "org/model", python=sys.executable, documents=3, tokens=8)
+    counted = command.run_row("offline", work, tmp_path / "row")
+    assert (counted["answers"], counted["prompt_tokens"], counted["completion_tokens"]) == (3, 27, 24)
+    assert counted["cached_tokens"] == 3
+    assert counted["wall"] > counted["last"] - counted["first"] >= 0
+    answers = [json.loads(line) for line in (tmp_path / "row/answers.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["answer"]) for row in answers] == [(f"document-{number}", "yes") for number in range(3)]
+
+
 def result(seconds: float, **changes: Any) -> table.Result:
     counts = {"answers": 4, "prompt_tokens": 400, "completion_tokens": 32, "cached_tokens": 100}
     return {"first": 10.0, "last": 10.0 + seconds, "wall": seconds + 5, **counts, **changes}

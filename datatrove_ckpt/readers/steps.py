@@ -8,7 +8,7 @@ because its options and files are recorded elsewhere.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,18 +70,37 @@ def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> list[str]:
-    """What differs, step by step; empty if nothing does. Settings that only one of both names are not compared."""
-    same = [
-        old for old, new in zip(then, now, strict=False) if _UNKNOWN in (old.name, new.name) or old.name == new.name
-    ]
-    if len(same) != len(then) or len(same) != len(now):
+    """What differs, step by step; empty if nothing does. Settings that only one of both names are not compared.
+
+    A step without a name may be a function that returns the documents as they are, and so leaves no trace: "?" stands
+    for any number of steps.
+    """
+    if not _alike([step.name for step in then], [step.name for step in now]):
         return [f"then: {_names(then)}", f"now: {_names(now)}"]
     return [
         f"{old.name}, {key}: {value!r} -> {new.settings[key]!r}"
-        for old, new in zip(then, now, strict=True)
+        for old, new in _pairs(then, now)
         for key, value in old.settings.items()
         if key in new.settings and new.settings[key] != value
     ]
+
+
+def _alike(then: Sequence[str], now: Sequence[str]) -> bool:
+    if _UNKNOWN in then[:1]:
+        return any(_alike(then[1:], now[start:]) for start in range(len(now) + 1))
+    if _UNKNOWN in now[:1]:
+        return any(_alike(then[start:], now[1:]) for start in range(len(then) + 1))
+    if not then or not now:
+        return not then and not now
+    return then[0] == now[0] and _alike(then[1:], now[1:])
+
+
+def _pairs(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> Iterator[tuple[StepRecord, StepRecord]]:
+    """Records of the same step; without those of which nobody knows which is which."""
+    for name in {step.name for step in then}:
+        old, new = ([step for step in steps if step.name == name] for steps in (then, now))
+        if len(old) == len(new):
+            yield from zip(old, new, strict=True)
 
 
 def _names(steps: Sequence[StepRecord]) -> str:

@@ -88,3 +88,23 @@ def test_settings_hold_no_secret_no_object_and_nothing_long() -> None:
     long = plain_settings({"names": ["name"] * 1000})
     assert len(str(long)) < 100
     assert long != plain_settings({"names": ["name"] * 999 + ["nome"]})
+
+
+def passes_on(data: Any, rank: int, world_size: int) -> Any:
+    """A step of many pipelines: it looks at something, and leaves no trace in the generators."""
+    return data
+
+
+def test_a_function_that_returns_the_documents_as_they_are_is_no_change() -> None:
+    reader, own = JsonlReader("input"), StatelessFilter(2)
+    for pipeline in ([reader, passes_on, own], [passes_on, reader, own], [reader, own, passes_on, passes_on]):
+        then = record_steps(chain(reader, own))
+        assert then is not None
+        assert differences(then, [describe_step(step) for step in pipeline]) == []
+    now = [describe_step(step) for step in (reader, passes_on)]
+    assert differences([StepRecord("reader")], now) == []
+    assert differences([StepRecord("reader"), StepRecord("a.B")], [StepRecord("reader")]) != []
+    assert differences([StepRecord("a.B")], now) != []
+    assert differences(then, [describe_step(step) for step in (reader, passes_on, StatelessFilter(3))]) == [
+        "datatrove.StatelessFilter, least: 2 -> 3"
+    ]

@@ -27,6 +27,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import ConfigError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 from datatrove_ckpt.process.worker import Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
@@ -140,6 +141,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ) from exit
         finally:
             self.pipeline = pipeline
+            close_warm_servers()
 
     def _in_workers(self, ranks: Sequence[int]) -> Iterator[PipelineStats]:
         context = multiprocess.get_context(self.start_method)
@@ -147,7 +149,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
         # Pickled here for every start method: each rank gets a copy of its own.
-        work = Work(partial(_run_rank, bytes(ForkingPickler.dumps(self))), _nothing)
+        work = Work(partial(_run_rank, bytes(ForkingPickler.dumps(self))), close_warm_servers)
         try:
             with Workers(context, self.workers, work, numbers, self.max_rank_attempts) as workers:
                 for _, stats in workers.run(ranks):
@@ -187,7 +189,3 @@ def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:
         f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died ({named}). SIGKILL mostly "
         "means that the machine was out of memory: use fewer workers. Run the same command again to resume."
     )
-
-
-def _nothing() -> None:
-    """Servers that are kept for the next rank end here."""

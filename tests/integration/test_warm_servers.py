@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import CkptError, ServerDied
 from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
@@ -445,22 +446,48 @@ def steps(folder: str, tasks: int, **settings: Any) -> list[Any]:
     return [JsonlReader(str(Path("input").absolute())), runner(folder, **settings)]
 
 
-def run_local(folder: str, tasks: int, workers: int, **settings: Any) -> None:
+def run_local(executor: Any, folder: str, tasks: int, workers: int, **settings: Any) -> None:
     logs = str(Path(folder, "logs").absolute())
-    LocalPipelineExecutor(steps(folder, tasks, **settings), tasks=tasks, workers=workers, logging_dir=logs).run()
+    pipeline = steps(folder, tasks, **settings)
+    executor(pipeline, tasks=tasks, workers=workers, logging_dir=logs, start_method="fork").run()
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_process_of_datatroves_executor_starts_one_server_for_all_its_tasks(workers: int) -> None:
-    run_local("job", 6, workers)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("executor", [LocalPipelineExecutor, DatatroveExecutor], ids=["ours", "datatrove's"])
+def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(executor: Any, workers: int) -> None:
+    run_local(executor, "job", 6, workers)
+    if executor is LocalPipelineExecutor:
+        assert not running()
     close_warm_servers()
     warm_starts = len(engines())
     assert warm_starts <= workers
     until(lambda: not running())
-    run_local("cold", 6, workers, reuse_servers=False)
+    run_local(executor, "cold", 6, workers, reuse_servers=False)
     assert len(engines()) - warm_starts == 6
     assert len(outputs(Path("job/output"))) == 6
     assert outputs(Path("job/output")) == outputs(Path("cold/output"))
+
+
+class KillsOnce:
+    """A step that kills its process at the start of rank 3, once: the process holds the server of an earlier rank."""
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        if rank == 3 and not Path("killed").exists():
+            Path("killed").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return data
+
+
+def test_a_worker_that_is_killed_between_two_ranks_takes_its_server_along_and_the_others_keep_theirs() -> None:
+    read, infer = steps("job", 6)
+    logs = str(Path("job/logs").absolute())
+    LocalPipelineExecutor([read, KillsOnce(), infer], 6, 2, logs, start_method="fork").run()
+    assert Path("killed").exists()
+    assert len(engines()) <= 3
+    assert len(list(Path(logs, "completions").iterdir())) == 6
+    until(lambda: not running(), 10.0)
+    run_local(LocalPipelineExecutor, "undisturbed", 6, 1)
+    assert outputs(Path("job/output")) == outputs(Path("undisturbed/output"))
 
 
 def test_a_slurm_task_of_several_ranks_starts_one_server(monkeypatch: pytest.MonkeyPatch) -> None:

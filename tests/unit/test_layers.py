@@ -38,7 +38,7 @@ ROOMS = {
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output"
     " readers generation runner maintenance",
-    "executor": "errors formatting process runner preflight",
+    "executor": "errors formatting process inference.servers runner preflight",
     "cli": "errors formatting redaction config checkpoint readers generation runner maintenance preflight executor",
     "testing": "errors checkpoint mirror",
 }

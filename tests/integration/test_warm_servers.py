@@ -193,11 +193,11 @@ def change_environment() -> dict[str, Any]:
     ("change", "names"),
     [
         (change_nothing, None),
-        (change_flags, "it needs another command line."),
-        (change_script, "it needs another server_script."),
-        (change_environment, "it needs another environment variable SOME_SWITCH_OF_AN_ENGINE."),
-        (lambda: {"server_log_folder": "logs"}, "it needs another server_log_folder."),
-        (lambda: {"replicas": 2}, "it needs another replicas."),
+        (change_flags, "what it needs differs in command line."),
+        (change_script, "what it needs differs in server_script."),
+        (change_environment, "what it needs differs in environment variable SOME_SWITCH_OF_AN_ENGINE."),
+        (lambda: {"server_log_folder": "logs"}, "what it needs differs in server_log_folder."),
+        (lambda: {"replicas": 2}, "what it needs differs in replicas."),
         (lambda: {"reuse_servers": False}, "it takes over none (reuse_servers is off, or several nodes serve its"),
     ],
 )

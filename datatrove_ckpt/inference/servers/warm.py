@@ -154,7 +154,7 @@ def _difference(before: Settings, now: Settings | None) -> str:
         return "it takes over none (reuse_servers is off, or several nodes serve its model)"
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"it needs another {', '.join(names[:_SHOWN])}{more}"
+    return f"what it needs differs in {', '.join(names[:_SHOWN])}{more}"
 
 
 def keep(servers: ServerSet) -> bool:
@@ -175,16 +175,17 @@ def one_rank(shutdown: Shutdown) -> Iterator[None]:
     """Around the whole run of a rank. Then warm servers are stopped if it failed or was asked to stop; else the idle
     time begins.
     """
-    with _state.lock:
-        _state.ranks += 1
+    state = _state  # a fork has another one, and must not count this rank
+    with state.lock:
+        state.ranks += 1
         _cancel_timer()
     succeeded = False
     try:
         yield
         succeeded = not shutdown.is_requested
     finally:
-        with _state.lock:
-            _state.ranks -= 1
+        with state.lock:
+            state.ranks -= 1
         if succeeded:
             _start_timer()
         else:

@@ -71,9 +71,10 @@ async def stop_when_requested(rank: StoppableRank, serving: asyncio.Task[None]) 
         shutdown.given_up = client.stats.in_flight + client.stats.lost - lost
     # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
     shutdown.abort()
+    if client is not None:  # else it was cancelled above; a second time would cut its end off
+        serving.cancel()
     await rank.documents.end(shutdown.is_fast)
-    # 3. Servers end: by themselves if the drain was in time, else they are killed.
-    serving.cancel()
+    # 3. Servers end meanwhile: by themselves if the drain was in time, else they are killed.
     await asyncio.wait([serving])
     # 4. What was handed over is written, the mirror gets its last version, and the rank is free for another process.
     checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``

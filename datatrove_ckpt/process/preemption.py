@@ -48,6 +48,7 @@ from datatrove_ckpt.process.slurm_job import (
     stop_time,
     usual_handler,
 )
+from datatrove_ckpt.process.worker import is_worker
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 # Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
@@ -220,6 +221,8 @@ class Preemption:
 
     def _requeueing_signal(self) -> list[int]:
         """The signal whose old handler requeues the job, as datatrove's Slurm executor has one."""
+        if is_worker():  # the parent decides what follows
+            return []
         for number in (signal.SIGUSR1, signal.SIGTERM):
             handler = self._previous.get(number, signal.getsignal(number))
             if callable(handler):

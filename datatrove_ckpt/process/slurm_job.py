@@ -133,7 +133,7 @@ def stop_time(end: float, reserve: float) -> float:
 def is_time_up(reserve: float) -> bool:
     """Whether a rank that starts now must stop at once. False for the first rank of a process. Does not ask Slurm."""
     end = _known_end()
-    if end is None and _first_asked:
+    if end is None and _first_asked and job_id() is not None:
         end = list(_first_asked)[-1]
     return end is not None and time.time() >= stop_time(end, reserve)
 

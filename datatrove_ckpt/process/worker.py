@@ -23,6 +23,8 @@ READY = "ready"
 CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end
 _LENGTH = 8  # bytes
 
+_is_worker = False
+
 
 class Work(NamedTuple):
     """What workers do with tasks. Pickled into them.
@@ -76,6 +78,11 @@ class Inbox:
             yield ForkingPickler.loads(message)
 
 
+def is_worker() -> bool:
+    """Whether this process is a worker, whose signal handlers are our own."""
+    return _is_worker
+
+
 def work(connection: Any, parent: int, numbers: Sequence[int], task: Work, slot: int) -> None:
     """The main function of a worker process.
 
@@ -84,6 +91,8 @@ def work(connection: Any, parent: int, numbers: Sequence[int], task: Work, slot:
         parent: process id.
         numbers: signals that ask for a stop. They are blocked when this is called.
     """
+    global _is_worker
+    _is_worker = True
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
     _die_with(parent)

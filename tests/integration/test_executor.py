@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused, UnexpectedExit, WorkerDied
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, Preempted, ServerRefused, UnexpectedExit, WorkerDied
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import runner
@@ -197,3 +199,20 @@ def test_an_error_of_a_rank_in_a_worker_is_the_error_that_is_raised(tmp_path: Pa
     write_inputs(tmp_path, 3)
     with FakeServer(status=lambda payload, times: 403) as server, pytest.raises(ServerRefused, match="HTTP 403"):
         job(tmp_path, server, 2).run()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """As in a batch script of Slurm that runs a program with this executor."""
+    write_inputs(tmp_path, 3)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3.0))  # half of a short time is for work
+    said = "Stopped by the end of the job's time limit. Run the same command again to resume."
+    with FakeServer(hold_after=4) as server:
+        with pytest.raises(Preempted, match=re.escape(said)):
+            job(tmp_path, server, workers, drain_seconds=0.1).run()
+        monkeypatch.delenv("SLURM_JOB_END_TIME")
+        server.release()
+        job(tmp_path, server, workers).run()
+    assert len(completed(tmp_path)) == 3

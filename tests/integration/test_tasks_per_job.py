@@ -188,4 +188,6 @@ def test_half_of_a_short_time_is_for_the_process_and_not_for_each_rank(
     assert slurm_job.stop_time(600, reserve) == stops
     assert not slurm_job.is_time_up(reserve)
     clock[0] = stops
+    assert not slurm_job.is_time_up(reserve), "this process is in no job"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert slurm_job.is_time_up(reserve)

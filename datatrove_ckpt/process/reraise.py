@@ -127,6 +127,10 @@ class _Handed(Preempted):
         return Preempted, self.args
 
 
+_Handed.__module__, _Handed.__qualname__ = Preempted.__module__, Preempted.__qualname__  # in logs it is one
+_Handed.__name__ = Preempted.__name__
+
+
 def _leave_late(number: int, seconds: float) -> None:
     """If a pool that has ended takes no results any more, or somebody else keeps the error."""
 

@@ -65,7 +65,8 @@ class Shutdown:
         self._requested_at = 0.0
         self._failure: BaseException | None = None
         self._unnoticed = False
-        self._callbacks: tuple[Callable[[], object], ...] = ()
+        # By any key; threads and signal handlers add and remove at any moment, which is atomic.
+        self._callbacks: dict[object, Callable[[], object]] = {}
 
     # what drives it ----------------------------------------------------------------------------------------------
 
@@ -85,8 +86,10 @@ class Shutdown:
 
     def abort(self, failure: BaseException | None = None) -> None:
         """Nothing that is in work is recorded from now on. The first failure counts. On the event loop."""
+        if self.aborted and (failure is None or self._failure is not None):
+            return  # each document that is cut off calls this
         self.aborted = True
-        self._failure = self._failure or failure
+        self._failure = failure
         self._changed()
 
     # what it is ---------------------------------------------------------------------------------------------------
@@ -143,18 +146,19 @@ class Shutdown:
     @contextmanager
     def calling(self, callback: Callable[[], object]) -> Iterator[None]:
         """Calls this after each change, perhaps in a signal handler."""
-        self._callbacks = (*self._callbacks, callback)
+        key = object()
+        self._callbacks[key] = callback
         try:
             yield
         finally:
-            self._callbacks = tuple(other for other in self._callbacks if other is not callback)
+            del self._callbacks[key]
 
     def call(self, callback: Callable[[], object]) -> None:
         """The same without an end."""
-        self._callbacks = (*self._callbacks, callback)
+        self._callbacks[object()] = callback
 
     def _changed(self) -> None:
-        for callback in self._callbacks:
+        for callback in list(self._callbacks.values()):
             callback()
 
     async def requested(self) -> None:

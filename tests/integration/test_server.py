@@ -331,6 +331,22 @@ def test_a_failed_start_is_tried_again() -> None:
     asyncio.run(play())
 
 
+@linux_only
+def test_after_a_stop_that_was_cancelled_the_next_one_waits_for_the_end() -> None:
+    async def play() -> None:
+        flags = {"family": True, "stubborn": True}
+        running = InferenceServer(custom(SERVER, flags, server_stop_timeout_sec=0.5), 0)
+        await running.start()
+        stopping = asyncio.create_task(running.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        with all_gone_within(family(), 0.1):
+            await running.stop()
+
+    asyncio.run(play())
+
+
 def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     script = "open('runs', 'a').write('x')\nimport no_such_module"
     text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))

@@ -87,6 +87,10 @@ class GuardedProcess:
             loop.remove_reader(handle)
             os.close(handle)
 
+    @property
+    def stop_requested(self) -> bool:
+        return self._lifeline is None
+
     def request_stop(self) -> None:
         """Let the guardian stop the server: SIGTERM, and SIGKILL for what is left after the timeout."""
         self._close_lifeline()

@@ -309,7 +309,7 @@ class InferenceServer(Server):
         process = self._process
         if process is not None:
             code = await process.wait()
-            if self._process is process:
+            if not process.stop_requested:
                 what = f"The {self.config.server_type} server died with exit code {code}."
                 raise ServerDied((await asyncio.to_thread(self._report, what, code))[0])
         await wait_until_cancelled()  # stopped on purpose: there is nothing to report
@@ -321,27 +321,23 @@ class InferenceServer(Server):
         await self.stop()
 
     async def stop(self) -> None:
-        process = self._release()
-        if process is not None and await process.wait_until_stopped() < 0:
+        self.request_stop()
+        # Cancelled here, it waits in the next call.
+        if (process := self._process) is not None and await process.wait_until_stopped() < 0:
             await asyncio.to_thread(self._kill_processes, process)
         self._forget()
 
     def stop_blocking(self) -> None:
         """The same without an event loop. Call ``request_stop`` of several servers first: then they stop together."""
-        process = self._release()
-        if process is not None and process.wait_until_stopped_blocking() < 0:
+        self.request_stop()
+        if (process := self._process) is not None and process.wait_until_stopped_blocking() < 0:
             self._kill_processes(process)
         self._forget()
 
     def request_stop(self) -> None:
-        """Begin to stop. ``stop`` or ``stop_blocking`` must follow."""
+        """Begin to stop, also if nobody waits for it. ``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
-
-    def _release(self) -> GuardedProcess | None:
-        self.request_stop()  # from now on the guardian stops everything, even if nobody waits for it
-        process, self._process = self._process, None
-        return process
 
     def _kill_processes(self, guarded: GuardedProcess) -> None:
         """The guardian itself was killed (it reports its server's signal n as 128 + n): do its work."""
@@ -350,6 +346,7 @@ class InferenceServer(Server):
             self._record.kill_processes()
 
     def _forget(self) -> None:
+        self._process = None
         if self._record is not None:
             self._record.remove()
             self._record = None

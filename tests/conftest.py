@@ -163,6 +163,12 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture(autouse=True)
+def _no_job_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test leaves the end of its Slurm job to the next: ranks would stop for it."""
+    monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
+
+
+@pytest.fixture(autouse=True)
 def _no_warm_servers() -> Iterator[None]:
     """No test leaves its servers to the next."""
     yield

@@ -52,7 +52,7 @@ from datatrove_ckpt.output.trial import Trial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.manager_watch import watch_managers
-from datatrove_ckpt.process.open_files import enough_open_files
+from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -197,7 +197,8 @@ class InferenceRunner(PipelineStep):
         """
         # Without a checkpoint a drain would save nothing: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
-        limit = enough_open_files(self.config.max_concurrent_generations, self.config.servers)
+        servers = self.config.servers
+        limit = enough_open_files(requests_at_once(self.config.max_concurrent_generations, servers), servers)
         with limit, Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
             preemption.check_time_limit()
             check_rank_in_template(self.output_writer, world_size)

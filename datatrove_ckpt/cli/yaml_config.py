@@ -327,7 +327,7 @@ def _words(kinds: list[Any]) -> str:
     choices = _choices(kinds)
     if str in kinds:  # a user who can give a string gives no DataFolder or file system object
         kinds = [k for k in kinds if k is type(None) or not any(map(_is_class, (k, *typing.get_args(k))))]
-    words = [f"one of {', '.join(choices)}"] if choices else []
+    words = [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
     words += [_word(kind) for kind in kinds if not (choices and (kind is type(None) or _origin(kind) is Literal))]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 

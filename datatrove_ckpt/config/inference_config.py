@@ -40,9 +40,10 @@ class InferenceConfig:
         pp: stages that the model's layers are divided into (pipeline parallelism).
         default_generation_params: payload keys that a rollout's own payload overrides.
         rollouts_per_document: rollouts of each document: how often the rollout function runs on it.
-        max_concurrent_generations: requests in flight at once, per task.
+        max_concurrent_generations: requests in flight at once, per task. "auto" (vllm, sglang, llamacpp): as many as
+            keep a short queue in each server, according to its metrics.
         max_concurrent_documents: documents in work at once, per task. None: max_concurrent_generations //
-            rollouts_per_document, at least 1.
+            rollouts_per_document, at least 1; with "auto", as many as keep the requests in flight.
         request_timeout: seconds one attempt of a request may take. None: 3600, because no request may wait without a
             limit.
         model_kwargs: further command-line flags of the server, ``{"enforce-eager": True, "seed": 1}``.
@@ -72,8 +73,6 @@ class InferenceConfig:
         server_restart_window_sec: length of the window in which ``server_max_restarts`` are counted.
         hang_timeout: seconds after which a server is killed and restarted if it has requests, has answered none of
             them, and its metrics show no new token.
-        target_waiting: requests to keep waiting inside each engine, according to its metrics. None: always send
-            ``max_concurrent_generations``, which otherwise is the upper limit. vLLM, SGLang and llamacpp only.
         server_python: the Python interpreter that starts vLLM, SGLang or a custom script, if the engine has a virtual
             environment of its own. None: the interpreter that runs this package.
         reuse_servers: the next task that a process works on takes over the servers of the one before, if that one
@@ -97,7 +96,7 @@ class InferenceConfig:
     pp: int = 1
     default_generation_params: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold a header's key
     rollouts_per_document: int = 1
-    max_concurrent_generations: int = 500
+    max_concurrent_generations: int | Literal["auto"] = 500
     max_concurrent_documents: int | None = None
     request_timeout: float | None = None
     model_kwargs: dict[str, Any] | None = None
@@ -117,7 +116,6 @@ class InferenceConfig:
     server_max_restarts: int = 3
     server_restart_window_sec: float = 3600.0
     hang_timeout: float = 600.0
-    target_waiting: int | None = None
     server_python: str | None = None
     reuse_servers: bool = True
 
@@ -126,7 +124,7 @@ class InferenceConfig:
         self._check_numbers()
         check_generation_params("default_generation_params", self.default_generation_params)
         self._check_context()
-        if self.max_concurrent_documents is None:
+        if self.max_concurrent_documents is None and self.max_concurrent_generations != "auto":
             self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
@@ -154,10 +152,26 @@ class InferenceConfig:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
         if self.server_type == "endpoint" and self.replicas > 1:
             raise ConfigError("replicas: launches servers; for several endpoints set endpoint_url to a list.")
-        if self.target_waiting is not None and self.server_type not in _WITH_METRICS:
-            raise ConfigError(f"target_waiting: needs a server with metrics: {', '.join(_WITH_METRICS)}.")
+        if isinstance(self.max_concurrent_generations, str):
+            self._check_auto(self.max_concurrent_generations)
         if self.server_python is not None and self.server_type not in _WITH_INTERPRETER:
             raise ConfigError(f"server_python: is for {', '.join(_WITH_INTERPRETER)} only; remove it.")
+
+    def _check_auto(self, setting: str) -> None:
+        if setting != "auto":
+            raise ConfigError(f'max_concurrent_generations: {setting!r} is not a number or "auto".')
+        if self.server_type not in _WITH_METRICS:
+            raise ConfigError(
+                f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
+                f"({', '.join(_WITH_METRICS)}). For server_type {self.server_type!r}, set a number."
+            )
+        flag, hides = _HIDES_METRICS.get(self.server_type, ("", ()))
+        given = {name.replace("_", "-"): value for name, value in (self.model_kwargs or {}).items()}
+        if flag in given and given[flag] in hides:
+            raise ConfigError(
+                f"max_concurrent_generations: auto needs the server's metrics, which {flag} in model_kwargs turns off. "
+                "Remove it, or set a number."
+            )
 
     def _check_numbers(self) -> None:
         for name in _POSITIVE:
@@ -166,7 +180,7 @@ class InferenceConfig:
                 raise ConfigError(f"{name} must be > 0; it is {value!r}.")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
-            if value is not None and not value >= 1:
+            if value not in (None, _AUTO.get(name)) and not value >= 1:
                 raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
         for name in _AT_LEAST_ZERO:
             if not getattr(self, name) >= 0:
@@ -255,10 +269,15 @@ _AT_LEAST_ONE = (
     "server_ready_max_attempts",
     "request_max_attempts",
     "replicas",
-    "target_waiting",
 )
+_AUTO = {"max_concurrent_generations": "auto"}
 _AT_LEAST_ZERO = ("server_start_max_retries", "server_max_restarts")
 _WITH_METRICS = ("vllm", "sglang", "llamacpp")
+# The flag that turns an engine's metrics off, and with which values.
+_HIDES_METRICS: dict[str, tuple[str, tuple[object, ...]]] = {
+    "vllm": ("disable-log-stats", (True,)),
+    "sglang": ("enable-metrics", (False, None)),
+}
 _WITH_INTERPRETER = ("vllm", "sglang", "custom")
 
 

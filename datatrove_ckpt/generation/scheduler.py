@@ -24,6 +24,7 @@ from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode, is_plain
+from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_tasks import DocumentTasks
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.exits import exit_error, name_of
@@ -111,7 +112,7 @@ class Scheduler:
         self._check_writable = check_writable
         self.drain = Drain()
         self._rollouts = config.rollouts_per_document
-        self._document_limit = asyncio.Semaphore(config.max_concurrent_documents or 1)
+        self._document_limit = DocumentLimit(config)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -182,6 +183,7 @@ class Scheduler:
         await self._server_needed.wait()
         async with self._connect() as (client, watch):
             self.observer.serving()
+            self._document_limit.follow(client.router)
             self.client.set_result(client)
             watching = asyncio.ensure_future(watch())
             try:

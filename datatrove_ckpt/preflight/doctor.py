@@ -17,6 +17,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.inference.servers.pool import check_servers
 from datatrove_ckpt.preflight.before_run import check_steps
 from datatrove_ckpt.preflight.checks import PreflightCheck, check_checkpoints, check_local_output, check_remote
@@ -90,7 +91,7 @@ def _needs(step: InferenceRunner, sample: Sample, ranks: int) -> Needs:
         sample,
         answer_bytes(step),
         step.records_per_chunk,
-        step.config.max_concurrent_documents or 1,
+        most_documents(step.config),
         ranks,
         stages_remotely=not step.output_writer.output_folder.is_local(),
     )

@@ -15,7 +15,7 @@ from datatrove_ckpt.preflight.before_run import check_output
 from datatrove_ckpt.preflight.checks import PreflightCheck, State, within
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
-from datatrove_ckpt.process.open_files import files_needed, limits, too_low
+from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 
 _SHOWN_MODELS = 5
 
@@ -52,7 +52,7 @@ def _check_answer(subject: str, answer: EndpointAnswer, model: str, silent: Stat
 
 def check_open_files(subject: str, config: Any) -> PreflightCheck:
     """Compares the need of one task with the hard limit of this machine."""
-    requests = config.max_concurrent_generations
+    requests = requests_at_once(config.max_concurrent_generations, config.servers)
     needed, allowed = files_needed(requests, config.servers), limits()[1]
     if allowed < needed:
         return PreflightCheck("problem", subject, "open files", too_low(requests, needed, allowed))

@@ -15,6 +15,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles
 
@@ -24,12 +25,15 @@ _PER_SERVER = 4
 _FILES = 128
 # What a library may open in addition: room, if the hard limit has it.
 _SPARE = 256
+# Under "auto", per server. More than any engine runs by default (vLLM 1024), so only the engine's queue is a limit.
+_MOST_PER_SERVER = 4096
+_FEWEST_PER_SERVER = 64
 # SQLite needs up to this many at once. They are closed again when it reports the error.
 _PROBED = 4
 _CODES = (errno.EMFILE, errno.ENFILE)
 _ADVICE = (
-    "Raise the limit where the tasks run (ulimit -n), or lower max_concurrent_generations. Everything saved so far is "
-    "kept: the same command resumes."
+    "Raise the limit where the tasks run (ulimit -n), or set a lower number for max_concurrent_generations. Everything "
+    "saved so far is kept: the same command resumes."
 )
 
 
@@ -41,6 +45,21 @@ def files_needed(requests: int, servers: int) -> int:
         servers: servers that the rank launches, or URLs that it sends requests to.
     """
     return _open_now() + requests + servers * _PER_SERVER + _FILES
+
+
+def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
+    """How many requests may be in flight at once.
+
+    Args:
+        setting: ``max_concurrent_generations``. For "auto", as many as the hard limit allows, between 64 and 4096 per
+            server.
+        servers: see ``files_needed``.
+    """
+    if setting != "auto":
+        return setting
+    # Connections to one server may still be idle while all requests go to the others.
+    fitting = (limits()[1] - files_needed(0, servers) - _SPARE) // (2 if servers > 1 else 1)
+    return max(_FEWEST_PER_SERVER * servers, min(_MOST_PER_SERVER * servers, fitting))
 
 
 def raise_limit(requests: int, servers: int) -> None:

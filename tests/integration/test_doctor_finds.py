@@ -382,6 +382,13 @@ def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
     assert "(ulimit -n " in text
 
 
+def test_open_files_under_auto_are_as_many_as_the_hard_limit_allows(found: Doctor) -> None:
+    auto = "--pipeline.1.config={server_type: vllm, model_name_or_path: m, max_concurrent_generations: auto}"
+    state, text = found(auto)["server, open files"]
+    assert state == "ok"
+    assert "requests at once need up to " in text
+
+
 def test_output_of_another_run_in_the_way(found: Doctor) -> None:
     Path("out").mkdir()
     Path("out/notes.txt").write_text("kept")

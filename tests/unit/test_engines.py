@@ -104,8 +104,9 @@ def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() ->
 
 
 def test_llamacpp_has_at_most_eight_slots() -> None:
-    argv = llamacpp_command(config("llamacpp"), 1, KEY, Path("/m.gguf"), cores=1).argv
-    assert argv[argv.index("--parallel") + 1] == "8"
+    for settings in ({}, {"max_concurrent_generations": "auto"}):
+        argv = llamacpp_command(config("llamacpp", **settings), 1, KEY, Path("/m.gguf"), cores=1).argv
+        assert argv[argv.index("--parallel") + 1] == "8"
 
 
 @pytest.mark.parametrize(("replicas", "cores", "threads"), [(1, 7, "7"), (2, 7, "3"), (3, 7, "2"), (8, 7, "1")])
@@ -230,14 +231,22 @@ def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path: Path)
         engine_command(config(server_python="/nowhere/python"), 1, KEY)
 
 
+AUTO = {"max_concurrent_generations": "auto"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"replicas": 0}, "replicas must be >= 1"),
         ({"hang_timeout": 0}, "hang_timeout must be > 0"),
         ({"server_max_restarts": -1}, "server_max_restarts must be >= 0"),
-        ({"target_waiting": 0}, "target_waiting must be >= 1"),
-        ({"server_type": "dummy", "target_waiting": 2}, "target_waiting: needs a server with metrics"),
+        ({"max_concurrent_generations": 0}, "max_concurrent_generations must be >= 1"),
+        ({"max_concurrent_generations": "all"}, "max_concurrent_generations: 'all' is not a number or \"auto\""),
+        ({"server_type": "dummy", **AUTO}, "auto follows the metrics of servers .* server_type 'dummy', set a number"),
+        ({"server_type": "endpoint", "endpoint_url": "http://x", **AUTO}, "server_type 'endpoint', set a number"),
+        ({"server_type": "custom", "model_kwargs": {"server_script": "x"}, **AUTO}, "'custom', set a number"),
+        ({"model_kwargs": {"disable_log_stats": True}, **AUTO}, "which disable-log-stats in model_kwargs turns off"),
+        ({"server_type": "sglang", "model_kwargs": {"enable-metrics": None}, **AUTO}, "which enable-metrics in"),
         ({"server_type": "llamacpp", "server_python": "python"}, "server_python: is for vllm, sglang, custom only"),
         ({"server_type": "endpoint", "endpoint_url": "http://x", "replicas": 2}, "replicas: launches servers"),
     ],

@@ -382,6 +382,33 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(
     assert "common cache folder" in log[0]
 
 
+async def _answer_all(tasks: list[asyncio.Task[Target]], made: Router) -> None:
+    for task in tasks:
+        made.release(await task)
+
+
+def test_a_call_tells_when_a_request_could_be_sent_and_none_waits() -> None:
+    async def play() -> None:
+        made = router(limit=2)
+        free: list[int] = []
+        made.on_free = lambda: free.append(made.capacity - made.in_flight)
+        tasks = [acquire(made) for _ in range(3)]
+        await settle()
+        made.release(await tasks[0])  # the third takes the place
+        assert free == [0]
+        await _answer_all(tasks[1:], made)
+        assert free == [0, 1, 2]
+
+    asyncio.run(play())
+
+
+def test_the_capacity_is_that_of_the_servers_that_are_up() -> None:
+    made = router(targets=3, limit=100)
+    assert made.capacity == 100
+    made.targets[0].limit, made.targets[1].limit, made.targets[2].up = 16, 24, False
+    assert made.capacity == 40
+
+
 # metrics ---------------------------------------------------------------------------------------------------------
 
 VLLM_METRICS = """
@@ -393,11 +420,13 @@ vllm:num_requests_waiting{engine="0",model_name="a {b} c"} 3.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 16.0
 vllm:generation_tokens_total{engine="0"} 2.561e+03
 vllm:prompt_tokens_total{engine="0"} 39.0
+vllm:num_preemptions_total{engine="0"} 4.0
+vllm:num_preemptions_total{engine="1"} 1.0
 """
 
 
 def test_metrics_of_all_engines_of_a_server_are_added_up() -> None:
-    assert parse_metrics("vllm", VLLM_METRICS) == Metrics(running=18.0, waiting=3.0, tokens=2600.0)
+    assert parse_metrics("vllm", VLLM_METRICS) == Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)
 
 
 def test_metrics_without_labels_are_read() -> None:

@@ -233,7 +233,12 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}",
          f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params.'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: many}",
-         f'{RUNNER}.config: max_concurrent_generations: "many" is not an int.'),
+         f'{RUNNER}.config: max_concurrent_generations: "many" is not auto or an int.'),
+        ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
+         f'{RUNNER}.config: max_concurrent_generations: "Auto" is not auto or an int, did you mean "auto"?'),
+        ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: auto}",
+         f"{RUNNER}.config: max_concurrent_generations: auto follows the metrics of servers that the run launches "
+         "itself (vllm, sglang, llamacpp). For server_type 'dummy', set a number."),
         ("model_name_or_path: m}", "model_name_or_path: m, tp: 0}", f"{RUNNER}.config: tp must be >= 1; it is 0."),
         ("server_type: dummy", "server_type: vlm",
          f'{RUNNER}.config: server_type: "vlm" is not one of llamacpp, vllm, sglang, endpoint, dummy, custom, '
@@ -258,7 +263,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("checkpoints_local_dir: checkpoints", "records_per_chunk: 1.5",
          f"{RUNNER}: records_per_chunk: 1.5 is not an int."),
         ("checkpoints_local_dir: checkpoints", "sync_seconds: auot",
-         f'{RUNNER}: sync_seconds: "auot" is not one of auto or a float, did you mean "auto"?'),
+         f'{RUNNER}: sync_seconds: "auot" is not auto or a float, did you mean "auto"?'),
         ("checkpoints_local_dir: checkpoints", "sync_seconds: -1",
          f'{RUNNER}: sync_seconds: must be "auto" or a number of seconds >= 0; it is -1.0.'),
         ("_${chunk_index}", "", None),

@@ -23,6 +23,7 @@ have answered 200 with half a text.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -40,9 +41,18 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.answers import Completion, RetryableError, parse_chat, parse_completion
 from datatrove_ckpt.inference.client.patience import Outage, RequestClock
-from datatrove_ckpt.inference.client.routing import AttemptLost, Death, HealthProbe, Request, Router, Target
+from datatrove_ckpt.inference.client.routing import (
+    FIRST_LIMIT,
+    AttemptLost,
+    Death,
+    HealthProbe,
+    Request,
+    Router,
+    Target,
+)
 from datatrove_ckpt.inference.client.transport import make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import Key
 
@@ -110,7 +120,7 @@ class CompletionClient:
         shutdown: Shutdown | None = None,
     ) -> None:
         self.stats = ClientStats()
-        self.router = Router(config.max_concurrent_generations, shutdown)
+        self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers), shutdown)
         self.outage = Outage(config.server_patience_seconds, clock)
         self._config = config
         self._sleep = sleep
@@ -151,6 +161,7 @@ class CompletionClient:
         target.url = HiddenUrl.wrap(url).join(self._path)
         timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
         target.transport = make_transport(target.url, api_key, timeout, self._proxied)
+        target.limit = FIRST_LIMIT if self._config.max_concurrent_generations == "auto" else math.inf
         target.up = True
         self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers
         self.router.admit()

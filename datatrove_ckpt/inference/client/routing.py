@@ -31,6 +31,8 @@ from datatrove_ckpt.inference.client.transport import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
 
+# Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
+FIRST_LIMIT = 16
 _DEATHS_TO_QUARANTINE = 2
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
@@ -218,11 +220,13 @@ class Router:
 
     Attributes:
         on_release: called after each attempt that ends.
+        on_free: gets a call when a target could take a request, and none waits.
     """
 
     def __init__(self, limit: int, shutdown: Shutdown | None = None) -> None:
         self.targets: list[Target] = []
         self.on_release: Callable[[], None] = lambda: None
+        self.on_free: Callable[[], None] = lambda: None
         self._shutdown = shutdown or Shutdown()
         self._limit = limit
         self._in_flight = 0
@@ -234,6 +238,11 @@ class Router:
     def in_flight(self) -> int:
         """Attempts under way at all targets together."""
         return self._in_flight
+
+    @property
+    def capacity(self) -> int:
+        """How many attempts the targets that are up may have under way together."""
+        return int(min(self._limit, sum(target.limit for target in self.targets if target.up)))
 
     @property
     def closed(self) -> bool:
@@ -281,6 +290,7 @@ class Router:
             self._waiting.popleft()
             if target is not None:
                 future.set_result(self._assign(target))
+        self.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """The server of a target is dead: the attempts that it has in flight are lost."""

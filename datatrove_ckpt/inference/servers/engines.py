@@ -168,10 +168,15 @@ def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_pat
         "alias": config.model_name_or_path,
         "port": port,
         "context": config.model_max_context,
-        "parallel": min(config.max_concurrent_generations, _MAX_LLAMACPP_SLOTS),
+        "parallel": _llamacpp_slots(config),
         "threads": max(1, cores // config.replicas),
     }
     return EngineCommand((*start, *_arguments(flags, config)), _key_in_environment(api_key))
+
+
+def _llamacpp_slots(config: InferenceConfig) -> int:
+    requests = config.max_concurrent_generations
+    return _MAX_LLAMACPP_SLOTS if requests == "auto" else min(requests, _MAX_LLAMACPP_SLOTS)
 
 
 def dummy_command(config: InferenceConfig, port: int, api_key: Key) -> EngineCommand:

@@ -1,4 +1,4 @@
-"""Reads an engine's /metrics (Prometheus text format): requests that run, requests that wait, tokens so far."""
+"""Reads an engine's /metrics (Prometheus text format): running, waiting and preempted requests, tokens."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import aiohttp
 
 from datatrove_ckpt.redaction import HiddenDict, frames_cut
 
-# Per engine: running, waiting, and the counters that grow while it works. Prompt tokens count, too: a long prompt can
-# take longer than ``hang_timeout``.
-_NAMES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+# Per engine: running, waiting, preempted so far, and the counters that grow while it works. Prompt tokens count, too: a
+# long prompt can take longer than ``hang_timeout``. llama.cpp preempts nothing.
+_NAMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "vllm": (
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
+        "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
     ),
     "sglang": (
         "sglang:num_running_reqs",
         "sglang:num_queue_reqs",
+        "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     ),
     "llamacpp": (
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",
+        "",
         ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
     ),
 }
@@ -36,25 +39,28 @@ class Metrics:
     Attributes:
         running, waiting: requests.
         tokens: generated and processed since its start.
+        preemptions: requests that lost their place in the KV cache since its start, and waited again.
     """
 
     running: float
     waiting: float
     tokens: float
+    preemptions: float = 0.0
 
 
 def parse_metrics(server_type: str, text: str) -> Metrics | None:
     """None if the text contains none of the engine's metrics."""
-    running, waiting, tokens = _NAMES[server_type]
+    running, waiting, preemptions, tokens = _NAMES[server_type]
     found: dict[str, float] = {}
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name in (running, waiting, *tokens):
+        if name and name in (running, waiting, preemptions, *tokens):
             value = line[line.rindex("}") + 1 :] if "}" in line else line[len(name) :]
             found[name] = found.get(name, 0.0) + float(value.split()[0])
     if not found:
         return None
-    return Metrics(found.get(running, 0.0), found.get(waiting, 0.0), sum(found.get(name, 0.0) for name in tokens))
+    processed = sum(found.get(name, 0.0) for name in tokens)
+    return Metrics(found.get(running, 0.0), found.get(waiting, 0.0), processed, found.get(preemptions, 0.0))
 
 
 async def read_metrics(

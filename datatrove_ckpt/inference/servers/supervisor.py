@@ -27,6 +27,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Death
+from datatrove_ckpt.inference.servers.admission import Admission, adapt_admission
 from datatrove_ckpt.inference.servers.health import NO_ANSWER, request_health
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
@@ -44,8 +45,6 @@ _LONG_AGO = -1.0
 _PROGRESS_CHECKS_PER_HANG = 4
 _MAX_PROGRESS_INTERVAL = 30.0
 _METRICS_TIMEOUT = 5.0
-_ADMISSION_INTERVAL = 1.0
-_FIRST_ADMISSION = 16  # requests
 # Before the first restart; doubled for each further one within the window.
 _FIRST_BACKOFF = 1.0
 _MAX_BACKOFF = 60.0
@@ -92,8 +91,6 @@ class ServerSupervisor:
         if not await self.server.take_over(self.config, self.rank):
             await self.server.start()
         self._death_cause = asyncio.get_running_loop().create_future()
-        if self.config.target_waiting is not None:
-            self.target.limit = _FIRST_ADMISSION
         self.client.mark_up(self.target, self.server.url, self.server.api_key)
 
     async def stop(self) -> None:
@@ -121,8 +118,9 @@ class ServerSupervisor:
         """Watch the server until it is dead; the cause."""
         async with aiohttp.ClientSession() as self._session:
             watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
-            if self.config.target_waiting is not None:
-                watchers.append(self._adapt_admission(self.config.target_waiting))
+            if self.config.max_concurrent_generations == "auto":
+                router = self.client.router
+                watchers.append(adapt_admission(self._name, self.target, router, self._metrics, Admission()))
             tasks = [asyncio.create_task(watcher) for watcher in watchers]
             waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
             try:
@@ -180,7 +178,7 @@ class ServerSupervisor:
         self._recent_restarts.append(now)
         return backoff_seconds(len(self._recent_restarts), _FIRST_BACKOFF, _MAX_BACKOFF)
 
-    # the four watchers -------------------------------------------------------------------------------------------
+    # the watchers -----------------------------------------------------------------------------------------------
 
     async def _watch_process(self) -> None:
         try:
@@ -221,29 +219,6 @@ class ServerSupervisor:
                 "(hang_timeout)"
             )
         return metrics.tokens if metrics is not None else None
-
-    async def _adapt_admission(self, target_waiting: int) -> None:
-        """Keep ``target_waiting`` requests in the engine's queue. With an empty queue the engine may idle; with a long
-        queue a death of the server loses more requests than necessary.
-
-        The difference between the queue and ``target_waiting`` is added to, or taken from, the requests in flight.
-        These include requests that the engine does not count: their text is still being tokenized, or their answer is
-        being read. So if nothing waits, more than the difference may be missing: the addition doubles each time.
-        """
-        missing = target_waiting
-        while True:
-            await asyncio.sleep(_ADMISSION_INTERVAL)
-            metrics = await self._metrics(_METRICS_TIMEOUT)
-            if metrics is None:
-                continue
-            target = self.target
-            if metrics.waiting >= 1:
-                missing = target_waiting
-                target.limit = max(target_waiting, target.in_flight + target_waiting - metrics.waiting)
-            elif target.in_flight >= target.limit:
-                target.limit = min(target.in_flight + missing, self.config.max_concurrent_generations)
-                missing *= 2
-            self.client.router.admit()
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         assert self._session is not None

@@ -153,7 +153,7 @@ async def measure(
     settings: dict[str, Any], fixed: list[int], seconds: float, rounds: int, words: int = 60, tokens: int = 96
 ) -> dict[Setting, list[Phase]]:
     """The phases of each setting. They take turns."""
-    found: dict[Setting, list[Phase]] = {setting: [] for setting in ("auto", *fixed)}
+    found: dict[Setting, list[Phase]] = {"auto": [], **{number: [] for number in fixed}}
     async with launched(settings) as server:
         bench = Bench(server, settings, words, tokens)
         await bench.phase(fixed[0], min(seconds, WINDOW))  # warms the engine up

@@ -99,7 +99,7 @@ def test_a_missing_gguf_is_one_clear_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def job(folder: Path, documents: int = 24, too_long: int = 0) -> Job:
+def job(folder: Path, documents: int = 24, too_long: int = 0, **changes: object) -> Job:
     settings = {
         "server_type": "llamacpp",
         "model_name_or_path": GGUF,
@@ -108,6 +108,7 @@ def job(folder: Path, documents: int = 24, too_long: int = 0) -> Job:
         "hang_timeout": 4.0,
         "model_kwargs": {"threads": 1},
         "server_stop_timeout_sec": 2.0,
+        **changes,
     }
     return Job(folder, settings, documents=documents, too_long=too_long, tokens=8, concurrency=8, standing_clock=True)
 
@@ -121,7 +122,7 @@ def stop_server(process: JobProcess) -> None:
 
 
 def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
-    letters = job(tmp_path, documents=4, too_long=1)
+    letters = job(tmp_path, documents=4, too_long=1, max_concurrent_generations="auto")
     letters.run()
     letters.check("plain run", restarts=0)
     assert "HTTP 400" in letters.dead_letters()["too-long-0"]

@@ -8,6 +8,7 @@ re-requested after its answer. The tests spend most of their time in starts of v
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -23,6 +25,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from tests.bench.auto_concurrency import best_fixed, measure, report
 from tests.bench.engine.work import INSTRUCTION
 from tests.real import environment
 from tests.real.faults import (
@@ -68,12 +71,30 @@ def stop_engine(process: JobProcess) -> None:
 
 
 def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
-    plain = job(tmp_path, too_long=2)
+    plain = job(tmp_path, too_long=2, max_concurrent_generations="auto")
     plain.run()
     plain.check("plain run", restarts=0)
     letters = plain.dead_letters()
     assert sorted(letters) == ["too-long-0", "too-long-1"]
     assert all("HTTP 400" in error for error in letters.values())
+
+
+def test_auto_is_as_fast_as_the_best_number_and_its_queue_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    settings = {
+        "server_type": "vllm",
+        "model_name_or_path": environment.model(),
+        "server_python": environment.vllm_python(),
+        "model_max_context": 1024,
+        "model_kwargs": {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 32},
+        "use_chat": False,
+    }
+    found = asyncio.run(measure(settings, [16, 64, 256], seconds=35.0, rounds=2))
+    print("\n" + report(found))
+    best, auto = best_fixed(found), found["auto"]
+    assert median(phase.steady for phase in auto) >= 0.95 * best
+    assert all(phase.longest_relative_queue <= 2 for phase in auto)
 
 
 def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(tmp_path: Path) -> None:

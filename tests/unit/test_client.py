@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import socket
 import struct
@@ -670,6 +671,22 @@ def test_a_restarted_server_is_asked_at_its_new_place() -> None:
                 await client.complete(BODY)
             assert (len(old.requests), len(new.requests)) == (1, 1)
             assert b"Bearer new" in new.requests[0][0]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("setting", "limit"), [("auto", 16), (500, math.inf)])
+def test_a_restarted_server_gets_few_requests_first_under_auto(setting: int | str, limit: float) -> None:
+    async def play() -> None:
+        settings = InferenceConfig("vllm", "m", max_concurrent_generations=setting)  # type: ignore[arg-type]
+        async with CompletionClient(settings, [], None) as client:
+            target = client.add()
+            for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+                client.mark_up(target, url, None)
+                assert target.limit == limit
+                target.limit = 300
+                client.mark_dead(target, "restart")
+                await client.disconnect(target)
 
     asyncio.run(play())
 

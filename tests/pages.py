@@ -23,6 +23,7 @@ RUN_ELSEWHERE = {
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
     "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
+    "python -m tests.bench.auto_concurrency --model MODEL --flags max-num-seqs=64": "tests/real/test_vllm.py",
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",

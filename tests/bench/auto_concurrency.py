@@ -9,6 +9,7 @@ medians over the rounds:
 
     tokens/s      answered in the last two thirds of a phase, by the engine's own counter
     of the best   that, as a share of the best fixed number
+    running       the mean number of requests that ran meanwhile; other work on the machine changes it less
     seconds       until ten seconds begin in which the engine reaches 95 % of the best fixed number
     queue         the longest queue in the engine's metrics, sampled ten times per second, and the longest relative to
                   the target that ``auto`` had then
@@ -64,6 +65,13 @@ class Phase:
     @property
     def steady(self) -> float:
         return self.rate(self.samples[-1][0] / 3, self.samples[-1][0])
+
+    @property
+    def running(self) -> float:
+        """Mean number of running requests, once they are steady."""
+        end = self.samples[-1][0]
+        part = [metrics.running for at, metrics, _ in self.samples if at >= end / 3]
+        return sum(part) / len(part)
 
     def reaches(self, rate: float) -> float:
         """Seconds until ten seconds begin in which the rate is reached; infinite if there are none."""
@@ -175,8 +183,8 @@ def best_fixed(found: dict[Setting, list[Phase]]) -> float:
 def report(found: dict[Setting, list[Phase]]) -> str:
     best = best_fixed(found)
     lines = [
-        "| setting | tokens/s | of the best fixed | seconds to 95 % of it | longest queue | in targets | preemptions |",
-        "|---|---|---|---|---|---|---|",
+        "| setting | tokens/s | of the best fixed | running | seconds to 95 % | queue | in targets | preempted |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for setting, phases in found.items():
         steady = median(phase.steady for phase in phases)
@@ -186,6 +194,7 @@ def report(found: dict[Setting, list[Phase]]) -> str:
             f"`{setting}`",
             f"{steady:,.0f}",
             f"{steady / best:.2f}",
+            f"{median(phase.running for phase in phases):.1f}",
             "never" if reached == float("inf") else f"{reached:.0f}",
             f"{max(phase.longest_queue for phase in phases):.0f}",
             relative,

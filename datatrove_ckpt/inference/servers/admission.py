@@ -14,8 +14,8 @@ Four facts shape the rule:
 - An engine that runs more than its KV cache can hold preempts requests: they lose their place and their work, and wait
   again. If requests always waited, it would do so all the time. So after a preemption the limit is what runs, and grows
   slowly from there. In the simulation of ``tests/unit/test_admission.py`` this wins up to a fifth of the throughput if
-  prompts are expensive. Preempted requests are in the queue before anyone can react: only they can make it longer than
-  twice the target.
+  prompts are expensive. What was sent cannot be taken back: while the texts of running requests outgrow the cache, the
+  queue can be longer than twice the target.
 """
 
 from __future__ import annotations

@@ -229,8 +229,9 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1)))
     parser.add_argument("--only", default="", help='part of a line, such as "ours, 4" or SIGKILL')
     options = parser.parse_args()
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        signal.signal(number, handler)  # nohup and a shell's & ignore them, and jobs would inherit that
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        # nohup and a shell's & ignore them, and jobs would inherit that.
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     expected, bad = undisturbed(), 0
     print("| executor, workers | signal | tries | exit codes | seconds, median / most | left | asked twice | equal |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

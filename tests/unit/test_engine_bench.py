@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,28 @@ def test_settings_go_through_a_file(tmp_path: Path) -> None:
 
 
 def test_the_clock_starts_with_the_first_request_and_not_with_the_first_document() -> None:
-    meter = rows.Meter()
+    meter = rows.Meter(2)
 
     async def send(payload: str) -> str:
         return payload
 
-    assert meter.first is None
+    before = time.monotonic()
+    assert meter.clock.first == 0
     assert asyncio.run(meter.watched(send)("a")) == "a"
-    first = meter.first
-    assert first is not None
+    first = meter.clock.first
+    assert before <= first <= time.monotonic()
     asyncio.run(meter.watched(send)("b"))
-    assert meter.first == first
     meter.answered({"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}})
+    assert meter.clock.last == 0, "one is missing"
+    while rows._cpu_seconds() - meter._cpu < 0.03:  # three ticks of the clock of /proc
+        pass
     meter.answered({"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": None})
     result = meter.result()
     assert (result["answers"], result["prompt_tokens"], result["completion_tokens"]) == (2, 10, 6)
     assert result["cached_tokens"] == 2
-    assert result["last"] >= first
+    assert result["last"] >= result["first"] == first
+    assert result["cpu"] >= 0.03
+    assert result["cpu_of_all"] > 0
 
 
 # SGLang cannot generate without a GPU. tests/real/test_parsers.py holds these names against the real package.
@@ -97,7 +103,7 @@ def test_what_the_offline_tool_of_sglang_says_is_counted(tmp_path: Path, monkeyp
 
 def result(seconds: float, **changes: Any) -> table.Result:
     counts = {"answers": 4, "prompt_tokens": 400, "completion_tokens": 32, "cached_tokens": 100}
-    return {"first": 10.0, "last": 10.0 + seconds, "wall": seconds + 5, **counts, **changes}
+    return {"first": 10.0, "last": 10.0 + seconds, "wall": seconds + 5, "cpu_of_all": 2 * seconds, **counts, **changes}
 
 
 def test_the_table_shows_medians_of_the_ratios_of_each_round() -> None:
@@ -108,8 +114,8 @@ def test_the_table_shows_medians_of_the_ratios_of_each_round() -> None:
     assert text.splitlines()[0].startswith("vLLM, model: 4 prompts of 100 tokens, 8 tokens for each answer, 2 requests")
     assert "medians of 3 rounds. Measured on an abacus." in text
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert lines[2] == ["offline: `LLM.generate`", "32", "1.000", "1.0", "6.0", "", "25 %"]
-    assert lines[3] == ["ours, with checkpoints", "26", "0.800 (0.800 to 1.000)", "1.2", "6.2", "2.00", "25 %"]
+    assert lines[2] == ["offline: `LLM.generate`", "32", "1.000", "1.0", "6.0", "2.0", "", "25 %"]
+    assert lines[3] == ["ours, with checkpoints", "26", "0.800 (0.800 to 1.000)", "1.2", "6.2", "2.5", "2.00", "25 %"]
 
 
 def test_rows_that_did_other_work_are_named() -> None:

@@ -13,6 +13,7 @@ parameters are set by our own program for its server.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,41 @@ from typing import Any
 Answers = list[dict[str, Any]]
 
 
-def _vllm(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answers]:
+class Clock:
+    """The time, and the CPU seconds of this process and all below it, from the first request to the last answer."""
+
+    def __init__(self) -> None:
+        self.first = self.last = self._cpu = 0.0
+
+    def start(self) -> None:
+        self._cpu = _cpu_of_all()
+        self.first = time.monotonic()
+
+    def stop(self) -> None:
+        self.last = time.monotonic()
+        self._cpu = _cpu_of_all() - self._cpu
+
+    def result(self) -> dict[str, float]:
+        return {"first": self.first, "last": self.last, "cpu_of_all": self._cpu}
+
+
+def _cpu_of_all() -> float:
+    """CPU seconds of this process and its descendants that run."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            values = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        parents[pid], ticks[pid] = int(values[1]), int(values[11]) + int(values[12])
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+
+
+def _vllm(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -30,10 +65,10 @@ def _vllm(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answer
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(job["arguments"])
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
     parameters = SamplingParams(**job["parameters"])
-    first = time.monotonic()
+    clock.start()
     outputs = llm.generate(prompts, parameters, use_tqdm=False)
-    last = time.monotonic()
-    answers = [
+    clock.stop()
+    return [
         {
             "text": output.outputs[0].text,
             "prompt_tokens": len(output.prompt_token_ids),
@@ -42,24 +77,23 @@ def _vllm(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answer
         }
         for output in outputs
     ]
-    return first, last, answers
 
 
-def _sglang(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answers]:
+def _sglang(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
 
     engine = Engine(server_args=prepare_server_args(job["arguments"]))
     given = dict(job["parameters"])
     given["max_new_tokens"] = given.pop("max_tokens")
-    first = time.monotonic()
+    clock.start()
     outputs = engine.generate(prompt=prompts, sampling_params=given)
-    last = time.monotonic()
+    clock.stop()
     engine.shutdown()
-    return first, last, [{"text": output["text"], **_counts(output["meta_info"])} for output in outputs]
+    return [{"text": output["text"], **_counts(output["meta_info"])} for output in outputs]
 
 
-def _llamacpp(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, Answers]:
+def _llamacpp(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
     from concurrent.futures import ThreadPoolExecutor
 
     import xllamacpp
@@ -76,10 +110,10 @@ def _llamacpp(job: dict[str, Any], prompts: list[str]) -> tuple[float, float, An
 
     # As many requests at the server as a client of its HTTP keeps there.
     with ThreadPoolExecutor(job["in_flight"]) as threads:
-        first = time.monotonic()
+        clock.start()
         answers = list(threads.map(answer, prompts))
-        last = time.monotonic()
-    return first, last, answers
+        clock.stop()
+    return answers
 
 
 def _counts(usage: dict[str, Any]) -> dict[str, int]:
@@ -92,12 +126,13 @@ _ENGINES = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
-    first, last, answers = _ENGINES[job["engine"]](job, [row["text"] for row in rows])
+    clock = Clock()
+    answers = _ENGINES[job["engine"]](job, [row["text"] for row in rows], clock)
     with Path(job["output"]).open("w") as file:
         for row, answer in zip(rows, answers, strict=True):
             file.write(json.dumps({**row, "answer": answer["text"]}) + "\n")
     counts = {name: sum(answer[name] for answer in answers) for name in _counts({})}
-    Path(sys.argv[2]).write_text(json.dumps({"first": first, "last": last, "answers": len(answers), **counts}))
+    Path(sys.argv[2]).write_text(json.dumps({**clock.result(), "answers": len(answers), **counts}))
 
 
 if __name__ == "__main__":  # vLLM and SGLang may spawn processes, which import this file

@@ -14,11 +14,11 @@ import json
 import os
 import resource
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.bench.engine.offline import Clock
 from tests.bench.engine.work import Work
 
 _SERVE = Path(__file__).with_name("serve.py")
@@ -27,25 +27,28 @@ _SERVE = Path(__file__).with_name("serve.py")
 class Meter:
     """When the first request left, when the last answer came, what they held, and what CPU this process took."""
 
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.last = 0.0
+    def __init__(self, documents: int) -> None:
+        self.clock = Clock()
+        self.documents = documents
         self.answers = 0
         self.counts = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
-        self._cpu = self._cpu_before = 0.0
+        self._cpu = 0.0
+        self._sent = False
 
     def sent(self) -> None:
-        if self.first is None:
-            self._cpu_before = _cpu_seconds()
-            self.first = time.monotonic()
+        if not self._sent:
+            self._sent = True
+            self.clock.start()
+            self._cpu = _cpu_seconds()
 
     def answered(self, usage: dict[str, Any]) -> None:
-        self.last = time.monotonic()
-        self._cpu = _cpu_seconds()
         self.answers += 1
         details = usage.get("prompt_tokens_details") or {}
         for name in self.counts:
             self.counts[name] += usage.get(name) or details.get(name) or 0
+        if self.answers == self.documents:
+            self._cpu = _cpu_seconds() - self._cpu
+            self.clock.stop()
 
     def watched(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """The same function; the first call is noted. What a runner does before its server is ready does not count."""
@@ -57,11 +60,10 @@ class Meter:
         return sending
 
     def result(self) -> dict[str, Any]:
-        cpu = self._cpu - self._cpu_before
-        return {"first": self.first, "last": self.last, "answers": self.answers, "cpu": cpu, **self.counts}
+        return {**self.clock.result(), "answers": self.answers, "cpu": self._cpu, **self.counts}
 
 
-METER = Meter()  # of the module, because datatrove copies steps and what they hold
+METER = Meter(0)  # of the module, because datatrove copies steps and what they hold
 
 
 async def rollout(document: Any, generate: Callable[[dict[str, Any]], Awaitable[Any]]) -> Any:
@@ -161,7 +163,9 @@ ROWS = {"bare": run_bare, "ours": run_ours, "datatrove": run_datatrove}
 
 def main() -> None:
     folder = Path(sys.argv[2])
-    ROWS[sys.argv[1]](Work.load(folder / "work.json"), folder)
+    work = Work.load(folder / "work.json")
+    METER.documents = work.documents
+    ROWS[sys.argv[1]](work, folder)
     (folder / "result.json").write_text(json.dumps(METER.result()))
 
 

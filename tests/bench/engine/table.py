@@ -46,9 +46,9 @@ def markdown(results: Results, work: Work, machine: str) -> str:
         f"each answer, {work.batch} requests in the engine at once, {work.in_flight} in flight over HTTP; "
         f"medians of {rounds} round{'s' if rounds > 1 else ''}. {machine}",
         "",
-        "| | tokens/s | of offline | first request to last answer, s | whole command, s | client CPU, ms/request "
-        "| prompt from prefix cache |",
-        "|---|---|---|---|---|---|---|",
+        "| | tokens/s | of offline | first request to last answer, s | whole command, s | CPU of all, s "
+        "| CPU of the client, ms/request | prompts from prefix cache |",
+        "|---|---|---|---|---|---|---|---|",
         *(_line(row, some, results[OFFLINE], work) for row, some in results.items()),
     ]
     return "\n".join(lines) + "\n"
@@ -74,6 +74,7 @@ def _line(row: str, some: list[Result], offline: list[Result], work: Work) -> st
         f"{share:.3f}{spread}",
         f"{_median(some, seconds):.1f}",
         f"{_median(some, lambda result: result['wall']):.1f}",
+        f"{_median(some, lambda result: result['cpu_of_all']):.1f}",
         f"{1000 * _median(some, lambda result: result['cpu']) / work.documents:.2f}" if "cpu" in some[0] else "",
         f"{100 * _median(some, lambda result: result['cached_tokens'] / result['prompt_tokens']):.0f} %",
     ]

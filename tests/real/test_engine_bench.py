@@ -24,6 +24,6 @@ def test_every_row_answers_the_same_prompts_at_the_same_length(tmp_path: Path) -
     assert main(["--engine", "llamacpp", *arguments, "--rows", *rows]) == 0
     assert len([line for line in output.read_text().splitlines() if line.startswith("| ")]) == 1 + len(rows)
     results = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [result["row"] for result in results] == [row for row in rows for _ in range(2)]
+    assert [result["row"] for result in results] == [*rows, *reversed(rows)]
     assert {result["answers"] for result in results} == {6}
     assert all(result["wall"] > result["last"] - result["first"] > 0 for result in results)

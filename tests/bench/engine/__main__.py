@@ -115,12 +115,16 @@ def _offline_command(work: Work, folder: Path) -> list[str]:
     return [work.python or sys.executable, *script, str(folder / "job.json"), str(folder / "result.json")]
 
 
-def run_rounds(rows: list[str], rounds: int, work: Work, folder: Path) -> Results:
+def run_rounds(rows: list[str], rounds: int, work: Work, folder: Path, kept: Path | None) -> Results:
+    """Every row in every round. Each result is appended to ``kept`` at once: a later row may fail."""
     results: Results = {row: [] for row in rows}
     for number in range(1, rounds + 1):
         for row in rows if number % 2 else reversed(rows):
             result = run_row(row, work, folder / f"{number}-{row}")
             results[row].append(result)
+            if kept:
+                with kept.open("a") as file:
+                    file.write(json.dumps({"round": number, "row": row, **result}) + "\n")
             told = f"{rate(result):,.1f} tokens/s, {result['wall']:.0f} s; load {os.getloadavg()[0]:.1f}"
             print(f"round {number}, {row}: {told}", flush=True)
     return results
@@ -166,23 +170,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     before = os.getloadavg()[0]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="engine-bench-"))
-    results = run_rounds(rows, options.rounds, work, folder)
+    results = run_rounds(rows, options.rounds, work, folder, options.json)
     if options.folder is None:
         shutil.rmtree(folder)  # not after a failure, whose message names it
     text = markdown(results, work, machine(work, (before, os.getloadavg()[0])))
     print(f"\n{text}")
-    _write(options, results, text)
+    if options.output:
+        options.output.write_text(text)
     wrong = unequal_work(results, work)
     print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
     return 1 if wrong else 0
-
-
-def _write(options: argparse.Namespace, results: Results, text: str) -> None:
-    if options.output:
-        options.output.write_text(text)
-    if options.json:
-        with options.json.open("a") as file:
-            file.writelines(json.dumps({"row": row, **one}) + "\n" for row, some in results.items() for one in some)
 
 
 if __name__ == "__main__":

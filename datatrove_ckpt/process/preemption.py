@@ -128,7 +128,7 @@ class Preemption:
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}")
-        raise_again(self._received, self.shutdown.message)
+        raise_again(self._received, self.shutdown)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):

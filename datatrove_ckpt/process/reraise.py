@@ -27,20 +27,19 @@ from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.manager_watch import end_managers, managers_gone
 from datatrove_ckpt.process.parent_watch import is_pool_worker
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted
 
 _DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
 # For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.
 _HAND_IN_SECONDS = 60.0
+_HAND_IN_FAST_SECONDS = 5.0  # after a second signal
 _SEND_SECONDS = 5.0
 _EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
 
 
-def raise_again(numbers: Sequence[int], message: str) -> None:
+def raise_again(numbers: Sequence[int], shutdown: Shutdown) -> None:
     """Gives each signal its usual effect. Returns if none of them ends the rank.
-
-    Args:
-        message: of ``Preempted``.
 
     Raises:
         Preempted: in a worker of a pool, always.
@@ -67,7 +66,7 @@ def raise_again(numbers: Sequence[int], message: str) -> None:
                     raise end from None  # the rank's own end, as its context, would add nothing
                 ends = ends or number
     if is_pool_worker():
-        _fail_task(ends, message)
+        _fail_task(ends, shutdown)
 
 
 def _exit(number: int) -> NoReturn:
@@ -94,13 +93,13 @@ def end_by(number: int) -> NoReturn:
     os._exit(128 + number)  # the signal is blocked, or another thread takes its time
 
 
-def _fail_task(ends: int, message: str) -> NoReturn:
+def _fail_task(ends: int, shutdown: Shutdown) -> NoReturn:
     """Fails a pool's task.
 
     Args:
         ends: the signal of which the worker ends once it has handed in the error; 0: it does not.
     """
-    error = _Handed(message, ends)
+    error = _Handed(shutdown.message, ends, _HAND_IN_FAST_SECONDS if shutdown.is_fast else _HAND_IN_SECONDS)
     try:
         raise error from None
     finally:
@@ -110,11 +109,11 @@ def _fail_task(ends: int, message: str) -> NoReturn:
 class _Handed(Preempted):
     """Ends the process once the pool's worker has sent this error: then the worker lets go of it, and holds no lock."""
 
-    def __init__(self, message: str, number: int) -> None:
+    def __init__(self, message: str, number: int, seconds: float) -> None:
         super().__init__(message)
         self._number = number
         if number:
-            _leave_late(number, _HAND_IN_SECONDS)
+            _leave_late(number, seconds)
 
     def __reduce__(self) -> tuple[type[Preempted], tuple[object, ...]]:
         """Called when the error is sent; its traceback goes as text."""

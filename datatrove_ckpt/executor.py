@@ -92,7 +92,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         Raises:
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
-        check_before_run(self, any(_retries(step) for step in self.pipeline))
+        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        if not runners:  # what datatrove does with other pipelines stays as it is
+            return self.run_ranks()
+        check_before_run(self, any(runner.retry_dead_letters for runner in runners))
         stats = self.run_ranks()
         check_after_run(self)
         return stats
@@ -177,10 +180,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 def _run_rank(pickled: bytes, slot: int, rank: int) -> PipelineStats:
     """Runs one rank in a worker."""
     return ForkingPickler.loads(pickled)._run_for_rank(rank, slot)
-
-
-def _retries(step: object) -> bool:
-    return isinstance(step, InferenceRunner) and step.retry_dead_letters
 
 
 def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:

@@ -134,6 +134,13 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[
         LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), **arguments)
 
 
+def test_a_pipeline_without_our_step_is_not_checked(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    steps = [JsonlReader(str(tmp_path / "empty")), Step(tmp_path)]
+    LocalPipelineExecutor(steps, logging_dir=str(tmp_path / "logs")).run()
+    assert completed(tmp_path) == {0}
+
+
 @pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
 def test_what_it_depends_on_runs_first(tmp_path: Path, first: type[DatatroveExecutor]) -> None:
     (tmp_path / "first").mkdir()

@@ -91,6 +91,9 @@ def copy_mode(path: Path, fd: int) -> None:
         os.fchmod(fd, stat.S_IMODE(path.stat().st_mode))
 
 
+_TRIES = 100
+
+
 class Disk:
     """The effects. Paths are absolute. Nothing is buffered here, so an effect that has returned survives kill -9."""
 
@@ -178,11 +181,19 @@ class Disk:
 
     def make_dirs(self, path: Path, mode: int = PUBLIC_FOLDER) -> None:
         """Makes the folder and its missing parents, which are public. All of them survive power loss."""
-        if path.is_dir():
-            return
-        self.make_dirs(path.parent)
-        self.make_dir(path, mode)
-        self.sync_dir(path.parent)
+        for tries_left in reversed(range(_TRIES)):
+            if path.is_dir():
+                return
+            self.make_dirs(path.parent)
+            try:
+                self.make_dir(path, mode)
+                self.sync_dir(path.parent)
+            except StorageFailed as error:
+                # Ranks share parents, and one that ends removes a parent that is empty just now.
+                if not isinstance(error.__cause__, FileNotFoundError) or not tries_left:
+                    raise
+            else:
+                return
 
     def detach(self, path: Path) -> None:
         """Replaces the file with a copy of it: a process that still has the old one open writes where nobody reads."""

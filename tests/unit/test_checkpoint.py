@@ -438,3 +438,27 @@ def test_ranks_in_threads_of_one_process_write_to_their_own_files(
         for index in range(3):
             expected = b"".join(b"%d %d %d\n" % (rank, index, turn) for turn in range(300))
             assert (tmp_path / f"{rank} {index}").read_bytes() == expected
+
+
+# folders that ranks share ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_can_be_made_while_another_rank_removes_the_parent_that_they_share(tmp_path: Path) -> None:
+    failures: list[StorageFailed] = []
+
+    def rank(number: int) -> None:
+        parent, disk = tmp_path / "staging", files.Disk()
+        try:
+            for _ in range(300):
+                disk.make_dirs(parent / str(number))
+                disk.remove_tree(parent / str(number))
+                disk.remove_dir(parent)
+        except StorageFailed as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

@@ -134,16 +134,23 @@ def _joined(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
     return {name: "; ".join(filter(None, [first.get(name), second.get(name)])) for name in {**first, **second}}
 
 
+_NAMES = ("rollout_fn", "shared_context")
+
+
 def _code_fields(now: dict[str, Any], when_made: dict[str, Any]) -> dict[str, Any]:
     """Code and constants as they are now: a worker unpickles the step, and may import a newer module with it.
 
-    Lists, dicts, and the attributes of an object are settings when the step is made, and state later.
+    Lists, dicts, and the attributes of an object are settings when the step is made, and state later. If no code has
+    changed, what is missing now was lost on the way to a worker: a function of the script is pickled by value, without
+    the name and module that ``functools.wraps`` gave it.
     """
     kept = {name: value for name, value in when_made.items() if isinstance(value, list | dict)}
     if _is_object(when_made):
         attributes = [name for name in when_made if name.startswith("rollout_fn.") and not name.endswith(" code")]
         kept |= {name: when_made[name] for name in attributes}
         now = {name: value for name, value in now.items() if name in when_made}
+    if all(now.get(name, value) == value for name, value in when_made.items() if name.endswith(" code")):
+        kept |= {name: when_made[name] for name in when_made if name not in now or name in _NAMES}
     return {**now, **kept}
 
 

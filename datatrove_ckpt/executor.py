@@ -10,6 +10,7 @@ It differs in what happens here:
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,8 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.errors import ConfigError, UnexpectedExit, WorkerDied
+from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, compare
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
@@ -34,6 +36,7 @@ from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner
 
 _DEPENDENCY_POLL = 120.0  # seconds
+_TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -122,6 +125,11 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         for done, result in enumerate(self._results(ranks), len(local) - len(ranks) + 1):
             logger.info(f"{done}/{self.world_size} tasks completed.")
             stats += result
+        if left := self.get_incomplete_ranks(ranks, skip_completed=True):
+            raise CkptError(
+                f"{len(left)} of {self.world_size} tasks have ended, but are not marked as complete; task {left[0]} is "
+                f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the same command again."
+            )
         with self.logging_dir.open("stats.json", "wt") as file:
             stats.save_to_disk(file)
         logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
@@ -152,17 +160,36 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
         # Pickled here for every start method: each rank gets a copy of its own.
-        work = Work(partial(_run_rank, bytes(ForkingPickler.dumps(self))), close_warm_servers)
+        kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
+        work = Work(partial(_run_rank, self._pickled(), kept), close_warm_servers)
+        stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         try:
-            with Workers(context, self.workers, work, numbers, self.max_rank_attempts) as workers:
+            with Workers(context, self.workers, work, numbers, self.max_rank_attempts, stop_seconds) as workers:
                 for _, stats in workers.run(ranks):
                     yield stats
         except Stopped:
             pass
         if workers.signal is not None:
             end_as(workers.signal)
-        if workers.lost:
-            raise _lost(workers.lost, self.world_size)
+        lost = self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True)
+        yield from (self._saved_stats(rank) for rank in workers.lost.keys() - set(lost))
+        if lost:
+            raise _lost({rank: workers.lost[rank] for rank in lost}, self.world_size)
+
+    def _pickled(self) -> bytes:
+        try:
+            return bytes(ForkingPickler.dumps(self))
+        except Exception as error:  # whatever a step's __reduce__ raises
+            raise ConfigError(
+                f"The pipeline cannot be sent to worker processes: {type(error).__name__}: {error}. Every step, its "
+                "rollout and its shared_context must be picklable; give a function that makes what is not, such as a "
+                "connection or a generator. Or set workers=1."
+            ) from error
+
+    def _saved_stats(self, rank: int) -> PipelineStats:
+        """Of a rank that is complete, although its worker died before it could send them."""
+        with self.logging_dir.open(f"stats/{rank:05d}.json") as file:
+            return PipelineStats.from_json(json.load(file))
 
     def _run_dependency(self) -> None:
         if self.depends is None:
@@ -170,21 +197,56 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if not self.depends._launched:
             logger.info("Running first what this executor depends on.")
             self.depends.run()
+        alone = self.depends.local_tasks == self.depends.world_size
         while left := len(self.depends.get_incomplete_ranks(skip_completed=True)):
+            if alone:  # nobody else will run them
+                raise CkptError(
+                    f"{left} of {self.depends.world_size} tasks of the executor in depends are not complete. Their "
+                    f"logs are in {self.depends.logging_dir.resolve_paths('logs')}. Run that one again first."
+                )
             logger.info(
                 f"{left} of {self.depends.world_size} tasks that this executor depends on are not complete yet."
             )
             time.sleep(_DEPENDENCY_POLL)
 
 
-def _run_rank(pickled: bytes, slot: int, rank: int) -> PipelineStats:
-    """Runs one rank in a worker."""
-    return ForkingPickler.loads(pickled)._run_for_rank(rank, slot)
+def _run_rank(pickled: bytes, identities: Sequence[RunIdentity], slot: int, rank: int) -> PipelineStats:
+    """Runs one rank in a worker.
+
+    Args:
+        pickled: the executor.
+        identities: of the runners with checkpoints, in the process that started this one.
+    """
+    executor: LocalPipelineExecutor = ForkingPickler.loads(pickled)
+    _check_code(executor, identities)
+    if executor.is_rank_completed(rank):  # by a worker that died just afterwards
+        return executor._saved_stats(rank)
+    return executor._run_for_rank(rank, slot)
+
+
+def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:
+    """Before anything is paid for.
+
+    Raises:
+        CheckpointMismatch: this worker has other code or values than its parent.
+    """
+    runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
+    for runner, parents in zip(kept, identities, strict=True):
+        if changes := compare(as_kept(parents.fields), runner.identity(executor.world_size)):
+            lines = "".join(f"  {change.field}: {change.shown_old} -> {change.shown_new}\n" for change in changes)
+            raise CheckpointMismatch(
+                f"The worker processes have other code or values than the process that started them:\n{lines}"
+                "They import the script and its modules anew. So what is set under `if __name__ == '__main__':`, or "
+                "changed after an import, is not there. Pass it to the rollout in a functools.partial or as "
+                "shared_context, or set start_method='fork'."
+            )
 
 
 def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:
     named = "; ".join(f"task {rank}: {why}" for rank, why in sorted(lost.items()))
+    memory = "SIGKILL mostly means that the machine was out of memory: use fewer workers. "
     return WorkerDied(
-        f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died ({named}). SIGKILL mostly "
-        "means that the machine was out of memory: use fewer workers. Run the same command again to resume."
+        f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died ({named}). "
+        f"{memory if 'SIGKILL' in named else ''}Run the same command again to resume."
     )

@@ -18,6 +18,7 @@ import multiprocess
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
+from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"
 CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end
@@ -83,17 +84,21 @@ def is_worker() -> bool:
     return _is_worker
 
 
-def work(connection: Any, parent: int, numbers: Sequence[int], task: Work, slot: int) -> None:
+def work(connection: Any, parent: int, environment: HiddenDict, numbers: Sequence[int], task: Work, slot: int) -> None:
     """The main function of a worker process.
 
     Args:
         connection: to the parent.
         parent: process id.
+        environment: the parent's, now. A fork server has that of its own start.
         numbers: signals that ask for a stop. They are blocked when this is called.
     """
     global _is_worker
     _is_worker = True
     os.setpgid(0, 0)
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
     _die_with(parent)
     _Worker(connection, numbers, task, slot).serve()
@@ -148,12 +153,19 @@ class _Worker:
                 raise SystemExit
             value = self._work.run(self._slot, number)
             self._in_task = False
+            self._end_fork(0)
         except BaseException as error:  # even a SystemExit: the parent waits for the outcome of this task
             self._in_task = False
+            self._end_fork(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
             if self._told is not None and not _is_failure(error):
                 return Outcome("stopped", self._told)
             return Outcome("failed", _sendable(error, number))
         return Outcome("done", value)
+
+    def _end_fork(self, code: int) -> None:
+        """Ends this process if it is something that the task forked: the pipe and the next task are its parent's."""
+        if os.getpid() != self._pid:
+            os._exit(code)
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ datatrove's own executor uses a pool. CPython's pool waits without end for the t
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -30,15 +31,18 @@ from typing import Any, NoReturn, Self
 
 from loguru import logger
 from multiprocess import connection as connections
+from multiprocess import resource_tracker
 
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.worker import CLOSED, READY, Inbox, Outcome, Work, work
+from datatrove_ckpt.redaction import HiddenDict
 
 SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time are the same request to stop
 # Seconds that workers have to end after a second signal, and one that has nothing left to do but to end.
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
+_LONGEST_WAIT = 3600.0
 
 
 class Stopped(Exception):
@@ -56,7 +60,8 @@ class _Process:
         self.ends_by: float | None = None  # it is killed then
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
-        self.process = context.Process(target=work, args=(theirs, os.getpid(), numbers, task, slot), daemon=False)
+        arguments = (theirs, os.getpid(), HiddenDict(os.environ), numbers, task, slot)
+        self.process = context.Process(target=work, args=arguments, daemon=False)
         try:
             self.process.start()
         finally:
@@ -110,13 +115,22 @@ class Workers:
         work: what they do.
         numbers: signals that ask for a stop. Those that this process ignores stay ignored.
         max_attempts: how many workers may die of the same task.
+        stop_seconds: a worker that takes longer to end its task after a request to stop is killed.
 
     Attributes:
         lost: the tasks that were given up, and why.
         signal: the first signal that came.
     """
 
-    def __init__(self, context: Any, count: int, work: Work, numbers: Iterable[int], max_attempts: int) -> None:
+    def __init__(
+        self,
+        context: Any,
+        count: int,
+        work: Work,
+        numbers: Iterable[int],
+        max_attempts: int,
+        stop_seconds: float = math.inf,
+    ) -> None:
         self.lost: dict[int, str] = {}
         self.signal: int | None = None
         self._context = context
@@ -124,6 +138,7 @@ class Workers:
         self._work = work
         self._numbers = [number for number in sorted(set(numbers)) if _is_handled(number)]
         self._max_attempts = max_attempts
+        self._stop_seconds = stop_seconds
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
         self._attempts: Counter[int] = Counter()
@@ -131,6 +146,7 @@ class Workers:
         self._error: Exception | None = None
         self._is_failing = False  # the other tasks are told to stop
         self._requests = 0
+        self._is_hurried = False
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
         self._previous: dict[int, Any] = {}
@@ -187,6 +203,7 @@ class Workers:
         free = sum(worker.task is None for worker in self._workers)
         while not self._stops and len(self._tasks) > free and len(self._workers) < self._count:
             slot = min(set(range(self._count)) - {worker.slot for worker in self._workers})
+            resource_tracker.ensure_running()  # its own start unblocks signals
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             try:
                 self._workers.append(_Process(self._context, slot, self._work, self._numbers))
@@ -209,7 +226,7 @@ class Workers:
     def _wait(self) -> None:
         """Until a message has come, a worker has ended, a signal has come, or somebody's time is over."""
         limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
-        seconds = max(0.0, min(limits) - time.monotonic()) if limits else None
+        seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT)) if limits else None
         sources = [self._woken, *(worker.sentinel for worker in self._workers)]
         open_ = [worker.connection for worker in self._workers if not worker.inbox.is_closed]
         ready = connections.wait([*sources, *open_], seconds)
@@ -287,19 +304,26 @@ class Workers:
             number = self._to_pass_on.popleft()
             busy = [worker for worker in self._workers if worker.task is not None]
             why = "a task has failed" if self.signal is None else signal.Signals(number).name
-            logger.warning(f"{why}: {plural(len(busy), 'running task')} must stop; what is finished is saved.")
+            if self._requests > 1:
+                why = f"{why} again, the drain is over"
+            if busy:
+                logger.warning(f"{why}: {plural(len(busy), 'running task')} must stop; what is finished is saved.")
             for worker in busy:
                 worker.signal(number)
+                worker.ends_by = worker.ends_by or time.monotonic() + self._stop_seconds
             for worker in self._workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save
                     worker.signal(signal.SIGKILL)
-        if self._requests > 1:
+        if self._requests > 1 and not self._is_hurried:
+            self._is_hurried = True
             for worker in self._workers:
-                worker.ends_by = worker.ends_by or time.monotonic() + _AFTER_SECOND_SIGNAL
+                worker.ends_by = min(worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL)
 
     def _kill_late(self) -> None:
         for worker in self._workers:
             if worker.ends_by is not None and time.monotonic() >= worker.ends_by:
+                if worker.task is not None:
+                    logger.error(f"Task {worker.task} does not end. Its process {worker.process.pid} is killed.")
                 worker.signal(signal.SIGKILL)
                 worker.ends_by = None
 
@@ -334,5 +358,6 @@ def _handle(pid: int | None) -> int | None:
 def _cannot_start(why: str) -> WorkerDied:
     return WorkerDied(
         f"No worker process could be started: {why}. What it printed is above. In a script, run() must be called under "
-        "`if __name__ == '__main__':`, because each worker imports the script."
+        "`if __name__ == '__main__':`, because each worker imports the script. A program without a file, as one from "
+        "standard input, needs start_method='fork'."
     )

@@ -6,6 +6,9 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,7 +22,15 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor, executor
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, Preempted, ServerRefused, UnexpectedExit, WorkerDied
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    CkptError,
+    ConfigError,
+    Preempted,
+    ServerRefused,
+    UnexpectedExit,
+    WorkerDied,
+)
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import runner
@@ -223,3 +234,126 @@ def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
         server.release()
         job(tmp_path, server, workers).run()
     assert len(completed(tmp_path)) == 3
+
+
+class DiesWhenMarked(Step):
+    """Its process is killed as soon as rank 1 is marked as complete: nobody hears of its end."""
+
+    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        marker = Path(self.folder, "logs", "completions", "00001")
+
+        def kill() -> None:
+            while not marker.exists():
+                time.sleep(0.0005)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == 1:
+            threading.Thread(target=kill, daemon=True).start()
+        yield from super().run(data, rank, world_size)
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+def test_a_rank_that_is_complete_counts_although_its_worker_died_before_it_said_so(tmp_path: Path, tries: int) -> None:
+    class SlowToSaySo(LocalPipelineExecutor):
+        def mark_rank_as_completed(self, rank: int) -> None:
+            super().mark_rank_as_completed(rank)
+            time.sleep(0.3 if rank == 1 else 0.0)
+
+    SlowToSaySo(
+        [DiesWhenMarked(tmp_path)], 3, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=tries
+    ).run()
+    assert json.loads((tmp_path / "logs" / "stats.json").read_text())[0]["stats"]["ranks"]["total"] == 3
+    assert len(attempts(tmp_path)[1]) == 1
+
+
+def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalPipelineExecutor, "mark_rank_as_completed", lambda self, rank: None, raising=False)
+    with pytest.raises(CkptError, match="3 of 3 tasks have ended, but are not marked as complete; task 0 is the first"):
+        LocalPipelineExecutor([Step(tmp_path)], 3, 1, str(tmp_path / "logs")).run()
+
+
+def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    first = LocalPipelineExecutor([Step(tmp_path / "first", "error")], 2, 1, str(tmp_path / "first" / "logs"))
+    with pytest.raises(ValueError, match="no such row"):
+        first.run()
+    with pytest.raises(CkptError, match="1 of 2 tasks of the executor in depends are not complete"):
+        LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=first).run()
+
+
+def test_what_cannot_be_pickled_is_one_message(tmp_path: Path) -> None:
+    step = Step(tmp_path)
+    step.stream = (number for number in range(3))  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="cannot be sent to worker processes: TypeError: cannot pickle 'generator'"):
+        LocalPipelineExecutor([step], 2, 2, str(tmp_path / "logs")).run()
+
+
+OTHER_CODE = """
+import functools, sys
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.readers import JsonlReader
+import prompts
+
+def logged(function):
+    @functools.wraps(function)
+    async def inner(document, generate):
+        return await function(document, generate)
+    return inner
+
+@logged
+async def decorated(document, generate):
+    return await prompts.ask(document, generate)
+
+if __name__ == "__main__":
+    url, rollout, workers, prefix, method = sys.argv[1:]
+    prompts.PREFIX = prefix
+    runner = InferenceRunner(
+        {"decorated": decorated, "ask": prompts.ask}[rollout],
+        InferenceConfig("endpoint", "m", endpoint_url=url),
+        JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir="checkpoints",
+    )
+    reader = JsonlReader("input", add_file_path=False)
+    LocalPipelineExecutor([reader, runner], 3, int(workers), "logs", start_method=method).run()
+"""
+PROMPTS = """
+PREFIX = "default"
+
+async def ask(document, generate):
+    return (await generate({"messages": [{"role": "user", "content": f"{PREFIX} {document.text}"}]})).text
+"""
+
+
+def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "script.py", *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
+    write_inputs(tmp_path, 3)
+    (tmp_path / "script.py").write_text(OTHER_CODE)
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    with FakeServer() as server:
+        for workers, method in (("3", "spawn"), ("1", "spawn"), ("2", "fork")):
+            done = run_script(tmp_path, server.url, "decorated", workers, "default", method)
+            assert done.returncode == 0, done.stderr
+            (tmp_path / "logs" / "completions" / "00001").unlink()
+        assert set(server.asked.values()) == {1}
+
+
+def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(tmp_path: Path) -> None:
+    write_inputs(tmp_path, 3)
+    (tmp_path / "script.py").write_text(OTHER_CODE)
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    with FakeServer() as server:
+        done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "spawn")
+        assert done.returncode == 1
+        assert not server.payloads
+        said = "The worker processes have other code or values than the process that started them:\n"
+        assert f'{said}  rollout_fn.PREFIX: "of the command line" -> "default"' in done.stderr
+        assert "set start_method='fork'" in done.stderr
+        done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")
+        assert done.returncode == 0, done.stderr
+        assert all(question.startswith("of the command line") for question in server.asked)

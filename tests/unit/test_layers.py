@@ -24,7 +24,7 @@ ROOMS = {
     "config": "errors redaction",
     "documents": "errors formatting",
     "rollouts": "errors config",
-    "process": "errors formatting",
+    "process": "errors formatting redaction",
     "checkpoint": "errors redaction process",
     "mirror": "errors formatting backoff redaction remote_errors config process checkpoint",
     "inference.client": "errors backoff redaction config process",
@@ -38,7 +38,7 @@ ROOMS = {
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output"
     " readers generation runner maintenance",
-    "executor": "errors formatting process inference.servers runner preflight",
+    "executor": "errors formatting process checkpoint inference.servers runner preflight",
     "cli": "errors formatting redaction config checkpoint readers generation runner maintenance preflight executor",
     "testing": "errors checkpoint mirror",
 }

@@ -396,3 +396,49 @@ class LoadsForever:
 def load_forever(started: Path) -> None:
     started.touch()
     time.sleep(60)
+
+
+@pytest.mark.parametrize("end", ["returns", "sys.exit", "raises"])
+def test_a_fork_that_falls_out_of_its_task_says_nothing_in_the_name_of_its_parent(tmp_path: Path, end: str) -> None:
+    def run(slot: int, task: int) -> str:
+        if task == 0 and os.fork() == 0:
+            until(tmp_path / "second task")
+            if end == "sys.exit":
+                sys.exit(0)
+            if end == "raises":
+                raise ValueError("of the fork")
+            return "of the fork"
+        if task == 1:
+            (tmp_path / "second task").touch()
+            time.sleep(0.3)
+        return f"of {task}"
+
+    with group(run, 1) as workers:
+        assert dict(workers.run(range(3))) == {task: f"of {task}" for task in range(3)}
+
+
+def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> None:
+        (tmp_path / "started").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    thread = in_thread(lambda: until(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    context, work = multiprocess.get_context("fork"), Work(run, nothing)
+    with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers, pytest.raises(Stopped):
+        list(workers.run([0]))
+    thread.join()
+
+
+def environment(slot: int, task: int) -> str:
+    return os.environ.get("OF_THE_PARENT", "nothing")
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_have_the_environment_of_now(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("first", "second"):  # a fork server keeps that of its own start
+        monkeypatch.setenv("OF_THE_PARENT", value)
+        with group(environment, method=method) as workers:
+            assert dict(workers.run([1])) == {1: value}
+    monkeypatch.delenv("OF_THE_PARENT")
+    with group(environment, method=method) as workers:
+        assert dict(workers.run([1])) == {1: "nothing"}

@@ -190,7 +190,9 @@ class Disk:
                 self.sync_dir(path.parent)
             except StorageFailed as error:
                 # Ranks share parents, and one that ends removes a parent that is empty just now.
-                if not isinstance(error.__cause__, FileNotFoundError) or not tries_left:
+                vanished = isinstance(error.__cause__, FileNotFoundError)
+                vanished |= isinstance(error.__cause__, FileExistsError) and (path.is_dir() or not path.exists())
+                if not vanished or not tries_left:
                     raise
             else:
                 return

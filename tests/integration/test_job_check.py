@@ -319,7 +319,7 @@ def test_a_corrected_rollout_is_refused_with_its_name_and_the_command_to_type(
     typed = ("--pipeline.1.rollout_fn=my_rollouts.rewrite", "--executor.tasks=1")
     Path("my_rollouts.py").write_text(ROLLOUTS)
     assert "what is this?" in run(*typed, code=1)
-    Path("my_rollouts.py").write_text(ROLLOUTS.replace("id 3", "id x"))
+    Path("my_rollouts.py").write_text(ROLLOUTS.replace("id 3", "no such id"))
     monkeypatch.delitem(sys.modules, "my_rollouts")
     error = run(*typed, code=1)
     assert "rollout_fn code: " in error

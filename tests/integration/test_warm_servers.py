@@ -26,6 +26,7 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import CkptError, ServerDied
 from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
+from datatrove_ckpt.inference.servers.file_stamps import stamp, stamps_of_arguments
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
@@ -215,6 +216,93 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
     assert not is_alive(engines()[0])
     (line,) = [line for line in log if "Rank 1 does not take over the server of rank 0, which is stopped:" in line]
     assert names in line
+
+
+def change_in_place(path: str) -> None:
+    """Other content of the same size, at another time."""
+    file = Path(path)
+    before = file.stat()
+    file.write_bytes(file.read_bytes()[::-1])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+def replace_with_the_same_time(path: str) -> None:
+    file, new = Path(path), Path(path + ".new")
+    before = file.stat()
+    new.write_bytes(file.read_bytes()[::-1])
+    os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+    new.replace(file)
+
+
+@pytest.mark.parametrize(
+    ("edit", "edited", "differs"),
+    [
+        (change_in_place, "template", "files of --chat_template"),
+        (replace_with_the_same_time, "template", "files of --chat_template"),
+        (os.remove, "template", "files of --chat_template"),
+        (change_in_place, "loras/one/weights", "files of --lora"),
+        (change_in_place, "loras/two/weights", "files of --lora-modules"),
+        (change_in_place, "loras/a=b, c/weights", "files of --lora-modules"),
+        (change_in_place, "loras/three/weights", "files of --speculative"),
+        (change_in_place, "m/weights", "model"),
+        (change_in_place, "m/encoder/weights", "model"),
+        (change_in_place, "persona.py", "modules beside server_script"),
+        (change_in_place, "package/voice.py", "modules beside server_script"),
+        (change_in_place, "real/tools.py", "modules beside server_script"),
+        (change_in_place, "unrelated", None),
+    ],
+)
+def test_a_server_is_not_taken_over_when_a_file_that_it_was_started_with_has_changed(
+    edit: Callable[[str], None], edited: str, differs: str | None, log: list[str]
+) -> None:
+    loras = ("one", "two", "three", "a=b, c")
+    files = ["template", "unrelated", "m/weights", "m/encoder/weights", *(f"loras/{name}/weights" for name in loras)]
+    for path in [*files, "persona.py", "package/voice.py", "real/tools.py"]:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("# secret\n")
+    Path("engine.py").rename("real/engine.py")
+    Path("engine.py").symlink_to("real/engine.py")
+    kwargs = {
+        "server_script": "engine.py",
+        "chat_template": "template",
+        "lora": str(Path("loras/one").absolute()),
+        "lora-modules": ["two=loras/two", '{"name": "odd", "path": "loras/a=b, c"}'],
+        "speculative": {"model": "loras/three", "tokens": 5},
+        "long": "{% if a = b %} " * 5000,
+        "null": "/dev/null",
+    }
+    run(0, model_kwargs=kwargs)
+    edit(edited)
+    run(1, model_kwargs=kwargs)
+    assert len(engines()) == (1 if differs is None else 2)
+    if differs is not None:
+        (line,) = [line for line in log if "Rank 1 does not take over the server of rank 0" in line]
+        assert line.endswith(f"which is stopped: what it needs differs in {differs}.\n")
+
+
+def test_odd_values_have_no_stamp() -> None:
+    values = ("\0", "~nobody/", "$", "[" * 100_000, "{", "", "=", "a" * 5000, "\udc80", "/dev/null", "--", "-1")
+    for value in values:
+        assert stamps_of_arguments([f"--odd={value}", value], ()) == {}
+    Path("folder").mkdir(mode=0o000)
+    Path("broken").symlink_to("nowhere")
+    assert stamps_of_arguments(["--a=folder", "--b=broken"], ()) == {"--a": {"folder": []}}
+
+
+def test_the_stamp_of_a_folder_is_bounded() -> None:
+    for folder in ("full", "full/below", "full/more"):
+        Path(folder).mkdir()
+        for number in range(700):
+            Path(folder, f"{number:04d}").touch()
+    for number in range(700, 1200):
+        Path("full", f"{number:04d}").touch()
+    stamped = stamp("full")
+    assert isinstance(stamped, list)
+    assert len(stamped) == 2000
+    Path("full/1199").write_text("beyond")
+    assert stamp("full") == stamped
+    Path("full/below/0000").write_text("within")
+    assert stamp("full") != stamped
 
 
 def test_two_runners_of_one_pipeline_with_different_models_take_turns() -> None:

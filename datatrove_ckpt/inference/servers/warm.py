@@ -5,7 +5,8 @@ and only between two ranks:
 
     a rank's end                    its servers become the warm set (``keep``), if the rank succeeds (``one_rank``)
     the next rank needs a server    it gets the warm set (``take``) if its servers would have the same settings, and
-                                    asks each server for its health; otherwise the warm set is stopped first
+                                    no file that they were started with has changed (``file_stamps``), and asks
+                                    each server for its health; otherwise the warm set is stopped first
     no rank within IDLE_SECONDS     the warm set is stopped, because somebody else may need the GPUs
     an error, a stop request        the warm set is stopped
     the process ends                it stops the warm set and waits for it; if it is killed, the guardians do the rest
@@ -34,6 +35,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.inference.servers.engines import engine_command
+from datatrove_ckpt.inference.servers.file_stamps import stamp, stamp_of_folder, stamps_of_arguments
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key
@@ -100,11 +102,14 @@ def server_settings(config: InferenceConfig) -> Settings:
         ConfigError, ServerStartFailed: see ``engine_command``.
     """
     command = engine_command(config, _PORT, Key(""))
-    script = (config.model_kwargs or {}).get("server_script") if config.server_type == "custom" else None
+    model = config.model_name_or_path
+    script = str((config.model_kwargs or {})["server_script"]) if config.server_type == "custom" else ""
     parts: dict[str, object] = {
         "command line": command.argv,
-        "server_script": _stamp(script),
-        "model": _stamp(config.model_name_or_path),
+        "server_script": stamp(script),
+        "modules beside server_script": script and _modules_beside(script),
+        "model": stamp(model),
+        **{f"files of {flag}": part for flag, part in stamps_of_arguments(command.argv, [model, script]).items()},
         "replicas": config.replicas,
         "server_stop_timeout_sec": config.server_stop_timeout_sec,
         "server_log_folder": config.server_log_folder,
@@ -117,17 +122,15 @@ def server_settings(config: InferenceConfig) -> Settings:
     }
 
 
+def _modules_beside(script: str) -> object:
+    """The stamps of the modules of a script. Python looks for them beside the file that a link leads to."""
+    real = os.path.realpath(script)
+    stamps = [stamp_of_folder(folder, ".py") for folder in (Path(script).parent, Path(real).parent)]
+    return [module for modules in stamps for module in modules if os.path.realpath(module[0]) != real]
+
+
 def _hash(part: object) -> str:
     return xxhash.xxh3_128_hexdigest(repr(part).encode())
-
-
-def _stamp(path: object) -> tuple[int, int] | None:
-    """Changes when the file changes; None for what is no path, such as a model's name."""
-    try:
-        status = Path(os.path.expandvars(str(path))).expanduser().stat()
-    except (OSError, ValueError, RuntimeError):
-        return None
-    return status.st_mtime_ns, status.st_size
 
 
 async def take(settings: Settings | None, rank: int) -> list[InferenceServer] | None:

@@ -56,6 +56,7 @@ from datatrove_ckpt.process.open_files import enough_open_files, requests_at_onc
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.readers.steps import StepRecord
 from datatrove_ckpt.redaction import Veiled
 from datatrove_ckpt.rollouts import Rollout, check_use_chat
 
@@ -115,6 +116,7 @@ class InferenceRunner(PipelineStep):
     config = Veiled()
     shared_context = Veiled()
     how_to_accept = "set accept_changes=True"  # the command line has other words
+    steps_before: list[StepRecord] | None = None  # who starts an executor tells it, see preflight
 
     def __init__(
         self,
@@ -347,7 +349,7 @@ class InferenceRunner(PipelineStep):
         failures = Failures(
             self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept, taken
         )
-        documents = DocumentSource(data, failures.keep_as_read, self.seek)
+        documents = DocumentSource(data, failures.keep_as_read, self.seek, self.steps_before)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
             with self._inference_timer(), shared_arguments(self.shared_context, preemption) as shared:

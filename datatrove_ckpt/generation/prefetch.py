@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from datatrove.data import Document
 from loguru import logger
@@ -32,6 +32,7 @@ from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
+from datatrove_ckpt.readers.steps import StepRecord
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
@@ -72,12 +73,19 @@ class DocumentSource:
         documents: from datatrove's generator.
         keep_as_read: keep the bytes of each document for a dead letter.
         seek: whether a resume may seek; None: if no step may keep state (see ``stateful_steps``).
+        pipeline: the steps before the runner, as the executor has them; None if that is not known.
     """
 
-    def __init__(self, documents: Iterable[Document], keep_as_read: bool = False, seek: bool | None = None) -> None:
+    def __init__(
+        self,
+        documents: Iterable[Document],
+        keep_as_read: bool = False,
+        seek: bool | None = None,
+        pipeline: Sequence[StepRecord] | None = None,
+    ) -> None:
         self._stateful_steps = stateful_steps(documents) if seek is None else []
         self._may_seek = not self._stateful_steps if seek is None else seek
-        self._readers = PipelineReaders(documents)
+        self._readers = PipelineReaders(documents, pipeline)
         self._documents = iter(documents)
         self._keep_as_read = keep_as_read
         self._reading = Reading()

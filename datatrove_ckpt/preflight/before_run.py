@@ -12,13 +12,13 @@ from datatrove_ckpt.generation.job_check import check_job, check_step_order, che
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.output.folders import check_pipeline_folders
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, waits
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, note_steps, waits
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
 from datatrove_ckpt.runner import InferenceRunner
 
 
 def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
-    """All checks that need more than the settings. It starts nothing.
+    """All checks that need more than the settings. It starts nothing, and tells each runner the steps before it.
 
     Args:
         retries_dead_letters: the run processes dead letters, so the input may be gone.
@@ -36,6 +36,7 @@ def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
     check_job(executor)
     check_inputs_unchanged(executor)
     check_output(executor, before=True)
+    note_steps(executor)
 
 
 def check_after_run(executor: Any) -> None:

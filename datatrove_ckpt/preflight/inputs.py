@@ -23,7 +23,7 @@ from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.readers.inputs import shuffled_names
 from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.steps import describe_step, differences
+from datatrove_ckpt.readers.steps import describe_pipeline, describe_step, differences
 from datatrove_ckpt.runner import InferenceRunner
 
 _NAMED_FILES = 10
@@ -38,6 +38,19 @@ def waits(executor: Any) -> bool:
     return bool(getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None))
 
 
+def note_steps(executor: Any) -> None:
+    """Tells each runner the steps before it, for the records of the ranks that will finish."""
+    if (first := getattr(executor, "depends", None)) is not None:
+        note_steps(first)
+    before: list[Any] = []
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner):
+            step.steps_before = describe_pipeline(before)
+            before = []
+        else:
+            before.append(step)
+
+
 def check_inputs_unchanged(executor: Any) -> None:
     """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
 
@@ -48,14 +61,14 @@ def check_inputs_unchanged(executor: Any) -> None:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a step before the runner.
         OSError: the input cannot be listed.
     """
-    if waits(executor):
-        return  # another executor has yet to create the input
     before: list[Any] = []  # since the last runner, which passes no documents on
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
             records = [] if step.checkpoints_local_dir is None else _records(executor, step)
             if not step.retry_dead_letters:  # a retry does not run the steps before it
                 _check_steps(before, records)
+            if waits(executor):
+                records = []  # another executor has yet to create the input
             readers = [one for one in before if isinstance(one, BaseDiskReader)]
             records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
             skip = step.retry_dead_letters or executor.skip_completed  # a retry does not read the input
@@ -85,8 +98,13 @@ def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecor
 
 
 def _check_steps(pipeline: Sequence[Any], records: list[tuple[int, ShardRecord]]) -> None:
-    now = [describe_step(step) for step in pipeline]
-    changed = {rank: differences(record.steps, now) for rank, record in records if record.steps is not None}
+    listed, visible = describe_pipeline(pipeline), [describe_step(step) for step in pipeline]
+    changed: dict[int, list[str]] = {}
+    for rank, record in records:
+        if record.pipeline is not None:
+            changed[rank] = differences(record.pipeline, listed)
+        elif record.steps is not None:
+            changed[rank] = differences(record.steps, visible)
     ranks = [rank for rank, lines in changed.items() if lines]
     if ranks:
         lines = "\n  ".join(changed[ranks[0]])

@@ -7,7 +7,7 @@ which they found no document. It cannot count the rows that they skip.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from datatrove.data import Document
@@ -63,9 +63,14 @@ def record_steps(documents: Iterable[Document]) -> list[StepRecord] | None:
 
 
 class PipelineReaders:
-    """The readers of files that make these documents. Must be made before the first document is read."""
+    """The readers of files that make these documents. Must be made before the first document is read.
 
-    def __init__(self, documents: Iterable[Document]) -> None:
+    Args:
+        pipeline: the steps as the executor has them (see ``describe_pipeline``); None if that is not known.
+    """
+
+    def __init__(self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None = None) -> None:
+        self._pipeline = None if pipeline is None else list(pipeline)
         self._steps = record_steps(documents)
         found = [(step, names) for step, _, names in steps_before(documents) if isinstance(step, BaseDiskReader)]
         self._readers: list[SeekingReader | _PlainReader] = [
@@ -84,7 +89,7 @@ class PipelineReaders:
                 reader.start()
 
     def finish(self, reading: Reading) -> ShardRecord | None:
-        """What was read, once the last document has come; None if there is no reader of files.
+        """What was read, once the last document has come; None if neither readers of files nor the pipeline are known.
 
         Raises:
             InputError: a reader that does not seek found no document, although its files have content.
@@ -96,9 +101,12 @@ class PipelineReaders:
             start = None if isinstance(reader, _PlainReader) else next(starts, None)
             make = reader.finish if isinstance(reader, _PlainReader) else start.record if start else None
             if make is None:
-                return None
+                records.clear()
+                break
             records.append(make())
-        return ShardRecord(records, reading.skipped, self._steps) if records else None
+        if not records:
+            return None if self._pipeline is None else ShardRecord(skipped=reading.skipped, pipeline=self._pipeline)
+        return ShardRecord(records, reading.skipped, self._steps, self._pipeline)
 
 
 class _PlainReader:

@@ -108,22 +108,25 @@ class ReaderRecord:
 class ShardRecord:
     """The content of ``shard.json``: what a rank has read, and how many lines or rows of it were no documents.
 
-    ``steps``: those before the runner; None if an earlier release made the record, or if not all of them are known.
+    ``steps``: those before the runner, as the rank sees them; None if an earlier release made the record, or if not all
+    of them are known. ``pipeline``: the same as the executor has them; None if nobody has told the runner.
     """
 
     readers: list[ReaderRecord] = field(default_factory=list)
     skipped: SkippedLines = field(default_factory=SkippedLines)
     steps: list[StepRecord] | None = None
+    pipeline: list[StepRecord] | None = None
 
     def to_json(self) -> dict[str, Any]:
         readers = [{**asdict(reader), "files": [list(file) for file in reader.files]} for reader in self.readers]
-        steps = {} if self.steps is None else {"steps": [asdict(step) for step in self.steps]}
+        known = {"steps": self.steps, "pipeline": self.pipeline}
+        steps = {name: [asdict(step) for step in found] for name, found in known.items() if found is not None}
         return {"version": _VERSION, "skipped": self.skipped.to_json(), "readers": readers} | steps
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
-        """None if it tells nothing of files: an earlier release made the checkpoint, the rank has not read all of its
-        input, or the input is no files.
+        """None if it tells nothing: an earlier release made the checkpoint, the rank has not read all of its input, or
+        neither files nor steps are known.
 
         Raises:
             CheckpointCorrupt: it cannot be read.
@@ -145,5 +148,8 @@ class ShardRecord:
             ReaderRecord(**{**reader, "files": [FileRecord(*file) for file in reader["files"]]})
             for reader in content["readers"]
         ]
-        steps = [StepRecord(**step) for step in content["steps"]] if "steps" in content else None
-        return cls(readers, SkippedLines.from_json(content["skipped"]), steps)
+        steps, pipeline = (
+            [StepRecord(**step) for step in content[name]] if name in content else None
+            for name in ("steps", "pipeline")
+        )
+        return cls(readers, SkippedLines.from_json(content["skipped"]), steps, pipeline)

@@ -3,11 +3,17 @@
 A false alarm would refuse a good run, so only what cannot change by itself is described. A step is named by its package
 and class. Settings are kept of steps that hold no state, and only plain values. A reader is named by what it is,
 because its options and files are recorded elsewhere.
+
+A rank sees the steps only through their generators, which plain functions do not always leave. The executor has the
+list itself: ``describe_pipeline`` is for that.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import platform
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +29,18 @@ STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatt
 """Packages of datatrove whose steps look at one document at a time."""
 
 _UNKNOWN = "?"
+_DOCUMENTS = "documents"
+_LAMBDA = "<lambda>"
 _NO_SETTINGS = {"name", "type", "stats"}
 _SHOWN_CHARACTERS = 200
 
 
 @dataclass
 class StepRecord:
-    """One step: package and class, or package and function; "reader"; or "?" for what has no name to compare."""
+    """One step: package and class, or package and function; "reader"; or "?" for what has no name to compare.
+
+    In the executor's list, a function has its name alone, and a list of documents is "documents".
+    """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +63,40 @@ def describe_step(step: object) -> StepRecord:
 def describe_generator(step: object, module: str, qualname: str) -> StepRecord:
     """For a generator that a step made: of ``step``, or of a function if that is None."""
     return StepRecord(_name(module, qualname)) if step is None else describe_step(step)
+
+
+def describe_pipeline(steps: Sequence[object]) -> list[StepRecord]:
+    """For the steps before a runner, as the executor has them. Each has a name.
+
+    The package of a function is left out, because a script that is imported has another one, and so are the functions
+    in which it is defined. A changed function of the same name is not noticed, except for a lambda.
+    """
+    return [describe_step(step) if isinstance(step, PipelineStep) else _describe_callable(step) for step in steps]
+
+
+def _describe_callable(step: object) -> StepRecord:
+    while isinstance(step, functools.partial):
+        step = step.func
+    if not callable(step):
+        return StepRecord(_DOCUMENTS)
+    name = getattr(step, "__qualname__", None)
+    name = (name if isinstance(name, str) else type(step).__qualname__).rpartition("<locals>.")[2]
+    if name != _LAMBDA or not isinstance(step, types.FunctionType):
+        return StepRecord(name)
+    # Another Python makes other code of the same lambda, and only settings that both records have are compared.
+    code = xxh3_64_hexdigest(_code_text(step.__code__).encode())
+    return StepRecord(name, {f"code in Python {platform.python_version()}": code})
+
+
+def _code_text(value: object) -> str:
+    """Code or one of its constants, without line numbers, and the same in each process."""
+    if isinstance(value, types.CodeType):
+        return f"code({value.co_code.hex()}, {value.co_names}, {_code_text(value.co_consts)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_code_text, value))})"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(_code_text, value)))}}}"
+    return repr(value)
 
 
 def plain_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -351,7 +351,7 @@ def test_steps_that_are_new_gone_or_changed_are_refused_for_finished_ranks(
     assert job(reader, steps=(KEEP,)) == 0
     for path in tmp_path.glob("checkpoints/*/shard.json"):  # as an earlier release made it
         content = orjson.loads(path.read_bytes())
-        del content["steps"], content["readers"][0]["options"]["default_metadata"]
+        del content["pipeline"], content["steps"], content["readers"][0]["options"]["default_metadata"]
         path.write_bytes(orjson.dumps(content))
     assert job(reader, default_metadata={"a": 1}) == 0
 

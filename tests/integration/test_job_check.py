@@ -19,8 +19,10 @@ from loguru import logger
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -374,3 +376,123 @@ def test_a_different_run_that_finishes_all_tasks_in_between_is_noticed(
 
     monkeypatch.setattr(OurExecutor, "run_ranks", after_the_other)
     assert message in run(code=1)
+
+
+def drop_odd(data: Any, rank: int, world_size: int) -> Any:
+    return (document for document in data if int(document.id[3:]) % 2 == 0)
+
+
+def passes_on(data: Any, rank: int, world_size: int) -> Any:
+    return data
+
+
+class Hidden(PipelineStep):
+    """It leaves no trace in the generators."""
+
+    name, type = "Hidden", "test"
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        return data
+
+
+KEEPS_FIRST, KEEPS_ALL = [
+    lambda data, rank, world_size: (document for document in data if document.id == "id 0"),
+    lambda data, rank, world_size: (document for document in data if document.id != "none"),
+]
+
+
+def executor_of(folder: Path, server: FakeServer, *steps: Any) -> OurExecutor:
+    pipeline = [JsonlReader(str(folder / "input")), *steps, runner(folder, server)]
+    return OurExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs"))
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> Path:
+    (tmp_path / "input").mkdir()
+    for task in range(2):
+        rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 2, task * 2 + 2)]
+        (tmp_path / f"input/{task}.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "shown"),
+    [
+        ([drop_odd], [], "then: reader -> drop_odd\n  now: reader\n"),
+        ([], [drop_odd], "then: reader\n  now: reader -> drop_odd\n"),
+        ([drop_odd], [Hidden()], "then: reader -> drop_odd\n  now: reader -> tests.Hidden"),
+        ([drop_odd], [passes_on], "then: reader -> drop_odd\n  now: reader -> passes_on"),
+        ([Hidden(), drop_odd], [drop_odd], "then: reader -> tests.Hidden -> drop_odd\n"),
+        ([KEEPS_FIRST], [KEEPS_ALL], "<lambda>, code in Python "),
+    ],
+    ids=["gone", "new", "a class", "another", "hidden by it", "lambda"],
+)
+def test_other_plain_functions_are_refused_for_finished_ranks(
+    two_files: Path, server: FakeServer, then: list[Any], now: list[Any], shown: str
+) -> None:
+    executor_of(two_files, server, *then).run()
+    with pytest.raises(
+        CheckpointMismatch, match=r"The steps before InferenceRunner are not those through which rank 0"
+    ):
+        executor_of(two_files, server, *now).run()
+    with pytest.raises(CheckpointMismatch) as caught:
+        check_inputs_unchanged(executor_of(two_files, server, *now))
+    assert shown in str(caught.value)
+    assert "Put the steps back" in str(caught.value)
+    executor_of(two_files, server, *then).run()
+
+
+def test_other_plain_functions_are_refused_for_documents_of_no_file_and_after_another_executor(
+    two_files: Path, server: FakeServer
+) -> None:
+    def executor(*steps: Any, depends: OurExecutor | None = None) -> OurExecutor:
+        pipeline = [documents(4), *steps, runner(two_files, server)]
+        return OurExecutor(pipeline, workers=1, logging_dir=str(two_files / "logs"), depends=depends)
+
+    first = OurExecutor([documents(1)], workers=1, logging_dir=str(two_files / "first"))
+    executor(drop_odd, depends=first).run()
+    executor(drop_odd, depends=first).run()
+    for depends in (first, None):
+        with pytest.raises(CheckpointMismatch, match="then: documents -> drop_odd\n  now: documents\n"):
+            executor(depends=depends).run()
+
+
+@pytest.mark.parametrize("steps", [[passes_on], [Hidden()], [Hidden(), passes_on, drop_odd, KEEPS_ALL]])
+def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer, steps: list[Any]) -> None:
+    """A step that returns the documents as they are is seen by no rank."""
+    executor_of(two_files, server, *steps).run()
+    executor_of(two_files, server, *steps).run()
+    shutil.rmtree(two_files / "logs")
+    executor_of(two_files, server, *steps).run()
+
+
+def test_ranks_that_finished_before_the_functions_were_recorded_are_left_alone(
+    two_files: Path, server: FakeServer
+) -> None:
+    executor_of(two_files, server, drop_odd).run()
+    for path in two_files.glob("checkpoints/*/shard.json"):
+        content = json.loads(path.read_text())
+        del content["pipeline"]
+        path.write_text(json.dumps(content))
+    executor_of(two_files, server).run()
+
+
+def test_a_run_with_another_function_that_finishes_in_between_is_noticed(
+    two_files: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = OurExecutor.run_ranks
+
+    def after_the_other(executor: OurExecutor) -> Any:
+        monkeypatch.setattr(OurExecutor, "run_ranks", original)
+        executor_of(two_files, server, drop_odd).run()
+        return original(executor)
+
+    monkeypatch.setattr(OurExecutor, "run_ranks", after_the_other)
+    with pytest.raises(CheckpointMismatch, match="then: reader -> drop_odd\n  now: reader\n"):
+        executor_of(two_files, server).run()
+
+
+def test_the_command_records_the_steps_as_it_was_given_them(run: Command) -> None:
+    run()
+    record = json.loads(Path("checkpoints/00000/shard.json").read_text())
+    assert [step["name"] for step in record["pipeline"]] == ["reader"]

@@ -34,7 +34,7 @@ ROOMS = {
     "torch": "errors readers",
     "generation": "errors formatting config documents rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",
-    "runner": "errors redaction config rollouts process checkpoint mirror inference.servers output generation",
+    "runner": "errors redaction config rollouts process checkpoint mirror inference.servers output readers generation",
     "maintenance": "errors formatting remote_errors checkpoint output",
     "preflight": "errors formatting remote_errors config documents process checkpoint inference.servers output"
     " readers generation runner maintenance",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import platform
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.pipeline import record_steps
-from datatrove_ckpt.readers.steps import StepRecord, describe_step, differences, plain_settings
+from datatrove_ckpt.readers.steps import StepRecord, describe_pipeline, describe_step, differences, plain_settings
 
 
 class Filter(PipelineStep):
@@ -108,3 +110,71 @@ def test_a_function_that_returns_the_documents_as_they_are_is_no_change() -> Non
     assert differences(then, [describe_step(step) for step in (reader, passes_on, StatelessFilter(3))]) == [
         "datatrove.StatelessFilter, least: 2 -> 3"
     ]
+
+
+class Callable:
+    def __call__(self, data: Any, rank: int, world_size: int) -> Any:
+        return data
+
+    def method(self, data: Any, rank: int, world_size: int) -> Any:
+        return data
+
+
+def test_the_list_of_an_executor_names_every_step() -> None:
+    def inner(data: Any, rank: int, world_size: int) -> Any:
+        return data
+
+    steps = [
+        [Document("a", "a")],
+        JsonlReader("."),
+        StatelessFilter(2),
+        function,
+        passes_on,
+        inner,
+        functools.partial(functools.partial(passes_on), rank=1),
+        Callable(),
+        Callable().method,
+        Callable,
+    ]
+    listed = describe_pipeline(steps)
+    assert [step.name for step in listed] == [
+        "documents",
+        "reader",
+        "datatrove.StatelessFilter",
+        "function",
+        "passes_on",
+        "inner",
+        "passes_on",
+        "Callable",
+        "Callable.method",
+        "Callable",
+    ]
+    assert differences(listed, describe_pipeline(steps)) == []
+    without = describe_pipeline([step for step in steps if step is not inner])
+    assert differences(listed, without) != []
+    assert differences(without, listed) != []
+
+
+SOURCE = "lambda data, rank, world_size: (one for one in data if one.id in {names} and (lambda: {number})())"
+
+
+def lambda_of(number: int = 1, names: str = "{'a', 'b', 'c', 'd'}", before: str = "") -> Any:
+    return eval(before + SOURCE.format(number=number, names=names))
+
+
+def test_a_lambda_is_compared_by_its_code() -> None:
+    then = describe_pipeline([lambda_of()])
+    assert differences(then, describe_pipeline([lambda_of(before="\\\n\\\n")])) == []
+    (line,) = differences(then, describe_pipeline([lambda_of(2)]))
+    assert line.startswith(f"<lambda>, code in Python {platform.python_version()}: ")
+    assert differences(then, describe_pipeline([lambda_of(names="{'a', 'b', 'c', 'e'}")])) != []
+    of_another_python = [StepRecord("<lambda>", {"code in Python 2.7": "0"})]
+    assert differences(of_another_python, then) == []
+
+
+def test_a_set_in_the_code_of_a_lambda_has_no_order() -> None:
+    one, two = frozenset((0, 8)), frozenset((8, 0))
+    assert list(one) != list(two), "as in another process"
+    code = lambda_of().__code__
+    same = [types.FunctionType(code.replace(co_consts=(number,)), {}) for number in (one, two)]
+    assert differences(describe_pipeline(same[:1]), describe_pipeline(same[1:])) == []

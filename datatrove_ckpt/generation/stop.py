@@ -75,10 +75,11 @@ async def stop_when_requested(rank: StoppableRank, serving: asyncio.Task[None]) 
         serving.cancel()
     await rank.documents.end(shutdown.is_fast)
     # 3. Servers end meanwhile: by themselves if the drain was in time, else they are killed.
-    await asyncio.wait([serving])
-    # 4. What was handed over is written, the mirror gets its last version, and the rank is free for another process.
-    checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
-    await asyncio.to_thread(checkpoint.close)
+    with shutdown.closing():
+        await asyncio.wait([serving])
+        # 4. What was handed over is written, the mirror gets its last version, and another process may have the rank.
+        checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
+        await asyncio.to_thread(checkpoint.close)
     # 5. The old signal handlers get the signals: see process/reraise.py.
     shutdown.raise_preempted()
 

@@ -1,9 +1,13 @@
-"""Ends a process that was asked to stop and whose event loop is blocked.
+"""Ends a process that was asked to stop and whose event loop does not end.
 
 A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
 thread: no drain can end, and no signal is handed on. Then a thread of ours waits until everything that was handed over
 is on the disk, calls the old handlers (they may requeue the job), and ends the process with ``os._exit``. A run
 survives that like ``kill -9``: locks go with the process, servers end with their runner, nothing is marked complete.
+
+The same happens where the loop runs and does not come to its end, for example because an async generator of a rollout
+does not. While servers stop and the checkpoint is closed, only a blocked loop counts: they limit their time themselves,
+and a disk may be slow (``Shutdown.closing``).
 
 A loop that is only left behind by rollouts that ignore their cancellation is not blocked: see ``event_loop.py``.
 """
@@ -58,15 +62,22 @@ class LoopWatch:
         """The event loop has ended."""
         self._closed = True
 
-    @property
-    def _deadline(self) -> float:
-        return self._shutdown.deadline + (_GRACE_FAST if self._shutdown.is_fast else _GRACE)
-
     def _watch(self) -> None:
         while not self._closed:
             time.sleep(_AGAIN)
-            if time.monotonic() >= self._deadline and not self._answers() and not self._closed:
+            if (self._is_late() or self._is_blocked()) and not self._closed:
                 self._end()
+
+    def _is_late(self) -> bool:
+        """The loop has had its time, whether it is blocked or not."""
+        if self._shutdown.is_closing:
+            return False
+        grace = _GRACE_FAST + _PONG if self._shutdown.is_fast else _GRACE
+        return time.monotonic() >= max(self._shutdown.deadline, self._shutdown.closed_at) + grace
+
+    def _is_blocked(self) -> bool:
+        grace = _GRACE_FAST if self._shutdown.is_fast else _GRACE
+        return time.monotonic() >= self._shutdown.deadline + grace and not self._answers()
 
     def _answers(self) -> bool:
         pong = threading.Event()
@@ -81,9 +92,9 @@ class LoopWatch:
             with suppress(BaseException):
                 self._save()
             logger.error(
-                "This rank was asked to stop, and a rollout blocks its event loop: it computes without end, or calls "
-                "time.sleep. Everything that is finished is saved, and the process ends now. Run the same command "
-                "again to resume."
+                "This rank was asked to stop, and a rollout keeps its event loop from ending: it computes without end, "
+                "calls time.sleep, or has an async generator or a thread that does not end. Everything that is "
+                "finished is saved, and the process ends now. Run the same command again to resume."
             )
             code[0] = self._hand_on()
 

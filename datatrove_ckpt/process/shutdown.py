@@ -48,6 +48,7 @@ class Shutdown:
         aborted: what is in work is cut off.
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
+        closed_at: when the last ``closing`` block ended (``time.monotonic``); 0 if none has.
         loop: the event loop that waits in ``requested``, or has waited.
         handles_interrupt: SIGINT requests a stop, so Python's own handler raises no KeyboardInterrupt.
     """
@@ -60,11 +61,13 @@ class Shutdown:
         self.aborted = False
         self.late = False
         self.given_up = 0
+        self.closed_at = 0.0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.handles_interrupt = False
         self._requested_at = 0.0
         self._failure: BaseException | None = None
         self._unnoticed = False
+        self._closing = 0
         # By any key; threads and signal handlers add and remove at any moment, which is atomic.
         self._callbacks: dict[object, Callable[[], object]] = {}
 
@@ -116,6 +119,11 @@ class Shutdown:
         return self._unnoticed and self.cause != ""
 
     @property
+    def is_closing(self) -> bool:
+        """Servers end, or the checkpoint is closed: see ``closing``."""
+        return self._closing > 0
+
+    @property
     def kills_servers(self) -> bool:
         """No time is left for servers to stop by themselves."""
         return self.is_fast or self.late
@@ -140,6 +148,16 @@ class Shutdown:
     def raised(self, error: BaseException) -> bool:
         """Whether a signal may have raised this error: otherwise somebody's code raised it itself."""
         return isinstance(error, KeyboardInterrupt) and (self.cause != "" or not self.handles_interrupt)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Around work that a stop must wait for and that limits its time itself. Only on the event loop."""
+        self._closing += 1
+        try:
+            yield
+        finally:
+            self.closed_at = time.monotonic()
+            self._closing -= 1
 
     # who waits for it ---------------------------------------------------------------------------------------------
 

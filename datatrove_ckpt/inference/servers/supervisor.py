@@ -95,7 +95,8 @@ class ServerSupervisor:
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)
-        await (self.server.kill() if self.shutdown.kills_servers else self.server.stop())
+        with self.shutdown.closing():
+            await (self.server.kill() if self.shutdown.kills_servers else self.server.stop())
 
     async def supervise(self) -> NoReturn:
         """Restart the server whenever it dies.

@@ -7,11 +7,13 @@ with exit code 0 and documents missing, or its pool would wait without end for t
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from datatrove_ckpt.errors import UnexpectedExit
 from datatrove_ckpt.formatting import safe_repr
+from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
@@ -30,17 +32,20 @@ def exit_error(who: str, error: BaseException) -> UnexpectedExit:
 
 @contextmanager
 def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
-    """Around code that is not ours: an exit becomes an error.
+    """Around code that is not ours: an exit becomes an error. A process that the code forked ends with the block.
 
     Raises:
         UnexpectedExit: the code tried to end the process, and no signal asked for that.
     """
+    pid = os.getpid()
     try:
         yield
-    except _EXITS as error:
-        if shutdown.raised(error):
+    except BaseException as error:
+        end_fork(pid, error)
+        if not isinstance(error, _EXITS) or shutdown.raised(error):
             raise
         raise exit_error(who, error) from error
+    end_fork(pid)
 
 
 def name_of(function: object) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -29,6 +30,7 @@ from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
@@ -158,17 +160,20 @@ class DocumentSource:
     # in the reader's thread --------------------------------------------------------------------------------------
 
     def _run(self, point: ResumePoint) -> None:
+        pid = os.getpid()
         try:
             self._readers.start()
             if point.next_ordinal:
                 self._skip(point)
             with self._reading:
                 for document in self._documents:
+                    end_fork(pid)
                     if not self._put(SourceDocument(self, document, encode_as_read(document), self._keep_as_read)):
                         return
             self.shard = self._readers.finish(self._reading)
             self._flush(is_last=True)
         except BaseException as error:  # the rank raises whatever the reader raised
+            end_fork(pid, error)
             self._flush()
             error = name_file(error)
             self._error = (

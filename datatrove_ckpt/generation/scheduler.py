@@ -12,6 +12,7 @@ A server that fails stops the rank at once (``Shutdown.abort``), whatever rollou
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -35,6 +36,7 @@ from datatrove_ckpt.generation.stop import stop_when_requested
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown, StopState
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.rollouts import Rollout
@@ -118,6 +120,7 @@ class Scheduler:
         self._idle.set()
         self.documents = DocumentTasks()
         self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
         self._completed: asyncio.Future[None] = self._loop.create_future()
         self.client: asyncio.Future[CompletionClient] = self._loop.create_future()
         self._change: asyncio.Future[None] = self._loop.create_future()
@@ -278,13 +281,17 @@ class Scheduler:
 
     async def _run_rollout(self, document: Document, request: Requests) -> object:
         try:
-            return await self.rollout_fn(document, request)
-        except (Exception, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # it would end the event loop, and with it the process
+            result = await self.rollout_fn(document, request)
+        except BaseException as error:
+            end_fork(self._pid, error)
+            if isinstance(error, Exception | asyncio.CancelledError):
+                raise
+            # It would end the event loop, and with it the process.
             if self.shutdown.aborted or self.shutdown.raised(error):
                 raise
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
+        end_fork(self._pid)
+        return result
 
     def _finished(
         self,

@@ -15,7 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar, TypeVarTuple
 
+from datatrove_ckpt.process.forks import end_fork
+
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
+_BEAT = 1.0  # seconds
 _left_behind: list[object] = []
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
@@ -41,9 +44,13 @@ def run(main: Awaitable[_Result]) -> _Result:
         thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
     )
     runner.get_loop().set_default_executor(executor)
+    _beat(runner.get_loop())
+    pid = os.getpid()
     try:
         result = runner.run(catch_interruption())
+        end_fork(pid)
     except BaseException as error:
+        end_fork(pid, error)
         executor.shutdown(wait=False, cancel_futures=True)
         _close(runner, threads)
         if isinstance(error, asyncio.CancelledError) and interruptions:
@@ -51,6 +58,21 @@ def run(main: Awaitable[_Result]) -> _Result:
         raise
     _close(runner, [])
     return result
+
+
+def _beat(loop: asyncio.AbstractEventLoop) -> None:
+    """Wakes the loop up every second, so that a lost wakeup is only late.
+
+    A fork that closes its copy of the loop takes the loop's wakeup descriptors out of the epoll that both share. Then
+    no thread wakes the loop, and no signal: uvloop calls Python's handlers only after such a wakeup.
+    """
+    if not loop.is_closed():
+        loop.call_soon(_beaten)
+        loop.call_later(_BEAT, _beat, loop)
+
+
+def _beaten() -> None:
+    """Lets uvloop run what threads have handed over."""
 
 
 def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:

@@ -18,6 +18,7 @@ import multiprocess
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
+from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"
@@ -152,20 +153,15 @@ class _Worker:
             if self._told is not None:  # it came before the task
                 raise SystemExit
             value = self._work.run(self._slot, number)
+            end_fork(self._pid)
             self._in_task = False
-            self._end_fork(0)
         except BaseException as error:  # even a SystemExit: the parent waits for the outcome of this task
+            end_fork(self._pid, error)
             self._in_task = False
-            self._end_fork(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
             if self._told is not None and not _is_failure(error):
                 return Outcome("stopped", self._told)
             return Outcome("failed", _sendable(error, number))
         return Outcome("done", value)
-
-    def _end_fork(self, code: int) -> None:
-        """Ends this process if it is something that the task forked: the pipe and the next task are its parent's."""
-        if os.getpid() != self._pid:
-            os._exit(code)
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -66,12 +66,11 @@ executor:
 """
 
 
-def job(folder: Path, server: FakeServer, kind: str, drain: float) -> Process:
-
+def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Process:
     (folder / "input").mkdir()
     rows = [f'{{"id": "{number}", "text": "text {number}"}}\n' for number in range(4)]
     (folder / "input" / "a.jsonl").write_text("".join(rows))
-    (folder / "my_rollouts.py").write_text(ROLLOUTS.replace("STUBBORN", STUBBORN[kind]))
+    (folder / "my_rollouts.py").write_text(rollouts)
     (folder / "job.yaml").write_text(JOB.format(url=server.url, drain=drain))
     return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], folder)
 
@@ -92,7 +91,7 @@ def job(folder: Path, server: FakeServer, kind: str, drain: float) -> Process:
 def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     tmp_path: Path, server: FakeServer, kind: str, number: signal.Signals
 ) -> None:
-    process = job(tmp_path, server, kind, 60.0)
+    process = job(tmp_path, server, ROLLOUTS.replace("STUBBORN", STUBBORN[kind]), 60.0)
     process.until("stuck")
     process.popen.send_signal(number)
     time.sleep(1.2)  # a signal that comes sooner counts as the same event
@@ -126,3 +125,124 @@ def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path: Path, serve
     assert [line for line in log if "1 rollouts ignored their cancellation" in line]
     runner(tmp_path, server, accept_changes=True).run(documents(4))
     assert written(tmp_path) == all_of(4)
+
+
+FORKS = {
+    "sys.exit(3)": 3,
+    "sys.exit(0)": 0,
+    "raise ValueError('of the fork')": 1,
+    "return True": 0,
+    "await asyncio.sleep(3600)": 1,  # a fork has no running event loop
+}
+FORKING = """
+import asyncio, os, sys, time
+
+async def fork():
+    child = os.fork()
+    if child == 0:
+        FORK
+    deadline = time.monotonic() + 5
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("child", os.waitstatus_to_exitcode(ended[1]) if ended[0] else "goes on", flush=True)
+
+async def ask(document, generate):
+    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
+    if document.id == "1" and await WHERE(fork()):
+        return answer
+    await asyncio.sleep(0.2)
+    return answer
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("fork", "where"),
+    [
+        ("sys.exit(3)", ""),
+        *(pytest.param(fork, "", marks=pytest.mark.slow) for fork in FORKS if fork != "sys.exit(3)"),
+        pytest.param("sys.exit(3)", "asyncio.create_task", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
+    tmp_path: Path, server: FakeServer, fork: str, where: str
+) -> None:
+    process = job(tmp_path, server, FORKING.replace("FORK", fork).replace("WHERE", where), 5.0)
+    assert process.end() == 0, process.log
+    assert f"child {FORKS[fork]}" in process.log
+    assert written(tmp_path) == ["0", "1", "2", "3"]
+    assert process.log.count("4 of 4 documents written") == 1
+
+
+DEAF = """
+import asyncio, os, select
+
+async def ask(document, generate):
+    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
+    if document.id == "3":
+        asyncio.get_running_loop().call_later(0.2, take_descriptors)
+        await asyncio.sleep(3600)
+    return answer
+
+def take_descriptors():  # as a fork does that closes its event loop
+    open_files = [int(name) for name in os.listdir("/proc/self/fd")]
+    for number in open_files:
+        if os.path.exists(f"/proc/self/fd/{number}") and "eventpoll" in os.readlink(f"/proc/self/fd/{number}"):
+            for other in open_files:
+                try:
+                    select.epoll.fromfd(os.dup(number)).unregister(other)
+                except OSError:
+                    pass
+    print("deaf", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has epoll")
+def test_a_signal_ends_a_rank_whose_event_loop_gets_no_wakeups(tmp_path: Path, server: FakeServer) -> None:
+    process = job(tmp_path, server, DEAF, 0.5)
+    process.until("deaf")
+    started = time.monotonic()
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() in (143, -signal.SIGTERM)
+    assert time.monotonic() - started < 10
+    assert not list((tmp_path / "logs").glob("completions/*"))
+
+
+GENERATOR = """
+import asyncio
+
+kept = []
+
+async def endless():
+    try:
+        yield 1
+    finally:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except BaseException:
+                pass
+
+async def ask(document, generate):
+    kept.append(endless())
+    await anext(kept[-1])
+    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
+    if document.id == "3":
+        print("asked", flush=True)
+        await asyncio.sleep(3600)
+    return answer
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_an_async_generator_without_an_end_does_not_keep_a_rank(tmp_path: Path, server: FakeServer) -> None:
+    process = job(tmp_path, server, GENERATOR, 0.5)
+    process.until("asked")
+    started = time.monotonic()
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 143
+    assert time.monotonic() - started < 25
+    assert "keeps its event loop from ending" in process.log

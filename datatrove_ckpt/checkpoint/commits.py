@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, may_be_torn, scan_lines, seal
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -227,7 +228,7 @@ def read_last_chunk(path: Path) -> int | None:
         StorageFailed: it cannot be read.
     """
     try:
-        with files.explained("read", path):
+        with explained("read", path):
             text = path.read_bytes() if path.exists() else b""
         return int(text) if text.strip().isdigit() and len(text) < 20 else None
     except FileNotFoundError:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -23,6 +22,7 @@ from datatrove_ckpt.checkpoint.commits import (
     read_commits,
     read_last_chunk,
 )
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, SHARD, is_finished, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import is_count
@@ -116,7 +116,7 @@ def read_complete_commits(folder: Path, finished: bool | None = None) -> dict[in
 def _documents(shard: Path) -> int | None:
     """The number of documents in ``shard.json``. What is wrong with the file is said by who needs the rest of it."""
     try:
-        with files.explained("read", shard):
+        with explained("read", shard):
             content = orjson.loads(shard.read_bytes()) if shard.exists() else {}
     except orjson.JSONDecodeError:
         return None

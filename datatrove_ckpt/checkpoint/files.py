@@ -9,7 +9,6 @@ Errors of the operating system and of SQLite become ``StorageFailed``, which nam
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import io
 import os
@@ -20,16 +19,15 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import xxhash
 
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
-from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -42,47 +40,6 @@ MAX_OPEN_FILES = 64
 # else (the output, ``last_chunk``, parent folders) follows the user's umask.
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 PUBLIC_FILE, PUBLIC_FOLDER = 0o666, 0o777
-
-
-@contextmanager
-def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of the operating system and of SQLite into ``StorageFailed``, or ``TooManyOpenFiles``."""
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"Could not {action} {path}") from error
-        raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(error, path)}") from error
-
-
-def _cause(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
-    code = error.errno if isinstance(error, OSError) else None
-    if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
-        return "Free some space and run the same command again; everything saved so far is kept."
-    if _was_removed(error, path):
-        return (
-            "It was removed or moved during the run, or its file system was unmounted. What only it held is "
-            "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same command again. If "
-            "it is gone for good, start over with another checkpoints_local_dir, output_folder and logging_dir."
-        )
-    if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
-        return "Make it writable for this user (or choose another folder) and run the same command again."
-    if code in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        return (
-            "A folder has the place of a file, or a file that of a folder: move it away and run the same command again."
-        )
-    return "Check the disk and run the same command again; everything saved so far is kept."
-
-
-def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
-    """SQLite names other causes for it: a database that is only readable, or an I/O error."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOENT, errno.ESTALE)
-    return not Path(path).parent.exists()
 
 
 def copy_mode(path: Path, fd: int) -> None:

@@ -34,6 +34,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, RUN, journal_indices, journal_path
 from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import holds_work
@@ -144,7 +145,7 @@ class Fence:
         return error
 
     def _stamp(self) -> tuple[int, int]:
-        with files.explained("look at", self._path):
+        with explained("look at", self._path):
             status = self._path.stat()
         return status.st_ino, status.st_mtime_ns
 
@@ -246,7 +247,7 @@ def _without_secrets(content: Json) -> Json:
 
 def _load(path: Path) -> Json:
     try:
-        with files.explained("read", path), path.open("rb") as file:
+        with explained("read", path), path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except StorageFailed as error:
         if isinstance(error.__cause__, PermissionError):

@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.lines import Line, is_count, read_lines, seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -175,7 +176,7 @@ class ChunkJournal:
         Raises:
             CheckpointCorrupt: a line is missing, or is not what was written.
         """
-        with files.explained("read", self.path), self.path.open("rb", buffering=0) as file:
+        with explained("read", self.path), self.path.open("rb", buffering=0) as file:
             for indices in self._megabytes():
                 lines = self._read(file.fileno(), indices)
                 for index in indices:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Json: TypeAlias = dict[str, Any]
@@ -86,7 +86,7 @@ def may_be_torn(raw: bytes) -> bool:
 
 def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
     """Number, bytes and content of each line, None for a bad one."""
-    with files.explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
+    with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
         offset = 0
         for number, raw in enumerate(file, 1):
             body = unseal(raw)

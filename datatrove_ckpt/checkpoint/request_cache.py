@@ -25,6 +25,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import damaged_cache, files
 from datatrove_ckpt.checkpoint.damaged_cache import Row
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
@@ -116,7 +117,7 @@ class RequestCache:
         self.last_answer = max(self.last_answer, numbers[0][0] if numbers else 0)
 
     def _open(self) -> sqlite3.Connection:
-        with files.explained("open", self.path):
+        with explained("open", self.path):
             return damaged_cache.connect(self.path)
 
     # damage ------------------------------------------------------------------------------------------------------
@@ -148,14 +149,14 @@ class RequestCache:
 
     def _read(self, query: str, values: Row = ()) -> list[Row]:
         def action() -> list[Row]:
-            with files.explained("read", self.path):
+            with explained("read", self.path):
                 return self._connection.execute(query, values).fetchall()
 
         return self._attempt(action, list)
 
     def _write(self, query: str, values: Row = ()) -> None:
         def action() -> None:
-            with files.explained("write to", self.path):
+            with explained("write to", self.path):
                 self._connection.execute(query, values)
             files.disk.commit(self._connection, self.path)
 
@@ -178,7 +179,7 @@ class RequestCache:
         self.last_answer += len(rows)
 
         def action() -> None:
-            with files.explained("write to", self.path):
+            with explained("write to", self.path):
                 self._insert(rows)
             files.disk.commit(self._connection, self.path)
 

@@ -20,6 +20,7 @@ from typing import Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitsDamaged, DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.completeness import Expected
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.identity import FORMAT, check_not_headless, not_readable, read_run
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -98,7 +99,7 @@ class RankFolder:
         """The bytes from ``start`` to ``end`` of the dead letters file, in blocks."""
         if end <= start or not self.dead_letters_file.exists():
             return
-        with files.explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
+        with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
             file.seek(start)
             while start < end and (block := file.read(min(_BLOCK, end - start))):
                 yield block

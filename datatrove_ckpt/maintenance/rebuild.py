@@ -20,6 +20,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_last_chunk, read_whole_commits
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointError
@@ -113,7 +114,7 @@ def replace_log(plan: Rebuild) -> None:
     """Step 3."""
     path = plan.rank.commits_file
     if path.exists():
-        with files.explained("read", path):
+        with explained("read", path):
             data = path.read_bytes()
         names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
         files.disk.replace(next(name for name in names if not name.exists()), data)

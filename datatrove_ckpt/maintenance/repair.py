@@ -32,6 +32,7 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
@@ -147,7 +148,7 @@ def _blank(path: Path, ranges: list[tuple[int, int]]) -> None:
 
 def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
     at = 0
-    with files.explained("read", path), path.open("rb") as file:
+    with explained("read", path), path.open("rb") as file:
         while block := bytearray(file.read(_BLOCK)):
             for start, end in ranges:
                 first, last = max(start - at, 0), min(end - at, len(block))

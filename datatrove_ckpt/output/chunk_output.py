@@ -21,6 +21,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.documents import decode
@@ -270,7 +271,7 @@ class _LocalTarget(_Target):
         self._folder = folder
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        with files.explained("list", self._folder):
+        with explained("list", self._folder):
             return call()
 
     def publish(self, staged: Path, name: str) -> Path:

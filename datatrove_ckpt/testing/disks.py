@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from fsspec import AbstractFileSystem
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.mirror import object_store
 
@@ -293,7 +294,7 @@ class FailingDisk(WatchedDisk):
         if due and name != "remove_dir":  # only cleans up, and may fail
             self.failed_at = self.failed_at or label
             self.refused.append(_path(args))
-            with files.explained(name, _path(args)):
+            with explained(name, _path(args)):
                 raise OSError(self._code, os.strerror(self._code))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint.files import explained
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.errors import CkptError, StorageFailed
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner

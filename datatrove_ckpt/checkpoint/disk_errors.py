@@ -1,0 +1,54 @@
+"""What errors of the disk mean: ``StorageFailed``, with what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from datatrove_ckpt.errors import StorageFailed
+from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
+
+
+@contextmanager
+def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns errors of the operating system and of SQLite into ``StorageFailed``, or ``TooManyOpenFiles``."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        if is_caused_by_limit(error):
+            raise limit_reached(f"Could not {action} {path}") from error
+        raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(error, path)}") from error
+
+
+def _cause(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
+        return "Free some space and run the same command again; everything saved so far is kept."
+    if _was_removed(error, path):
+        return (
+            "It was removed or moved during the run, or its file system was unmounted. What only it held is "
+            "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same command again. If "
+            "it is gone for good, start over with another checkpoints_local_dir, output_folder and logging_dir."
+        )
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
+        return "Make it writable for this user (or choose another folder) and run the same command again."
+    if code in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        return (
+            "A folder has the place of a file, or a file that of a folder: move it away and run the same command again."
+        )
+    return "Check the disk and run the same command again; everything saved so far is kept."
+
+
+def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
+    """SQLite names other causes for it: a database that is only readable, or an I/O error."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOENT, errno.ESTALE)
+    return not Path(path).parent.exists()

@@ -14,6 +14,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import chdir
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -143,7 +144,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         try:
             for rank in ranks:
                 self.pipeline = deepcopy(pipeline)
-                yield self._run_for_rank(rank)
+                with chdir("."):  # so that a step that changes it does not move the folders of the next rank
+                    result = self._run_for_rank(rank)
+                yield result
         except SystemExit as exit:  # of a signal it has a code
             if exit.code:
                 raise
@@ -221,7 +224,8 @@ def _run_rank(pickled: bytes, identities: Sequence[RunIdentity], slot: int, rank
     _check_code(executor, identities)
     if executor.is_rank_completed(rank):  # by a worker that died just afterwards
         return executor._saved_stats(rank)
-    return executor._run_for_rank(rank, slot)
+    with chdir("."):  # so that a step that changes it does not move the folders of the next rank
+        return executor._run_for_rank(rank, slot)
 
 
 def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:

@@ -357,3 +357,20 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
         done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")
         assert done.returncode == 0, done.stderr
         assert all(question.startswith("of the command line") for question in server.asked)
+
+
+class Moves(Step):
+    """Changes the working directory."""
+
+    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        Path(self.folder, f"was in {rank}").write_text(str(Path.cwd()))
+        os.chdir("/")
+        yield from super().run(data, rank, world_size)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_that_changes_the_working_directory_does_so_for_its_rank_only(tmp_path: Path, workers: int) -> None:
+    here = str(Path.cwd())
+    LocalPipelineExecutor([Moves(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork").run()
+    assert {path.read_text() for path in tmp_path.glob("was in *")} == {here}
+    assert str(Path.cwd()) == here

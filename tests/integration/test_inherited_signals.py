@@ -32,7 +32,7 @@ IN_THIS_PROCESS = [
     )
 ]
 IN_OTHERS = [
-    "tests/unit/test_interruption.py",
+    "tests/unit/test_workers.py",
     "tests/integration/test_pools.py",
     "tests/integration/test_managers.py",
     "tests/integration/test_signals.py",

@@ -35,7 +35,7 @@ import aiohttp
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.admission import Admission, adapt_admission
-from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
 from datatrove_ckpt.inference.servers.server import InferenceServer
 
@@ -152,7 +152,7 @@ class Bench:
 async def launched(settings: dict[str, Any]) -> AsyncIterator[InferenceServer]:
     config = InferenceConfig(**settings)
     async with AsyncExitStack() as stack:
-        leases = await stack.enter_async_context(lease_gpus(config))
+        leases = await stack.enter_async_context(leased_gpus(config))
         server = InferenceServer(config, 0, 0, leases[0])
         yield await stack.enter_async_context(server)
 

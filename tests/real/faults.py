@@ -208,7 +208,7 @@ def preempt(job: Job, number: signal.Signals, after: int) -> int:
         began, before = time.monotonic(), job.events("answered").total()
         for pid in [process.pid, *servers]:
             os.kill(pid, number)
-        assert process.wait() == -number, job.log()
+        assert process.wait() == 128 + number, job.log()
     seconds, answered = time.monotonic() - began, job.events("answered").total()
     lost = job.events("asked").total() - answered - lost_before
     print(f"\n{number.name}: ended after {seconds:.1f} s, {answered - before} more were answered, {lost} given up")

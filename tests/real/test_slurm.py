@@ -316,6 +316,7 @@ def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
     arguments = [
         str(ROOT / "configs/slurm.yaml"),
         "--executor.tasks=2",
+        "--executor.tasks_per_job=1",
         "--executor.partition=low",
         "--executor.cpus_per_task=1",
         f"--pipeline.1.config={{{endpoint}, max_concurrent_generations: {IN_FLIGHT}}}",

@@ -1,6 +1,8 @@
 """Crash-proof LLM inference for datatrove: each document is processed exactly once, and no answer is paid for twice.
 
-``InferenceRunner``, ``InferenceConfig`` and ``LocalPipelineExecutor`` replace datatrove's.
+``InferenceRunner``, ``InferenceConfig`` and ``LocalPipelineExecutor`` replace datatrove's. ``InferenceResult``,
+``InferenceError`` and ``ServerError`` are datatrove's own, so that a script changes one import line only:
+``datatrove_ckpt``, or ``datatrove_ckpt.run_inference``, for ``datatrove.pipeline.inference.run_inference``.
 ``datatrove_ckpt.checkpoint`` explains recovery on one page, ``datatrove_ckpt.errors`` the errors.
 
 The names are imported at their first use. Some programs that we start are modules of this package (``python -m
@@ -13,33 +15,49 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.config import InferenceConfig
+    from datatrove.pipeline.inference.types import InferenceError, InferenceResult, ServerError
+
+    from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
     from datatrove_ckpt.errors import CkptError
     from datatrove_ckpt.executor import LocalPipelineExecutor
     from datatrove_ckpt.runner import InferenceRunner
 
+_TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
-    "CkptError": "errors",
-    "InferenceConfig": "config",
-    "InferenceRunner": "runner",
-    "LocalPipelineExecutor": "executor",
+    "CkptError": f"{__name__}.errors",
+    "InferenceConfig": f"{__name__}.config",
+    "InferenceError": _TYPES,
+    "InferenceResult": _TYPES,
+    "InferenceRunner": f"{__name__}.runner",
+    "LocalPipelineExecutor": f"{__name__}.executor",
+    "MonitoringConfig": f"{__name__}.config",
+    "ServerError": _TYPES,
 }
 
-__all__ = ["CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor"]
+__all__ = [
+    "CkptError",
+    "InferenceConfig",
+    "InferenceError",
+    "InferenceResult",
+    "InferenceRunner",
+    "LocalPipelineExecutor",
+    "MonitoringConfig",
+    "ServerError",
+]
 __version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
-class _Moved(ModuleType):
-    """A module under the name that it had in 0.1. Executors that 0.1 pickled, such as queued Slurm tasks, import it."""
+class _Alias(ModuleType):
+    """A module under another name, imported when one of its names is first used."""
 
     def __init__(self, name: str, target: str) -> None:
-        super().__init__(name)
+        super().__init__(name, f"Another name for ``{target}``.")
         self._target = target
 
     def __getattr__(self, name: str) -> object:
@@ -47,8 +65,16 @@ class _Moved(ModuleType):
             raise AttributeError(name)
         return getattr(import_module(self._target), name)
 
+    def __dir__(self) -> list[str]:
+        return dir(import_module(self._target))
 
-sys.modules.setdefault(f"{__name__}.slurm", _Moved(f"{__name__}.slurm", f"{__name__}.cli.slurm_submit"))
+
+for _name, _target in {
+    "slurm": f"{__name__}.cli.slurm_submit",  # its name in 0.1. Executors that 0.1 pickled, queued in Slurm, import it
+    "run_inference": __name__,  # as in datatrove.pipeline.inference
+    "types": _TYPES,
+}.items():
+    sys.modules.setdefault(f"{__name__}.{_name}", _Alias(f"{__name__}.{_name}", _target))
 
 
 def __dir__() -> list[str]:

@@ -16,9 +16,10 @@ import enum
 import json
 import math
 import pathlib
+import re
 import uuid
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import orjson
@@ -31,11 +32,20 @@ from datatrove_ckpt.formatting import safe_repr, safe_text
 
 _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
-_TAG = "$py"
+TAG = "$py"
 _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
+
+
+Other: TypeAlias = Callable[[object], object]
+"""What to write for a value that has no form of its own: plain JSON. It may raise, and then the document is refused."""
+
+
+class NoForm(TypeError):
+    """A value that has no form here."""
 
 
 class _Dataclass(Protocol):
@@ -48,28 +58,39 @@ def encode(document: Document) -> bytes:
     Raises:
         DocumentNotSerializable: a value has no JSON form; the error names the document and the value.
     """
-    encoder = _Encoder()
     try:
-        fields = _document_fields(document)
-        try:
-            data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
-        except orjson.JSONEncodeError:
-            # An integer beyond 64 bits, or a key that is no string: so rare that a check in advance is not worth it.
-            return trim(orjson.dumps(_wrap_deep(fields)))
-        # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
-        if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
-            return trim(orjson.dumps(_wrap_deep(fields)))
+        return dump(document_fields(document), _refuse)
     except Exception as error:  # a user's ``__repr__`` may raise anything
         awaited = " Was `await` forgotten?" if "coroutine" in safe_text(error) else ""
         raise DocumentNotSerializable(
             f"Document {_id_of(document)} holds a value that cannot be kept: {safe_text(error)}.{awaited} The rollout, "
-            "and the steps before it, may use JSON values, dates, bytes and numpy values."
+            "and the steps before it, may use JSON values, dates, bytes and numpy values. What else the document held "
+            "as it was read, such as an image, the rollout must remove before it returns."
         ) from error
+
+
+def dump(fields: dict[str, object], other: Other) -> bytes:
+    """A document's fields as ``encode`` writes them. ``other`` replaces the values that have no form of their own.
+
+    Raises:
+        Exception: what ``other`` or a user's class raises, or why the fields cannot be written.
+    """
+    encoder = _Encoder(other)
+    try:
+        data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
+    except orjson.JSONEncodeError as error:
+        # An integer beyond 64 bits, or a key that is no string: so rare that a check in advance is not worth it.
+        if isinstance(error.__cause__, NoForm):
+            raise NoForm(*error.__cause__.args) from None
+        return trim(orjson.dumps(wrap_deep(fields, other)))
+    # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
+    if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
+        return trim(orjson.dumps(wrap_deep(fields, other)))
     return trim(data)
 
 
-def _document_fields(document: Document) -> dict[str, object]:
-    """Raises TypeError if a field is not what datatrove's writers and readers need."""
+def document_fields(document: Document) -> dict[str, object]:
+    """A document's fields. Raises TypeError if one is not what datatrove's writers and readers need."""
     if not isinstance(document.text, str):
         raise TypeError(f"its text is of type {type(document.text).__name__}, not str")
     if not isinstance(document.metadata, dict):
@@ -90,43 +111,6 @@ def is_plain(data: bytes) -> bool:
     return data.count(_TAG_BYTES) == data.count(_RESULT_BYTES)
 
 
-def encode_as_read(document: Document) -> bytes:
-    """Like ``encode``, but for any document: what a step before this one made is not the rollout's fault yet.
-
-    The bytes are the same for equal documents, in any process. A lone surrogate survives; a value that cannot be kept,
-    such as a PIL image that the rollout will remove, is replaced by its type's name.
-    """
-    try:
-        return encode(document)
-    except DocumentNotSerializable:
-        fields = {name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")}
-        return trim(orjson.dumps(_wrap_anything(fields, _DEEPEST)))
-
-
-# Below the limits of orjson and of Python's stack.
-_DEEPEST = 50
-
-
-def _wrap_anything(value: object, depth: int) -> object:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return {_TAG: ["surrogates", base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()]}
-        return value
-    if depth and isinstance(value, dict):
-        pairs = [[_wrap_anything(key, depth - 1), _wrap_anything(item, depth - 1)] for key, item in value.items()]
-        return {_TAG: ["dict", pairs]}
-    if depth and isinstance(value, list | tuple):
-        return [_wrap_anything(item, depth - 1) for item in value]
-    try:
-        wrapped = _wrap_deep(value)
-        orjson.dumps(wrapped)
-    except Exception:
-        return f"<{type(value).__qualname__}, which cannot be kept>"
-    return wrapped
-
-
 def _has_nan(fields: dict[str, object]) -> bool:
     """Whether a null may stand for NaN or infinity. The standard library's encoder finds out; it is also in C."""
     try:
@@ -137,7 +121,7 @@ def _has_nan(fields: dict[str, object]) -> bool:
 
 
 def _ignored(value: object) -> object:
-    plain = _plain(value)
+    plain = as_plain(value)
     if plain is not value:
         return plain
     if isinstance(value, InferenceResult | Media):
@@ -167,13 +151,13 @@ def fingerprint(data: bytes) -> str:
 
 def _array(value: _Array) -> list[object]:
     if value.dtype.hasobject:
-        raise TypeError(f"a numpy array of type {value.dtype}")
+        raise NoForm
     return [value.dtype.str, list(value.shape), base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()]
 
 
 def _scalar(value: np.generic) -> list[object]:
     if value.dtype.hasobject or value.dtype.fields:
-        raise TypeError(f"a numpy value of type {value.dtype}")
+        raise NoForm
     return [value.dtype.str, base64.b64encode(value.tobytes()).decode()]
 
 
@@ -186,6 +170,15 @@ def _from_scalar(value: tuple[str, str]) -> np.generic:
     dtype, data = value
     scalar: np.generic = np.frombuffer(base64.b64decode(data), dtype)[0]
     return scalar
+
+
+def _elements(value: frozenset[object]) -> list[object]:
+    return sorted(value, key=_without_address)
+
+
+def _without_address(value: object) -> str:
+    text = repr(value)
+    return text if isinstance(value, str | bytes) else _ADDRESS.sub("", text)
 
 
 def _from_delta(value: datetime.timedelta) -> list[int]:
@@ -209,8 +202,8 @@ _TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]]
     ("timedelta", datetime.timedelta, _from_delta, lambda value: datetime.timedelta(*value)),
     ("bytes", bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
     ("decimal", decimal.Decimal, str, decimal.Decimal),
-    ("set", set, lambda value: sorted(value, key=repr), set),
-    ("frozenset", frozenset, lambda value: sorted(value, key=repr), frozenset),
+    ("set", set, _elements, set),
+    ("frozenset", frozenset, _elements, frozenset),
     ("complex", complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
 ]
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
@@ -224,20 +217,30 @@ _READERS["int"] = int
 class _Encoder:
     """orjson's ``default`` hook, which counts the values that it wrapped."""
 
-    __slots__ = ("wrapped",)
+    __slots__ = ("_other", "wrapped")
 
-    def __init__(self) -> None:
+    def __init__(self, other: Other) -> None:
+        self._other = other
         self.wrapped = 0
 
     def wrap(self, value: object) -> object:
-        plain = _plain(value)
+        plain = as_plain(value)
         if plain is not value:
             return plain
+        wrapped = _wrapped(value)
+        if wrapped is None:
+            return self._other(value)
         self.wrapped += 1
-        return _wrapped(value)
+        return wrapped
 
 
-def _plain(value: object) -> object:
+def _refuse(value: object) -> NoReturn:
+    if isinstance(value, np.ndarray):
+        raise NoForm(f"a numpy array of type {value.dtype}")
+    raise NoForm(f"{_shorten(value)} of type {type(value).__qualname__}")
+
+
+def as_plain(value: object) -> object:
     """The value as a JSON type that is as good: for enums, paths, subclasses of plain types, other dataclasses."""
     if isinstance(value, enum.Enum):
         return value.value
@@ -255,11 +258,15 @@ def _plain(value: object) -> object:
     return value
 
 
-def _wrapped(value: object) -> dict[str, list[object]]:
+def _wrapped(value: object) -> dict[str, list[object]] | None:
+    """None: the value has no form here."""
     for name, kind, write, _ in _TYPES:
         if isinstance(value, kind):
-            return {_TAG: [name, write(value)]}
-    raise TypeError(f"{_shorten(value)} of type {type(value).__qualname__}")
+            try:
+                return {TAG: [name, write(value)]}
+            except NoForm:
+                return None
+    return None
 
 
 def _shorten(value: object) -> str:
@@ -267,24 +274,46 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _wrap_deep(value: object) -> object:
-    """The same structure, from plain JSON values only."""
-    value = _plain(value)
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, dict):
-        if _TAG in value or not all(type(key) is str for key in value):
-            return {_TAG: ["dict", [[_wrap_deep(key), _wrap_deep(item)] for key, item in value.items()]]}
-        return {key: _wrap_deep(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_wrap_deep(item) for item in value]
-    if isinstance(value, np.generic):  # before float: numpy.float64 is a subclass of it
-        return _wrapped(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {_TAG: ["float", str(value)]}
-    if isinstance(value, int):
-        return value if -(2**63) <= value < 2**64 else {_TAG: ["int", str(value)]}
-    return {_TAG: [(wrapped := _wrapped(value)[_TAG])[0], _wrap_deep(wrapped[1])]}
+def wrap_deep(value: object, other: Other = _refuse) -> object:
+    """The same structure, from plain JSON values only. Raises ``NoForm`` also for a container that holds itself."""
+    return _DeepWrapper(other).wrap(value)
+
+
+class _DeepWrapper:
+    def __init__(self, other: Other) -> None:
+        self._other = other
+        self._above: set[int] = set()
+
+    def wrap(self, value: object) -> object:
+        original, value = value, as_plain(value)
+        if value is None or isinstance(value, str | bool):
+            return value
+        if isinstance(value, np.generic):  # before float: numpy.float64 is a subclass of it
+            return _wrapped(value) or self._other(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {TAG: ["float", str(value)]}
+        if isinstance(value, int):
+            return value if -(2**63) <= value < 2**64 else {TAG: ["int", str(value)]}
+        # Python would notice only at its own limit, which takes seconds where the containers are large.
+        if id(original) in self._above:
+            raise NoForm(f"a {type(original).__qualname__} that holds itself")
+        self._above.add(id(original))
+        wrapped = self._wrap_parts(value)
+        self._above.discard(id(original))
+        return wrapped
+
+    def _wrap_parts(self, value: object) -> object:
+        if isinstance(value, dict):
+            if TAG in value or not all(type(key) is str for key in value):
+                return {TAG: ["dict", [[self.wrap(key), self.wrap(item)] for key, item in value.items()]]}
+            return {key: self.wrap(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.wrap(item) for item in value]
+        wrapped = _wrapped(value)
+        if wrapped is None:
+            return self._other(value)
+        name, inner = wrapped[TAG]
+        return {TAG: [name, self.wrap(inner)]}
 
 
 def _unwrap(value: object) -> object:
@@ -292,7 +321,7 @@ def _unwrap(value: object) -> object:
         return [_unwrap(item) for item in value]
     if type(value) is not dict:
         return value
-    if _TAG in value:
-        name, inner = value[_TAG]
+    if TAG in value:
+        name, inner = value[TAG]
         return _READERS[name](_unwrap(inner))
     return {key: _unwrap(item) for key, item in value.items()}

@@ -5,6 +5,7 @@ CkptError
 ├── CheckpointError
 │   ├── CheckpointCorrupt      a checkpoint file has a content that no crash can leave; names file and line
 │   ├── CheckpointMismatch     the checkpoint belongs to another run, or the input changed
+│   │   └── VersionMismatch    another version of this package wrote it, and this one cannot read it; names that version
 │   ├── OutputMismatch         the output folder does not hold what the checkpoint says, and nothing else
 │   ├── CheckpointLocked       another process works on this rank
 │   │   └── Fenced             another process took over this rank while this one was running
@@ -64,6 +65,13 @@ class CheckpointMismatch(CheckpointError):
     """The checkpoint was made with other settings or from another input. The message names what differs.
 
     Restore the settings or the input, set ``accept_changes``, or use another ``checkpoints_local_dir``.
+    """
+
+
+class VersionMismatch(CheckpointMismatch):
+    """A version of this package wrote the checkpoint, or its mirror, that this version cannot go on with.
+
+    The message names that version. Install it, or a newer one. Nothing was changed.
     """
 
 
@@ -177,7 +185,8 @@ class ServerUnavailable(ServerError):
 class ServerRefused(ServerError):
     """The server refuses every request of this run (401, 402, 403, 404 and the like, redirects).
 
-    Check the key, the model's name and the URL.
+    Check the key, the model's name and the URL. Or its answers have no finish_reason, or have one against
+    ``accept_null_finish_reason``: see docs/servers.md.
     """
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import chdir
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import chdir, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -23,15 +23,20 @@ import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
-from datatrove.utils.stats import PipelineStats
+from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, compare
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit, WorkerDied
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
+from datatrove_ckpt.formatting import all_are, plural, plural_is
+from datatrove_ckpt.generation.final_stats import finished_documents
+from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+from datatrove_ckpt.process.event_loop import refuse_nested
+from datatrove_ckpt.process.run_progress import RunProgress
+from datatrove_ckpt.process.screen import Screen
 from datatrove_ckpt.process.worker import Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner
@@ -51,6 +56,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
             given up. The other ranks go on.
     """
+
+    pipeline: list[Any]
+    skip_completed: bool
 
     def __init__(
         self,
@@ -90,18 +98,28 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output is what they wrote.
 
+        With ``retry_dead_letters`` of a runner, complete ranks run, too.
+
         Returns:
-            The statistics of the ranks that ran, or None if there were none.
+            The statistics of all ranks, or None if all were complete already.
 
         Raises:
+            ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         if not runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
-        check_before_run(self, any(runner.retry_dead_letters for runner in runners))
-        stats = self.run_ranks()
-        check_after_run(self)
+        if self.workers == 1:  # other workers have loops of their own
+            refuse_nested("LocalPipelineExecutor.run")
+        retries, skip_completed = any(runner.retry_dead_letters for runner in runners), self.skip_completed
+        self.skip_completed = skip_completed and not retries
+        try:
+            check_before_run(self, retries)
+            stats = self.run_ranks()
+            check_after_run(self)
+        finally:
+            self.skip_completed = skip_completed
         return stats
 
     def run_ranks(self) -> PipelineStats | None:
@@ -117,35 +135,68 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         local = range(self.local_rank_offset, self.local_rank_offset + self.local_tasks)
         ranks = self.get_incomplete_ranks(local)
         if not ranks:
-            logger.info(f"All {plural(len(local), 'task')} are complete already.")
+            logger.info(f"{all_are(len(local), 'task').capitalize()} complete already.")
+            if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
+                self._write_stats(self._stats_of_complete(local))
             return None
         self.save_executor_as_json()
         if len(ranks) < len(local):
-            logger.info(f"{len(local) - len(ranks)} of {plural(len(local), 'task')} are complete already.")
-        stats = PipelineStats()
-        for done, result in enumerate(self._results(ranks), len(local) - len(ranks) + 1):
-            logger.info(f"{done}/{self.world_size} tasks completed.")
-            stats += result
+            logger.info(f"{len(local) - len(ranks)} of {plural_is(len(local), 'task')} complete already.")
+        stats = self._stats_of_complete(set(local) - set(ranks))
+        with self._screen(len(local), len(local) - len(ranks), stats) as screen:
+            for done, result in enumerate(self._results(ranks, screen), len(local) - len(ranks) + 1):
+                logger.info(f"{done} of {plural(self.world_size, 'task')} completed.")
+                stats += result
         if left := self.get_incomplete_ranks(ranks, skip_completed=True):
             raise CkptError(
                 f"{len(left)} of {self.world_size} tasks have ended, but are not marked as complete; task {left[0]} is "
                 f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the same command again."
             )
-        with self.logging_dir.open("stats.json", "wt") as file:
-            stats.save_to_disk(file)
+        self._write_stats(stats)
         logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
         return stats
 
-    def _results(self, ranks: Sequence[int]) -> Iterator[PipelineStats]:
-        return self._here(ranks) if self.workers == 1 else self._in_workers(ranks)
+    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
+        try:
+            return super()._run_for_rank(rank, local_rank, node_rank)
+        except (DocumentError, UnexpectedExit) as error:  # where a user's code may be the cause
+            log = self.logging_dir.resolve_paths(f"logs/task_{rank:05d}.log")
+            error.add_note(f"The traceback is in the log of task {rank}: {log}")
+            raise
 
-    def _here(self, ranks: Sequence[int]) -> Iterator[PipelineStats]:
-        pipeline: list[Any] = self.pipeline  # type: ignore[has-type]  # datatrove's
+    def _stats_of_complete(self, ranks: Iterable[int]) -> PipelineStats:
+        """The saved statistics of ranks that earlier runs have completed."""
+        saved = PipelineStats()
+        for rank in sorted(ranks):
+            try:
+                saved += self._saved_stats(rank)
+            except FileNotFoundError:
+                logger.warning(f"stats.json has no numbers of task {rank}: its file in stats/ is gone.")
+        return saved
+
+    def _write_stats(self, stats: PipelineStats) -> None:
+        with self.logging_dir.open("stats.json", "wt") as file:
+            stats.save_to_disk(file)
+
+    def _screen(self, ranks: int, complete: int, stats: PipelineStats) -> Screen | nullcontext[None]:
+        """What the command shows. ``complete``: how many of the ranks are, with these statistics."""
+        intervals = [step.config.metric_interval for step in self.pipeline if isinstance(step, InferenceRunner)]
+        if not intervals:
+            return nullcontext()
+        return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), min(intervals))
+
+    def _results(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
+        return self._here(ranks, screen) if self.workers == 1 else self._in_workers(ranks, screen)
+
+    def _here(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
+        pipeline = self.pipeline
         try:
             for rank in ranks:
                 self.pipeline = deepcopy(pipeline)
                 with chdir("."):  # so that a step that changes it does not move the folders of the next rank
                     result = self._run_for_rank(rank)
+                if screen is not None:
+                    screen.complete(rank)
                 yield result
         except SystemExit as exit:  # of a signal it has a code
             if exit.code:
@@ -157,7 +208,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             self.pipeline = pipeline
             close_warm_servers()
 
-    def _in_workers(self, ranks: Sequence[int]) -> Iterator[PipelineStats]:
+    def _in_workers(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor"])
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
@@ -166,22 +217,28 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
         work = Work(partial(_run_rank, self._pickled(), kept), close_warm_servers)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
+        # A marker of an earlier run does not show that a rank that runs once more, as a retry does, is complete.
+        anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
         try:
-            with Workers(context, self.workers, work, numbers, self.max_rank_attempts, stop_seconds) as workers:
-                for _, stats in workers.run(ranks):
+            attempts = self.max_rank_attempts
+            with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
+                for rank, stats in workers.run(ranks):
+                    if screen is not None:
+                        screen.complete(rank)
                     yield stats
         except Stopped:
             pass
         if workers.signal is not None:
             end_as(workers.signal)
-        lost = self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True)
+        lost = sorted({*self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True), *anew & {*workers.lost}})
         yield from (self._saved_stats(rank) for rank in workers.lost.keys() - set(lost))
         if lost:
             raise _lost({rank: workers.lost[rank] for rank in lost}, self.world_size)
 
     def _pickled(self) -> bytes:
         try:
-            return bytes(ForkingPickler.dumps(self))
+            with nothing_carried():
+                return bytes(ForkingPickler.dumps(self))
         except Exception as error:  # whatever a step's __reduce__ raises
             raise ConfigError(
                 f"The pipeline cannot be sent to worker processes: {type(error).__name__}: {error}. Every step, its "
@@ -190,9 +247,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ) from error
 
     def _saved_stats(self, rank: int) -> PipelineStats:
-        """Of a rank that is complete, although its worker died before it could send them."""
+        """Of a rank that is complete: an earlier run completed it, or its worker died before it could send them."""
         with self.logging_dir.open(f"stats/{rank:05d}.json") as file:
-            return PipelineStats.from_json(json.load(file))
+            stats = PipelineStats.from_json(json.load(file))
+        for step in stats.stats:
+            step.stats = MetricStatsDict(init={name: _as_counted(value) for name, value in step.stats.items()})
+        return stats
 
     def _run_dependency(self) -> None:
         if self.depends is None:
@@ -245,6 +305,13 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
                 "changed after an import, is not there. Pass it to the rollout in a functools.partial or as "
                 "shared_context, or set start_method='fork'."
             )
+
+
+def _as_counted(value: Any) -> MetricStats:
+    """A metric of a saved file, where a plain number is a sum of ones. datatrove would read it as one value."""
+    if isinstance(value, dict):
+        return MetricStats.from_dict(value)
+    return MetricStats(value, value, 1, 1, 1) if value else MetricStats(0, 1, 0, 0, 0)
 
 
 def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:

@@ -6,12 +6,34 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 
-_EXTRAS = {"zstandard": "zstd", "pyarrow": "parquet", "s3fs": "s3", "ray": "ray"}
+_EXTRAS = {
+    "zstandard": "zstd",
+    "pyarrow": "parquet",
+    "s3fs": "s3",
+    "ray": "ray",
+    "datasets": "hub",
+    "huggingface_hub": "hub",
+    "tokenizers": "rollouts",
+    "jsonschema": "rollouts",
+    "prometheus_client": "metrics",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
 
 
 def plural(number: int, noun: str) -> str:
     """A count with its noun: "1 chunk", "3 chunks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def plural_is(number: int, noun: str) -> str:
+    """The same as the subject of a sentence: "1 chunk is", "3 chunks are"."""
+    return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"
+
+
+def all_are(number: int, noun: str) -> str:
+    """All of them as the subject of a sentence: "the task is", "all 3 tasks are"."""
+    return f"the {noun} is" if number == 1 else f"all {number} {noun}s are"
 
 
 def number_range(start: int, end: int) -> str:

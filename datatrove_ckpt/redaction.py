@@ -29,8 +29,10 @@ MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 # Characters of a secret that a Redactor looks for: of one that we send, and of one in the environment.
 _MIN_GIVEN, _MIN_FROM_ENV = 4, 8
 
-_SECRET_NAME = re.compile(r"(^|[._ ])(\w*_)?(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-_SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|token$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(^|[._ ])(\w*_)?(api_?key|key|(?<!per_)token|secret|password|passwd|credentials?)$", re.IGNORECASE
+)
+_SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE)
 # Keys of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq and Slack; HTTP's two schemes.
 _SECRET_VALUE = re.compile(
     r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
@@ -64,7 +66,7 @@ def without_secrets(name: str, value: Any) -> Any:
     A secret is a value with the name of one, everything inside "headers", and a text that has the form of a key. What
     has been replaced before stays as it is.
     """
-    if _is_secret(name, value):
+    if is_secret(name, value):
         return hashed(value)
     if isinstance(value, dict):
         return {key: without_secrets(f"{name}.{key}", part) for key, part in value.items()}
@@ -73,8 +75,17 @@ def without_secrets(name: str, value: Any) -> Any:
     return value
 
 
-def _is_secret(name: str, value: Any) -> bool:
-    """Whether a value is one, by its dotted name or its form. A dict or list may hold some although it is none."""
+def holds_secret(name: str, value: Any) -> bool:
+    """Whether plain values are a secret, or hold one. Objects, which nobody can look into, count as holding none."""
+    if isinstance(value, dict):
+        return is_secret(name, value) or any(holds_secret(f"{name}.{key}", part) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return is_secret(name, value) or any(holds_secret(name, part) for part in value)
+    return isinstance(value, str | bytes) and is_secret(name, value)
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether a value is a secret, by its dotted name or its form. A dict or list may hold some although it is none."""
     if names_secret(name):
         return True
     if not isinstance(value, str):
@@ -108,8 +119,8 @@ class Veil:
         self.value = value
 
     def __repr__(self) -> str:
-        shown = _shown(self.name, self.value)
-        return shown if isinstance(shown, str) else json.dumps(shown, skipkeys=True)
+        value = shown(self.name, self.value)
+        return value if isinstance(value, str) else json.dumps(value, skipkeys=True)
 
 
 class Veiled:
@@ -131,20 +142,20 @@ class Veiled:
         vars(instance)[self._name] = Veil(self._name, value)
 
 
-def _shown(name: str, value: Any) -> Any:
+def shown(name: str, value: Any) -> Any:
     """A value without its secrets: plain values and settings as they are, of everything else the name of the type."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if _is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
+    if is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
         return HIDDEN
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
-        return {key: _shown(f"{name}.{key}", part) for key, part in value.items()}
+        return {key: shown(f"{name}.{key}", part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_shown(name, part) for part in value]
+        return [shown(name, part) for part in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _shown(f"{name}.{field.name}", getattr(value, field.name)) for field in fields(value)}
+        return {field.name: shown(f"{name}.{field.name}", getattr(value, field.name)) for field in fields(value)}
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"<{kind.__module__}.{kind.__qualname__}>"
 

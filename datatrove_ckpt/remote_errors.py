@@ -5,6 +5,7 @@ Most libraries below fsspec raise classes of their own, few of which are an ``OS
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from datatrove_ckpt.redaction import frames_cut
 # Another attempt cannot change these. Every other error may be temporary.
 _PERMANENT_STATUS = {401, 403, 404, 405, 501}
 _PERMANENT_ERRORS = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError, AttributeError)
+_LINK = re.compile(r"For more information check: https://\S+")
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 
 
@@ -48,6 +50,11 @@ def failure_text(error: BaseException) -> str:
     return error_text(error.__cause__ if isinstance(error, FileSystemFailed) and error.__cause__ else error)
 
 
+def failure_line(error: BaseException) -> str:
+    """As ``failure_text``, in one line, without httpx's links to explanations of the status."""
+    return " ".join(_LINK.sub("", failure_text(error)).split()).rstrip(".")
+
+
 def is_permanent(error: BaseException | None) -> bool:
     """Whether another attempt cannot succeed: no permission, no bucket, no credentials."""
     if s3_code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
@@ -77,6 +84,18 @@ def http_status(error: BaseException | None) -> int | None:
         getattr(found, "code", None),  # gcsfs, google.api_core
     )
     return next((status for status in places if isinstance(status, int)), None)
+
+
+def response_headers(error: BaseException | None) -> dict[str, str]:
+    """The headers of the HTTP response, with names in lower case; none if the error holds no response."""
+    found = _unwrapped(error)
+    headers = getattr(getattr(found, "response", None), "headers", None) or {}
+    return {str(name).lower(): str(value) for name, value in headers.items()}
+
+
+def response_url(error: BaseException | None) -> str:
+    """The URL that the HTTP response came from; "" if the error holds none."""
+    return str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
 
 
 def _s3_response(error: BaseException | None) -> dict[str, Any]:

@@ -15,53 +15,58 @@ from typing import get_args
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
-from datatrove.utils.stats import TimingStats
-from fsspec.utils import get_protocol
+from datatrove.utils.stats import Stats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
-from datatrove_ckpt.checkpoint.layout import rank_folder
+from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
-from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters
+from datatrove_ckpt.generation.carried_code import CarriesCode
+from datatrove_ckpt.generation.checkpoint_folders import check_checkpoint_folders
+from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
-from datatrove_ckpt.generation.failures import Failures, OnDocumentError
+from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
+from datatrove_ckpt.generation.failures import Failures, OnDocumentError, correction
+from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.messages import RankMessages
 from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
-from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.generation.progress import Progress, wants_bar
-from datatrove_ckpt.generation.run_identity import code_identity, run_identity
+from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
+from datatrove_ckpt.generation.rank_mirror import open_mirror, restore_from_mirror
+from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
+from datatrove_ckpt.generation.rank_share import open_source
+from datatrove_ckpt.generation.run_identity import run_identity
 from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
 from datatrove_ckpt.generation.shared_context import SharedContext, shared_arguments
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
-from datatrove_ckpt.inference.servers.multi_node import run_worker_node
+from datatrove_ckpt.inference.servers.multi_node import follow_head
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import check_servers, connect
 from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.mirror.mirror import RemoteMirror
-from datatrove_ckpt.mirror.object_store import check_url
-from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.output.arrow import prepare_arrow
-from datatrove_ckpt.output.chunk_output import ChunkOutput, check_rank_in_template, check_writer
-from datatrove_ckpt.output.folders import check_output_folder
+from datatrove_ckpt.output.chunk_output import ChunkOutput, check_writer
+from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.trial import Trial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
+from datatrove_ckpt.process.host_loop import host_loop, run_hosted
 from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.readers.steps import StepRecord
 from datatrove_ckpt.redaction import Veiled
-from datatrove_ckpt.rollouts import Rollout, check_use_chat
+from datatrove_ckpt.rollouts import Rollout, for_config
 
 
-class InferenceRunner(PipelineStep):
+class InferenceRunner(CarriesCode, PipelineStep):
     """Sends each document through a rollout function, and writes the results, one file per chunk of documents.
 
     The first eight arguments are those of datatrove's ``InferenceRunner``.
@@ -88,7 +93,7 @@ class InferenceRunner(PipelineStep):
             away or fails stops the rank either way.
         max_dead_letters: documents that may become dead letters; one more stops the rank. None: no limit.
         retry_dead_letters: process the dead letters of earlier runs instead of the input, into output files of their
-            own. The rank must be finished.
+            own. The rank must be finished. datatrove's executors need ``skip_completed=False`` for it.
         seek: whether a resume may seek in the input. None: only if the reader can, and it and the steps after it are
             known to keep nothing from one document to the next; otherwise documents are counted. True declares that
             your steps and adapters keep nothing.
@@ -104,6 +109,11 @@ class InferenceRunner(PipelineStep):
             is on. A node without the local folder resumes from there. Credentials come from the environment.
         mirror_seconds: shortest time between two uploads to ``checkpoints_remote_dir``, and so what a lost node may
             cost. "auto": as short as 5 % of the mirror thread's time allows, between 5 and 600 seconds.
+        hub_commit_seconds: how long what is uploaded to the Hugging Face hub waits for more before its commit, at most.
+        hub_commits_per_hour: commits to a repository in an hour beyond which ranks wait. A free account may make 128.
+        monitoring: metrics for Prometheus, and runs of MLflow and Weights & Biases. None: nobody is told anything.
+        keep_answers: keep answers of committed documents for a fork with another prompt. They need about as much room
+            in the checkpoint as the output has, and no mirror holds them.
 
     Raises:
         ConfigError: an argument that cannot work.
@@ -115,7 +125,9 @@ class InferenceRunner(PipelineStep):
     rollout_fn = Veiled()
     config = Veiled()
     shared_context = Veiled()
-    how_to_accept = "set accept_changes=True"  # the command line has other words
+    how_to_accept = "pass accept_changes=True to InferenceRunner"  # the command line has other words
+    monitoring = MonitoringConfig()  # of steps that an earlier version has pickled
+    keep_answers = False
     steps_before: list[StepRecord] | None = None  # who starts an executor tells it, see preflight
 
     def __init__(
@@ -139,29 +151,31 @@ class InferenceRunner(PipelineStep):
         accept_changes: bool = False,
         checkpoints_remote_dir: str | None = None,
         mirror_seconds: Seconds = 60.0,
+        hub_commit_seconds: float = 300.0,
+        hub_commits_per_hour: int = 112,
+        monitoring: MonitoringConfig | None = None,
+        keep_answers: bool = False,
     ) -> None:
         super().__init__()
         self.rollout_fn = rollout_fn
         self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
-        self.output_writer = output_writer
+        self.output_writer = with_our_uploads(output_writer)
         self.shared_context = shared_context
         self.checkpoints_local_dir = None if checkpoints_local_dir is None else str(checkpoints_local_dir)
         self.records_per_chunk = records_per_chunk
         self.metadata_key = metadata_key
         self.skip_bad_requests = skip_bad_requests
-        self.on_document_error = on_document_error
-        self.max_dead_letters = max_dead_letters
-        self.retry_dead_letters = retry_dead_letters
-        self.seek = seek
-        self.sync_seconds = sync_seconds
-        self.drain_seconds = drain_seconds
-        self.drain_signals = check_signals(drain_signals)
-        self.retry_errors = retry_errors
-        self.accept_changes = accept_changes
+        self.on_document_error, self.max_dead_letters = on_document_error, max_dead_letters
+        self.retry_dead_letters, self.retry_errors = retry_dead_letters, retry_errors
+        self.seek, self.sync_seconds = seek, sync_seconds
+        self.drain_seconds, self.drain_signals = drain_seconds, check_signals(drain_signals)
+        self.accept_changes, self.keep_answers = accept_changes, keep_answers
         self.checkpoints_remote_dir = checkpoints_remote_dir.rstrip("/") if checkpoints_remote_dir else None
         self.mirror_seconds = mirror_seconds
+        self.hub_pace = CommitPace(hub_commit_seconds, hub_commits_per_hour)
+        self.monitoring = monitoring or MonitoringConfig()
         self._check_settings()
-        self._code_when_made = code_identity(rollout_fn, shared_context)
+        self._note_code()
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
@@ -173,92 +187,100 @@ class InferenceRunner(PipelineStep):
             raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
         if self.on_document_error not in get_args(OnDocumentError):
             raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
-        check_use_chat(self.rollout_fn, self.config.use_chat)
+        self.rollout_fn = for_config(self.rollout_fn, self.config)
         check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
-        self._check_folders()
-
-    def _check_folders(self) -> None:
+        needed_by = {
+            "on_document_error: dead letters are": self.on_document_error != "stop" or self.retry_dead_letters,
+            "monitoring: what MLflow and Weights & Biases get is": self.monitoring.wants_tracking,
+        }
         local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
-        if local is None and (self.on_document_error != "stop" or self.retry_dead_letters):
-            raise ConfigError("on_document_error: dead letters are kept with checkpoints; set checkpoints_local_dir.")
-        if local is not None and get_protocol(local) not in ("file", "local"):
-            raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
-        if local is not None:
-            check_output_folder(self.output_writer, local)
-        if remote is not None:
-            if local is None:
-                raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
-            check_url("checkpoints_remote_dir", remote)
+        check_checkpoint_folders(local, remote, self.output_writer, needed_by)
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
         """Processes every document of ``data``. When it returns, all of them are in the output.
 
         Raises:
-            CkptError: see ``errors.py``. Finished work is saved; the same call resumes.
+            CkptError: see ``errors.py``. Finished work is saved; the same call resumes. The failure of a document is
+                also datatrove's InferenceError, that of a server also its ServerError.
             Preempted, or whatever the old signal handlers raise: a stop was requested, see ``process/preemption.py``.
         """
+        event_loop.refuse_nested("InferenceRunner.run")
         # Without a checkpoint a drain would save nothing: the next run starts over.
         seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
         servers = self.config.servers
         limit = enough_open_files(requests_at_once(self.config.max_concurrent_generations, servers), servers)
-        with limit, Preemption(self.drain_signals, seconds) as preemption, self.track_time(unit="total"):
+        self.stats = Stats(str(self))  # datatrove may have run another rank with this step
+        preemption = Preemption(self.drain_signals, seconds)
+        with raised_for_scripts(), limit, preemption, self.track_time(unit="total"):
             preemption.check_time_limit()
-            check_rank_in_template(self.output_writer, world_size)
+            check_output_of_rank(self.output_writer, () if self.retry_dead_letters else data or (), world_size)
             die_with_parent()
             watch_managers()
             nodes = Nodes.from_environment()
             prepare_arrow(self.output_writer)  # before gc_tuned, which freezes the objects of imported modules
             with one_rank(preemption.shutdown), gc_tuned():
                 if nodes.rank > 0:  # only the head node reads and writes
-                    asyncio.run(self._follow(rank, nodes, preemption))
+                    asyncio.run(follow_head(self.config, rank, nodes, preemption.shutdown))
                 else:
                     self._lead(data or [], rank, world_size, preemption)
 
+    async def run_async(self, data_gen: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
+        """``run`` inside a running event loop, on which the rollouts then run, too. Other tasks go on meanwhile.
+
+        Cancelled, as by ``asyncio.timeout``, this starts nothing new, gives the requests in flight ``drain_seconds``,
+        saves everything, and then raises CancelledError; the same call resumes. Cancelled again, it ends that wait.
+        ``asyncio.run`` makes Ctrl-C a cancellation. No other signal drains: SIGTERM kills unless you handle it.
+
+        Raises:
+            CkptError: see ``run``.
+            asyncio.CancelledError: this call was cancelled.
+        """
+        await run_hosted(partial(self.run, data_gen, rank, world_size), f"rank {rank}")
+
     def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
         check_servers(self.config)
+        check_monitoring(self.monitoring)
         if self.checkpoints_local_dir is None:
+            refuse_strangers_without_checkpoint(self.output_writer, rank)
             unopened = NullCheckpoint(self.output_writer, rank, self.records_per_chunk, preemption.shutdown)
-            self._process(data, rank, preemption, unopened, None)
+            self._process(data, rank, world_size, preemption, unopened, None)
         elif not self.retry_dead_letters:
-            self._restore(rank, preemption)
+            restore_from_mirror(self, rank, preemption)
             opened = self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
-            self._process(data, rank, preemption, *opened)
+            self._process(data, rank, world_size, preemption, *opened)
         else:
-            self._retry(rank, world_size, preemption)
+            for one in retried_ranks(self.checkpoints_root, rank, world_size):
+                self._retry(data, one, world_size, preemption)
 
-    async def _follow(self, rank: int, nodes: Nodes, preemption: Preemption) -> None:
-        """Serves until the head node ends. On a stop request, the head node needs this one during its drain."""
-        shutdown = preemption.shutdown
-        serving = asyncio.create_task(run_worker_node(self.config, rank, nodes))
-        stopping = asyncio.create_task(shutdown.requested())
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
-            await shutdown.wait_for(asyncio.wait([serving]))
-            serving.cancel()
-        stopping.cancel()
-        await asyncio.gather(serving, return_exceptions=shutdown.is_requested)
-
-    def _retry(self, rank: int, world_size: int, preemption: Preemption) -> None:
-        self._restore(rank, preemption)
+    def _retry(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
+        restore_from_mirror(self, rank, preemption)
+        folder = rank_folder(self.checkpoints_root, rank)
+        if rank < world_size:
+            StepStats(data).restore(folder / SHARD)
+        elif not (folder / RUN).exists():  # of an earlier number of tasks, and it never started
+            return
         if (retry := Retry.next(self.checkpoints_root, rank)) is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
+            RankNumbers(rank, self.checkpoints_root).fill(self.stats)
             return
         checkpoint, output = self._checkpoint(retry.root, rank, world_size, preemption, retry.prefix)
-        self._process(retry.documents(), rank, preemption, checkpoint, output)
+        self._process(retry.documents(), rank, world_size, preemption, checkpoint, output)
 
     def _process(
         self,
         data: Iterable[Document],
         rank: int,
+        world_size: int,
         preemption: Preemption,
         unopened: Openable,
         output: ChunkOutput | None,
     ) -> None:
+        numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
         checkpoint = unopened.open()
-        shutdown = preemption.shutdown
-        completed = False
-        progress = Progress(self.stats, checkpoint.counts, self.config.metric_interval, wants_bar())
-        say = RankMessages(rank, self.checkpoints_local_dir, checkpoint, progress)
+        shutdown, completed = preemption.shutdown, False
+        progress = Progress(rank, checkpoint, shutdown, self.config.metric_interval)
+        say = RankMessages(rank, self.checkpoints_local_dir, checkpoint, progress, self.retry_dead_letters)
+        exports = open_exports(self, rank, world_size, checkpoint, progress.history, shutdown)
         try:
             say.started()
             if output is not None:
@@ -270,16 +292,19 @@ class InferenceRunner(PipelineStep):
             main = self._generate(data, rank, checkpoint, progress, preemption, names)
             who = f"The rollout {name_of(self.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
-                event_loop.run(main)
+                host = host_loop()
+                (event_loop if host is None else host).run(main)
             if output is not None:
                 with preemption.interruptible():
                     output.check_complete()
             completed = True
         except BaseExceptionGroup as group:
-            error = _first(group)
+            error = first_of(group)
             raise error from error.__cause__
         finally:
-            checkpoint.close(completed)
+            with exports.ending(completed):
+                checkpoint.close(completed)
+            numbers.fill(self.stats, checkpoint)
             if shutdown.is_requested and not completed:
                 say.stopped(shutdown)
         checkpoint.raise_failure()
@@ -289,16 +314,14 @@ class InferenceRunner(PipelineStep):
 
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
-        now, made = code_identity(self.rollout_fn, self.shared_context), self._code_when_made
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
-        return run_identity(now, made, self.config, self.output_writer, chunk, key, world_size, accept)
+        return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)
 
     def _checkpoint(
         self, root: Path, rank: int, world_size: int, preemption: Preemption, prefix: str = ""
     ) -> tuple[CheckpointManager, ChunkOutput]:
-        folder = rank_folder(root, rank)
-        checkpoints = self.checkpoints_root
-        output = ChunkOutput(self.output_writer, rank, folder, checkpoints, prefix)
+        folder, identity = rank_folder(root, rank), self.identity(world_size)
+        output = ChunkOutput(self.output_writer, rank, folder, self.checkpoints_root, prefix, self.hub_pace)
         # With a mirror, an attempt on a lost node may have published chunks before the mirror's first version. They are
         # written again, and what stays of them is refused at the end of the rank.
         refuse = preemption.interruptible()(output.refuse_existing)
@@ -306,28 +329,18 @@ class InferenceRunner(PipelineStep):
             root,
             rank,
             self.records_per_chunk,
-            self.identity(world_size),
+            identity,
             output.write_chunk,
+            placement=output.placement,
             sync_seconds=self.sync_seconds,
             retry_errors=self.retry_errors,
+            keep_answers=self.keep_answers,
             accept_changes=self.accept_changes,
-            mirror=self._mirror(folder, preemption.shutdown),
-            before_first=_nothing if self.checkpoints_remote_dir else refuse,
+            mirror=open_mirror(self, folder, rank, identity, preemption),
+            before_first=(lambda: None) if self.checkpoints_remote_dir else refuse,
             shutdown=preemption.shutdown,
         )
         return manager, output
-
-    def _restore(self, rank: int, preemption: Preemption) -> None:
-        """Copies from the mirror the parts of the checkpoint that this node does not have."""
-        if self.checkpoints_remote_dir is not None:
-            with preemption.interruptible():
-                restore_rank(self.checkpoints_remote_dir, self.checkpoints_root, rank, retries=self.retry_dead_letters)
-
-    def _mirror(self, folder: Path, shutdown: Shutdown) -> RemoteMirror | None:
-        if (remote := self.checkpoints_remote_dir) is None:
-            return None
-        url = f"{remote}/{folder.relative_to(self.checkpoints_root)}"
-        return RemoteMirror(url, folder, self.mirror_seconds, shutdown)
 
     @property
     def checkpoints_root(self) -> Path:
@@ -346,18 +359,19 @@ class InferenceRunner(PipelineStep):
         point = checkpoint.resumed
         kept = self.checkpoints_local_dir is not None
         taken = TakenLetters(self.checkpoints_root, rank) if kept else None
+        corrected = correction(self.rollout_fn, self.how_to_accept) if kept and not self.accept_changes else ""
         failures = Failures(
-            self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept, taken
+            self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept, taken, corrected
         )
-        documents = DocumentSource(data, failures.keep_as_read, self.seek, self.steps_before)
+        documents = open_source(self, data, failures.keep_as_read, rank if kept else None)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
-            with self._inference_timer(), shared_arguments(self.shared_context, preemption) as shared:
+            with shared_arguments(self.shared_context, preemption) as shared:
                 scheduler = Scheduler(
                     rollout_fn=bind_shared(self.rollout_fn, shared),
                     config=self.config,
                     checkpoint=checkpoint,
-                    connect=partial(connect, self.config, rank, preemption.shutdown),
+                    connect=partial(connect, self.config, rank, preemption.shutdown, progress.history.server),
                     observer=progress,
                     metadata_key=self.metadata_key,
                     failures=failures,
@@ -368,25 +382,9 @@ class InferenceRunner(PipelineStep):
                 )
                 await scheduler.run(documents)
                 progress.skipped = documents.skipped
+                documents.add_earlier_stats()
         finally:
             for watcher in watchers:
                 watcher.cancel()
-            progress.close()
+            await asyncio.gather(*watchers, return_exceptions=True)
             documents.close()
-
-    def _inference_timer(self) -> TimingStats:
-        """datatrove's "inference_time" stat."""
-        timer = self.stats.stats["inference_time"]
-        if not isinstance(timer, TimingStats):
-            timer = self.stats.stats["inference_time"] = TimingStats(unit="seconds")
-        return timer
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first failure: the others followed from it."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
-
-
-def _nothing() -> None:
-    """Refuses no output."""

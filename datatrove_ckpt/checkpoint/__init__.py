@@ -1,9 +1,8 @@
 """The checkpoint of one rank: local files that tell, after a crash at any instant, what is done.
 
 Everything that is written to a rank's folder, or recovered from it, is here. This room knows no HTTP, no event loop and
-no datatrove, and of the package it imports only ``errors``. Start reading at ``manager`` (how a checkpoint is opened),
-then ``open_checkpoint`` (what the event loop calls) and ``rank_files`` (what the storage thread does). ``layout`` has
-the names of the files.
+no datatrove. Start reading at ``manager`` (how a checkpoint is opened), then ``open_checkpoint`` (what the event loop
+calls) and ``rank_files`` (what the storage thread does). ``layout`` has the names of the files.
 
 Recovery on one page:
 
@@ -11,8 +10,9 @@ Recovery on one page:
 - A finished document is a line in its chunk's journal (``journal``). An answer is a row in the request cache until the
   chunk of its document is committed (``request_cache``). One thread writes both, in one order (``storage``).
 - When the journal holds every document of a chunk (``chunks``), the output is written from the journal, in input order,
-  to staged files, and each file is moved into place in one step (``publishing``). Then a line in the commit log says
-  that the chunk is done (``commits``), and the journal and the rows are deleted (``rank_files``).
+  to staged files, and each file is moved into place in one step (``publishing``), or later (``placement``). Then a line
+  in the commit log says that the chunk is done (``commits``), and the journal and the rows are deleted
+  (``rank_files``).
 - After a crash, ``recovery`` (with the table of what each step leaves behind) cuts off torn tails and completes
   interrupted commits. Reading resumes after the longest unbroken run of committed chunks. Documents in a journal, or in
   a chunk committed beyond that run, are skipped. Cached answers are not requested again.

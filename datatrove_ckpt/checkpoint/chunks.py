@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.forks import Forked
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointMismatch
 
 PositionGetter: TypeAlias = Callable[[], Json | None]
@@ -64,6 +66,7 @@ class PublishedChunk:
 
     chunk: CompleteChunk
     counts: DocumentCounts
+    work: WorkStats
     files: list[OutputFile]
     dead_letters: bytes
 
@@ -99,11 +102,12 @@ class ChunkTracker:
         self, folder: Path, records_per_chunk: int, point: ResumePoint, on_complete: Callable[[CompleteChunk], None]
     ) -> None:
         self._folder = folder
-        self._records_per_chunk = records_per_chunk
+        self._ends = point.chunk_ends(records_per_chunk)
         self._on_complete = on_complete
         self._committed = point.done
         self._recovered = {index: journal.recovered for index, journal in point.journals.items()}
         self._cached = set(point.cached)
+        self._forked = point.forked
         self._next_chunk = point.next_chunk
         self._next_ordinal = point.next_ordinal
         self._current: _OpenChunk | None = None
@@ -124,6 +128,8 @@ class ChunkTracker:
         ordinal = chunk.next_ordinal
         chunk.read += 1
         chunk.position, chunk.last_input = position, fingerprint
+        if self._forked is not None:
+            self._check_fork(self._forked, ordinal, fingerprint)
         committed = self._committed.get(chunk.key.chunk_index)
         if committed is not None:
             self._pass_committed(chunk, committed)
@@ -157,8 +163,23 @@ class ChunkTracker:
                 "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with "
                 "another checkpoints_local_dir, output_folder and logging_dir."
             )
+        if self._forked is not None and self._forked.documents not in (None, self.documents):
+            raise self._other_input(self._forked, f"it had {self._forked.documents} documents, not {self.documents}")
         if self._current is not None:
             self._fill(self._current)
+
+    def _check_fork(self, forked: Forked, ordinal: int, fingerprint: str) -> None:
+        if forked.documents is not None and ordinal >= forked.documents:
+            raise self._other_input(forked, f"it had {forked.documents} documents, and this one has more")
+        if forked.fingerprints.get(ordinal, fingerprint) != fingerprint:
+            raise self._other_input(forked, f"document {ordinal} of this rank is another one there")
+
+    def _other_input(self, forked: Forked, what: str) -> CheckpointMismatch:
+        return CheckpointMismatch(
+            f"The input is not that of {forked.source}, from which {self._folder} was forked: {what}. Restore "
+            "the input and the steps before this one, or start a new run, which is no fork, with another "
+            "checkpoints_local_dir, output_folder and logging_dir."
+        )
 
     @property
     def documents(self) -> int:
@@ -175,9 +196,7 @@ class ChunkTracker:
 
     def _begin_chunk(self) -> _OpenChunk:
         index, ordinal = self._next_chunk, self._next_ordinal
-        # A chunk that ended an input which grew later is short, also when it must be redone (see ``repair``).
-        following = self._committed.get(index + 1)
-        capacity = following.first_ordinal - ordinal if following else self._records_per_chunk
+        capacity = next(self._ends) - ordinal
         chunk = _OpenChunk(ChunkKey(index, ordinal), capacity, self._recovered.pop(index, {}))
         self._current = self._open[index] = chunk
         self._next_chunk += 1

@@ -17,9 +17,11 @@ from pathlib import Path, PurePosixPath
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import retry_number
-from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, may_be_torn, scan_lines, seal
+from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, is_seconds, may_be_torn, scan_lines, seal
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 MAX_GAP = 1_000_000
@@ -47,7 +49,7 @@ class CommitsDamaged(CheckpointCorrupt):
         return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
 
 
-def repair_command(checkpoints: Path, logging_dir: str | None = None, output: str | None = None) -> str:
+def repair_command(checkpoints: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
     """The command that repairs a checkpoint, quoted for a shell."""
     command = ["datatrove-ckpt", "repair", str(checkpoints)]
     command += [] if output is None else ["--output", output]
@@ -63,11 +65,25 @@ def _checkpoints(folder: Path) -> Path:
 
 @dataclass(slots=True)
 class OutputFile:
-    """A published file: its path below the output folder, size in bytes, and xxh128 of its content."""
+    """A published file.
+
+    Attributes:
+        path: below the output folder.
+        size: in bytes.
+        xxh128: of its content.
+        hub_hash: the hash by which the hub lists it: SHA-256, or git's hash of a file that is not in LFS; "" elsewhere,
+            in a bucket, and in commits of an earlier release.
+    """
 
     path: str
     size: int
     xxh128: str
+    hub_hash: str = ""
+
+    def to_json(self) -> Json:
+        """Without a hash that is not known: such lines are those of earlier releases."""
+        fields = asdict(self)
+        return fields if self.hub_hash else {name: value for name, value in fields.items() if name != "hub_hash"}
 
 
 @dataclass(slots=True)
@@ -101,6 +117,12 @@ class DocumentCounts:
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
 
+    def unsplit(self) -> WorkStats:
+        """What an earlier release's commit tells of the work."""
+        work = WorkStats()
+        work.count_unsplit(self.read, self.requests, self.prompt_tokens, self.completion_tokens)
+        return work
+
 
 @dataclass(slots=True)
 class Commit:
@@ -110,6 +132,9 @@ class Commit:
         position: the reader's state right after the chunk's last document; None if the reader has no state.
         last_input: fingerprint of that document, by which a resumed rank notices another input.
         dead_letters_size: size of dead_letters.jsonl in bytes, with the dead letters of this chunk.
+        work: what its documents took; only totals if an earlier release made the commit.
+        seconds: what the rank took until then; zeros if an earlier release made the commit.
+        at: when, in Unix seconds; 0 if an earlier release made the commit.
     """
 
     chunk_index: int
@@ -119,6 +144,9 @@ class Commit:
     position: Json | None = None
     last_input: str = ""
     dead_letters_size: int = 0
+    work: WorkStats = field(default_factory=WorkStats)
+    seconds: Seconds = NO_SECONDS
+    at: float = 0.0
 
     @property
     def next_ordinal(self) -> int:
@@ -130,6 +158,8 @@ class Commit:
         data = orjson.loads(body)
         counts = DocumentCounts(**data.pop("tally"))
         data["files"] = [OutputFile(**file) for file in data["files"]]
+        data["work"] = WorkStats.from_json(data["work"]) if "work" in data else counts.unsplit()
+        data["seconds"] = Seconds.from_json(data.get("seconds", ()))
         commit = cls(counts=counts, **data)
         commit._check()
         return commit
@@ -139,16 +169,21 @@ class Commit:
         numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *asdict(self.counts).values()]
         if not all(is_count(number) for number in [*numbers, *(file.size for file in self.files)]):
             raise ValueError("a number is missing or negative")
+        if not is_seconds(self.at):
+            raise ValueError("its time is damaged")
         if not isinstance(self.last_input, str) or not isinstance(self.position, dict | None):
             raise ValueError("its position or last_input has another type")
         for file in self.files:
             path = PurePosixPath(file.path)
-            if path.is_absolute() or ".." in path.parts or not path.parts or not isinstance(file.xxh128, str):
+            if path.is_absolute() or ".." in path.parts or not path.parts:
                 raise ValueError(f"{file.path!r} is no name of an output file")
+            if not isinstance(file.xxh128, str) or not isinstance(file.hub_hash, str):
+                raise ValueError(f"a hash of {file.path!r} has another type")
 
     def to_json(self) -> bytes:
         """Returns the body of the commit's line. On disk ``counts`` is called "tally", since version 0.1."""
-        fields = asdict(self)
+        fields = asdict(self) | {"files": [file.to_json() for file in self.files]}
+        fields |= {"work": self.work.to_json(), "seconds": list(self.seconds)}
         return orjson.dumps({"tally" if name == "counts" else name: value for name, value in fields.items()})
 
 

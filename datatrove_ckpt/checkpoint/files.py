@@ -17,6 +17,7 @@ import socket
 import sqlite3
 import stat
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from contextlib import suppress
@@ -41,14 +42,14 @@ MAX_OPEN_FILES = 64
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 PUBLIC_FILE, PUBLIC_FOLDER = 0o666, 0o777
 
+# ``status`` looks at a lock for microseconds: a rank that starts meanwhile tries again, for so many seconds.
+_TRIES, _LOOK_SECONDS, _PATIENCE_SECONDS = 100, 0.005, 10.0
+
 
 def copy_mode(path: Path, fd: int) -> None:
     """Gives an open file the mode of another one, if that exists and the file system has modes."""
     with suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(path.stat().st_mode))
-
-
-_TRIES = 100
 
 
 class Disk:
@@ -285,7 +286,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def lock_holder(path: Path) -> dict[str, Any] | None:
+def lock_holder(path: Path | str) -> dict[str, Any] | None:
     """Host and pid of the process that holds a lock now; None if there is none, or no lock on this file system."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -303,12 +304,42 @@ def lock_holder(path: Path) -> dict[str, Any] | None:
         os.close(fd)
 
 
+def _is_only_looked_at(fd: int) -> bool:
+    """Whether a lock that cannot be taken is held by ``lock_holder`` of other processes alone."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def _holder(content: bytes) -> dict[str, Any]:
     try:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:  # the process has the lock and is about to write its name
         found = None
     return found if isinstance(found, dict) else {"host": "unknown", "pid": None}
+
+
+def _held_by(holder: bytes, path: Path) -> str:
+    is_this = False
+    with suppress(orjson.JSONDecodeError):
+        is_this = orjson.loads(holder) == _this_process()
+    if is_this:
+        return (
+            f"This very process works on this rank already: another call of run or run_async in it holds {path}. Wait "
+            "for that call to end, or cancel it, and call again. Two calls at once need two ranks, or two "
+            "checkpoints_local_dir."
+        )
+    who = holder.decode(errors="replace") or "unknown"
+    return (
+        f"Another process works on this rank: {who} holds {path}. Wait for it to end, or stop it, and run the same "
+        "command again."
+    )
+
+
+def _this_process() -> dict[str, object]:
+    return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 class Lock:
@@ -325,7 +356,7 @@ class Lock:
         self.works = True
         self._fd = self._acquire()
         _held.add(self)
-        holder = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        holder = orjson.dumps(_this_process())
         try:
             with explained("write to", path):
                 os.ftruncate(self._fd, 0)
@@ -335,18 +366,19 @@ class Lock:
             raise
 
     def _acquire(self) -> int:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             with explained("open", self.path):
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(fd, 1000, 0).decode(errors="replace") or "unknown"
+                held, holder = not _is_only_looked_at(fd), os.pread(fd, 1000, 0)
                 os.close(fd)
-                raise CheckpointLocked(
-                    f"Another process works on this rank: {holder} holds {self.path}. "
-                    "Wait for it to end, or stop it, and run the same command again."
-                ) from None
+                if held or time.monotonic() > deadline:
+                    raise CheckpointLocked(_held_by(holder, self.path)) from None
+                time.sleep(_LOOK_SECONDS)
+                continue
             except OSError:
                 self.works = False
             # A holder removes the file when its rank is finished. A lock on a removed file excludes nobody.

@@ -35,22 +35,27 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, RUN, journal_indices, journal_path
+from datatrove_ckpt.checkpoint.foreign import check_not_headless
+from datatrove_ckpt.checkpoint.forks import FORKED, WAY_OUT, Forked, is_unstarted
+from datatrove_ckpt.checkpoint.layout import RUN
 from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import holds_work
+from datatrove_ckpt.checkpoint.setting_values import same_value
+from datatrove_ckpt.checkpoint.versions import RESHARDS, check_format, settings_in, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.redaction import without_secrets
 
-FORMAT = 1
-"""Version of everything in a rank's folder."""
 _MAX_BYTES = 64 * 2**20
 """Of ``run.json``, which holds a few values of the user's besides names and numbers."""
 _MAX_TASKS = 10_000_000
 _NO_RUN = "Restore it from a copy or from the mirror. If there is none, start this rank over: move its folder away."
 
-_USERS_FIELDS = ("rollout_fn", "shared_context", "default_generation_params", "model_kwargs")
+_USERS_FIELDS = ("imports", "rollout_fn", "shared_context", "default_generation_params", "model_kwargs")
 """Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
-_LAYOUT = frozenset({"format", "records_per_chunk", "tasks"})
+FOLLOWED = "imports."
+"""Beginning of the fields about code of the user's other modules. A checkpoint of an earlier release has none."""
+_LAYOUT = frozenset({"records_per_chunk", "tasks"})
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ class Fence:
     def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
         self._owner = owner
+        self.number = owner["fence"]
+        """How many processes have owned the rank, with this one: the number of the attempt."""
         self.lost = False
         """Whether a check found another owner."""
         self._seen = self._stamp()
@@ -156,32 +163,38 @@ class RunClaim:
     Args:
         accept_changes: record a different identity, with the time, instead of refusing it. A folder in which no work
             was kept takes any identity.
+        reshards: how many times ``shares.json`` says that the input was dealt out anew.
 
     Raises:
         CheckpointMismatch: the checkpoint belongs to another run; the message names each field with both values.
         CheckpointCorrupt: ``run.json`` cannot be read.
     """
 
-    def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
+    def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False, reshards: int = 0) -> None:
         self._path = folder / RUN
         self._fields = as_kept(identity.fields)
+        self._reshards = reshards
         self._fence = 0
         self.commits = 0
         """How many commits there were when the owner before this one started."""
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
-        self.is_first = not self._path.exists()
+        old = read_run(self._path) if self._path.exists() else {}
+        self.is_first = not old or is_unstarted(old)
         """Whether no process has owned the rank before."""
-        if not self.is_first:
-            old = read_run(self._path)
+        self.forked = Forked.of(old)
+        """What the rank keeps of the run that it was forked from; None: it is no fork."""
+        if old:
+            changes = compare(old, identity)
             owner = old.pop("owner", {})
+            self._reshards = max(reshards, old.pop(RESHARDS, 0))
             self._fence = owner.get("fence", 0)
             self.commits = owner.get("commits", 0)
             self._earlier = owner.get("earlier", {})
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
-            self._accepted += _accept(folder, compare(old, identity), identity, accept_changes)
+            self._accepted += _accept(folder, changes, identity, accept_changes, self.is_first)
         else:
             check_not_headless(folder)
 
@@ -199,7 +212,10 @@ class RunClaim:
             "earlier": self._earlier,
             "commits": commits,
         }
-        kept = {**self._fields, "owner": owner}
+        reshards = {RESHARDS: self._reshards} if self._reshards else {}
+        kept = {**self._fields, **reshards, "owner": owner}
+        if self.forked is not None:
+            kept[FORKED] = self.forked.to_json()
         if self._accepted:
             kept["accepted_changes"] = self._accepted
         files.disk.replace(self._path, orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
@@ -256,7 +272,9 @@ def _load(path: Path) -> Json:
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        return check_run(orjson.loads(data))
+        content = orjson.loads(data)
+        check_format(path, content)  # first: the rest may look otherwise in a newer one
+        return check_run(content)
     except ValueError as error:
         raise CheckpointCorrupt(f"{path} does not hold a run ({error}). {_NO_RUN}") from error
 
@@ -285,20 +303,23 @@ def check_run(content: object) -> Json:
         raise ValueError("its owner's numbers are damaged")
     if not isinstance(owner.get("nonce", ""), str):
         raise ValueError("its owner's nonce is damaged")
-    if not all(is_count(content.get(name) or 0) for name in ("tasks", "records_per_chunk")):
-        raise ValueError("its tasks or records_per_chunk are no numbers")
+    if not all(is_count(content.get(name) or 0) for name in ("tasks", "records_per_chunk", RESHARDS)):
+        raise ValueError("its tasks, records_per_chunk or reshards are no numbers")
     if (content.get("tasks") or 0) > _MAX_TASKS:
         raise ValueError(f"it names {content['tasks']} tasks")
+    Forked.of(content)
     accepted = content.get("accepted_changes", [])
     if not isinstance(accepted, list) or not all(isinstance(change, dict) for change in accepted):
         raise ValueError("its accepted_changes is no list of changes")
     return content
 
 
-def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: bool) -> list[Json]:
+def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: bool, is_unstarted: bool) -> list[Json]:
     if not changes:
         return []
-    if not any(change.field == "format" for change in changes) and not holds_work(folder):
+    if is_unstarted:
+        raise refusal(f"The run that {folder} was forked from was", changes, WAY_OUT)
+    if not holds_work(folder):
         names = ", ".join(change.field for change in changes)
         logger.info(f"Nothing was kept in {folder} yet, so its settings may change: {names}.")
         return []
@@ -307,34 +328,24 @@ def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: 
     return records(changes)
 
 
-def check_not_headless(folder: Path) -> None:
-    """Checks that a folder without ``run.json`` holds no other part of a checkpoint.
-
-    Raises:
-        CheckpointMismatch: it does.
-    """
-    if (folder / RUN).exists() or not folder.is_dir():
-        return
-    journals = [journal_path(folder, index).name for index in journal_indices(folder)]
-    foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()] + journals[:3]
-    if foreign:
-        raise CheckpointMismatch(
-            f"{folder} holds {', '.join(foreign)} but no {RUN}. If another program made it (datatrove's own "
-            "InferenceRunner?), choose another checkpoints_local_dir, and another output_folder if that program's "
-            f"output is there. If {RUN} is lost, restore it from a copy or from the mirror."
-        )
-
-
 def compare(kept: Json, identity: RunIdentity) -> list[Change]:
     """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it."""
     identity = identity.described_like(kept)
-    old = {name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")}
-    new = as_kept(identity.fields)
+    old, new = settings_in(kept), settings_in(as_kept(identity.fields))
+    if is_unstarted(kept):
+        new = {name: value for name, value in new.items() if name in old}
+    elif not follows(old):
+        new = {name: value for name, value in new.items() if not name.startswith(FOLLOWED)}
     return [
         Change(name, old.get(name), new.get(name), _shown(old, name), _shown(new, name), identity.notes.get(name))
         for name in dict.fromkeys([*old, *new])
-        if old.get(name, ...) != new.get(name, ...)
+        if (name in old) != (name in new) or not same_value(name, old.get(name), new.get(name))
     ]
+
+
+def follows(fields: Json) -> bool:
+    """Whether the release that wrote these fields described code of the user's other modules, and there was some."""
+    return any(name.startswith(FOLLOWED) for name in fields)
 
 
 def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMismatch:
@@ -347,12 +358,17 @@ def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMis
 
 def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True) -> str:
     """What to do about changes that were not accepted."""
-    if any(change.is_layout for change in changes):
-        may_mix = False
-    return (
-        "Go on with the old settings, or choose another checkpoints_local_dir (and output, and logging_dir) for the "
-        f"new ones{f', or {identity.how_to_accept} to mix the two' if may_mix else ''}."
-    )
+    changes = list(changes)
+    folders = "choose another checkpoints_local_dir (and output, and logging_dir) for the new ones"
+    if [change.field for change in changes] == ["tasks"] and changes[0].old:  # else reshard would not be enough
+        old, new = changes[0].old, changes[0].new
+        return (
+            f"Go on with {plural(old, 'task')} (--executor.tasks={old}), or {folders}. "
+            f"`datatrove-ckpt reshard WHAT --tasks {new}` deals what is left out to {plural(new, 'task')}."
+        )
+    may_mix = may_mix and not any(change.is_layout for change in changes)
+    mixed = f", or {identity.how_to_accept} to mix the two: what is done stays as it is" if may_mix else ""
+    return f"Go on with the old settings, or {folders}{mixed}."
 
 
 def records(changes: Iterable[Change]) -> list[Json]:
@@ -363,7 +379,7 @@ def records(changes: Iterable[Change]) -> list[Json]:
 
 def as_kept(fields: Json) -> Json:
     """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
-    kept: Json = orjson.loads(orjson.dumps({"format": FORMAT, **fields}))
+    kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(kept)
 
 

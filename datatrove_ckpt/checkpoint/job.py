@@ -13,10 +13,11 @@ Others have nothing that could be mixed up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -63,6 +64,20 @@ class JobChanges:
         self.ranks.append(rank)
         self.changes += [change for change in changes if change not in self.changes]
 
+    def join(self, other: JobChanges) -> None:
+        """Adds what was found elsewhere, of other ranks."""
+        self.ranks = sorted([*self.ranks, *other.ranks])
+        self.changes += [change for change in other.changes if change not in self.changes]
+        self.empty += other.empty
+
+
+class KeptRun(NamedTuple):
+    """What is kept of a rank: its ``run.json``, whether that binds the rank to its run, and whether it is finished."""
+
+    run: Json
+    is_bound: Callable[[], bool]
+    is_finished: Callable[[], bool]
+
 
 @contextmanager
 def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool) -> Iterator[None]:
@@ -103,6 +118,18 @@ def compare_job(
     if ranks is None or not _agrees(root, identity):
         ranks = rank_numbers(root) if root.exists() else []
     return _compare_ranks(root, ranks, identity, counts)
+
+
+def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
+    """Refuses another number of tasks than that of the ranks in a folder, for commands that start nothing.
+
+    Raises:
+        CheckpointMismatch: with both numbers, and the way out.
+    """
+    found = compare_job(root, identity, None, lambda change: change.field == "tasks")
+    if found.changes:
+        what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
+        raise refusal(what, found.changes, way_back(found.changes, identity))
 
 
 def name_tasks(ranks: list[int]) -> str:
@@ -146,7 +173,12 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
     others = _compare_ranks(root, [other for other in rank_numbers(root) if other != rank], identity)
     if others.changes and (not accept or others.is_layout):
         raise _refusal(root, others, identity)
-    accepted = [*_read(root).get("accepted_changes", []), *records(others.changes)]
+    return job_content(identity, _read(root), others)
+
+
+def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
+    """The content of a ``job.json`` that comes after one with the content ``before``."""
+    accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     job = {**as_kept(identity.fields), **({"accepted_changes": accepted} if accepted else {})}
     return orjson.dumps(job, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
@@ -163,13 +195,33 @@ def _compare_ranks(
     counts: Callable[[Change], bool] = lambda change: True,
 ) -> JobChanges:
     runs = {rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()}
-    found, accepted = JobChanges(), _accepted([_read(root), *runs.values()])
-    for rank, run in runs.items():
-        changes, folder = [change for change in compare(run, identity) if counts(change)], rank_folder(root, rank)
-        if changes and not holds_work(folder) and not _is_live(folder, run):
+    kept = {rank: _kept_here(rank_folder(root, rank), run) for rank, run in runs.items()}
+    return compare_kept(kept, _read(root), identity, counts)
+
+
+def _kept_here(folder: Path, run: Json) -> KeptRun:
+    return KeptRun(run, lambda: holds_work(folder) or _is_live(folder, run), lambda: is_finished(folder))
+
+
+def compare_kept(
+    kept: Mapping[int, KeptRun],
+    job: Json,
+    identity: RunIdentity,
+    counts: Callable[[Change], bool] = lambda change: True,
+) -> JobChanges:
+    """Compares a job with what is kept of its ranks, by rank.
+
+    Args:
+        job: the content of ``job.json``; empty if there is none.
+        counts: which differences matter.
+    """
+    found, accepted = JobChanges(), _accepted([job, *(each.run for each in kept.values())])
+    for rank, each in kept.items():
+        changes = [change for change in compare(each.run, identity) if counts(change)]
+        if changes and not each.is_bound():
             found.empty.append(rank)
             continue
-        if is_finished(folder):
+        if each.is_finished():
             changes = [change for change in changes if (change.field, change.old, change.new) not in accepted]
         if changes:
             found.add(rank, changes)

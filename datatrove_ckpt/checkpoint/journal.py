@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.lines import Line, is_count, read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, read_lines, seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Outcome = Literal["written", "dropped", "dead"]
+
+Count = Callable[[Outcome, int, int, int], None]
+"""Counts a document: see ``DocumentCounts.count``."""
 
 JOURNAL_ADVICE = (
     "Restore the file from a copy, or move it away: its documents are then processed again, with the saved answers "
@@ -39,6 +43,25 @@ _READ_BYTES = 1 << 20
 _READ_GAP = 1 << 13
 
 
+class Work(NamedTuple):
+    """What a document took.
+
+    ``kept``: rollouts with a result. ``failed``: requests without an answer. ``rollouts``: number of requests of each
+    rollout. ``tokens``: prompt and completion tokens of each answer in turn.
+    """
+
+    kept: int
+    failed: int
+    rollouts: list[int]
+    tokens: list[int]
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError if a line that is whole holds something else."""
+        numbers = (self.kept, self.failed, *self.rollouts, *self.tokens)
+        if not all(is_count(number) for number in numbers) or len(self.tokens) % 2:
+            raise ValueError("what the document took is damaged")
+
+
 @dataclass(slots=True)
 class Finished:
     """A finished document.
@@ -47,6 +70,9 @@ class Finished:
         fingerprint: hash of the document as it was read.
         document: JSON of the document as it will be written; of the dead letter for "dead"; ``null`` for "dropped".
         requests, prompt_tokens, completion_tokens: totals of its rollouts, answers from the cache included.
+        work: the same of each rollout and request. None: an earlier release wrote the line; or there was one rollout
+            with at most one request, which was answered, and its result was kept unless the document is dropped.
+        seconds: what the rank took until the line was written, if the line says it.
     """
 
     ordinal: int
@@ -56,18 +82,23 @@ class Finished:
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    work: Work | None = None
+    seconds: Seconds | None = field(default=None, compare=False)
 
     def to_line(self) -> bytes:
-        head = orjson.dumps(
-            {
-                "ordinal": self.ordinal,
-                "outcome": self.outcome,
-                "input": self.fingerprint,
-                "requests": self.requests,
-                "prompt_tokens": self.prompt_tokens,
-                "completion_tokens": self.completion_tokens,
-            }
-        )
+        fields: Json = {
+            "ordinal": self.ordinal,
+            "outcome": self.outcome,
+            "input": self.fingerprint,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+        if self.work is not None:
+            fields["work"] = list(self.work)
+        if self.seconds is not None:
+            fields["seconds"] = list(self.seconds)
+        head = orjson.dumps(fields)
         return seal(b"%s%s%s}" % (head[:-1], _DOCUMENT, self.document))
 
     @classmethod
@@ -80,8 +111,15 @@ class Finished:
             raise ValueError("a number or the outcome is damaged")
         if not isinstance(data["input"], str) or not document.endswith(b"}"):
             raise ValueError("the document is damaged")
+        work = seconds = None
+        if "work" in data:
+            work = Work(*data["work"])
+            work.check()
+        if "seconds" in data:
+            seconds = Seconds.from_json(data["seconds"])
         ordinal, requests, prompt_tokens, completion_tokens = numbers
-        return cls(ordinal, data["outcome"], data["input"], document[:-1], requests, prompt_tokens, completion_tokens)
+        fields = ordinal, data["outcome"], data["input"], document[:-1]
+        return cls(*fields, requests, prompt_tokens, completion_tokens, work, seconds)
 
 
 def read_finished(
@@ -123,31 +161,37 @@ class ChunkJournal:
 
     Args:
         end: the ordinal after the chunk's last document, if the journal may hold documents of an earlier attempt.
+        count: gets outcome, requests, prompt and completion tokens of each of these documents.
 
     Raises:
         CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
     """
 
-    def __init__(self, path: Path, first_ordinal: int, end: int | None = None) -> None:
+    def __init__(self, path: Path, first_ordinal: int, end: int | None = None, count: Count | None = None) -> None:
         self.path = path
         self.first_ordinal = first_ordinal
         self._end = end
         self.recovered: dict[int, str] = {}
         """Fingerprints of the documents that earlier attempts finished, by ordinal."""
+        self.seconds = NO_SECONDS
+        """What the rank took until an earlier attempt wrote here last."""
         self.recovered_dead = 0
         """How many documents in ``recovered`` are dead letters."""
         self._offsets = array("q")
         self._lengths = array("I")
-        self._recover()
+        self._recover(count)
         self._file = files.AppendFile(path)
 
-    def _recover(self) -> None:
+    def _recover(self, count: Count | None) -> None:
         size = 0
         for line, finished in read_finished(self.path, self.recovered, self.first_ordinal, self._end):
             size = line.offset + line.length
             if finished is not None:
                 self._remember(finished.ordinal, line.offset, line.length)
                 self.recovered_dead += finished.outcome == "dead"
+                self.seconds = self.seconds.or_later(finished.seconds or NO_SECONDS)
+                if count is not None:
+                    count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
         if self.path.exists() and self.path.stat().st_size > size:
             files.disk.truncate(self.path, size)
 

@@ -1,6 +1,7 @@
 """The names of a checkpoint's files. They are part of the format on disk: older and newer versions read them.
 
 <checkpoints_local_dir>/job.json                                 the identity that all ranks share
+<checkpoints_local_dir>/shares.json                              what each rank reads, after a reshard
 <checkpoints_local_dir>/last_chunk/00000.txt
 <checkpoints_local_dir>/00000/run.json, commits.jsonl, ...       rank 0
 <checkpoints_local_dir>/retry-00001/00000/...                    rank 0's first retry of its dead letters
@@ -15,6 +16,10 @@ from datatrove_ckpt.errors import CheckpointCorrupt
 
 JOB = "job.json"
 JOB_LOCK = "job.lock"
+SHARES = "shares.json"
+"""Which parts of the input each rank reads, once the number of tasks was changed."""
+RESHARD_PLAN = "reshard/plan.json"
+"""There while a change of the number of tasks is carried out."""
 RUN = "run.json"
 COMMITS = "commits.jsonl"
 LOCK = "lock"
@@ -24,10 +29,22 @@ CACHE_LOGS = ("-wal", "-journal")
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
 """What the rank has read: its files, and how many lines were skipped. Written when the input has ended."""
+KEPT_ANSWERS = "answers.jsonl"
+"""Answers of committed documents, if the user keeps them."""
+HISTORY = "history.jsonl"
+"""What the rank's attempts did, and when. For people: recovery does not need it."""
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
+OTHERS_FILES = "others_files.json"
+"""The names of output files by another job that this rank would have overwritten. It has then ended."""
+NOTHING_PUBLISHED = "nothing_published"
+"""A folder, there until the rank publishes its first file: what it finds in its way before that is of another job."""
 RETRY_INPUT = "input.jsonl"
 """In the folder of a retry: the dead letters that it processes."""
+FROM_DATATROVE = "datatrove"
+"""Below ``checkpoints_local_dir``: what ``migrate`` has moved aside, datatrove's own checkpoint and output."""
+MIGRATED = "migrated.json"
+"""In the folder of a rank that datatrove's own runner began: what ``migrate`` took over, and what is to be moved."""
 RETRIES = "retry-*"
 """Pattern of the folders of retries, below ``checkpoints_local_dir``."""
 
@@ -42,10 +59,14 @@ def rank_folder(root: Path, rank: int) -> Path:
     return root / f"{rank:05d}"
 
 
+def is_rank(name: str) -> bool:
+    """Whether the folder of a rank has this name."""
+    return _RANK.fullmatch(name) is not None and name == f"{int(name):05d}"
+
+
 def rank_numbers(root: Path) -> list[int]:
     """The ranks that have a folder below ``checkpoints_local_dir`` or below a retry's folder, in ascending order."""
-    found = [path for path in root.iterdir() if _RANK.fullmatch(path.name)]
-    return sorted(int(path.name) for path in found if path == rank_folder(root, int(path.name)))
+    return sorted(int(name) for name in (path.name for path in root.iterdir()) if is_rank(name))
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:
@@ -56,6 +77,17 @@ def last_chunk_file(root: Path, rank: int) -> Path:
 def last_chunk_of(folder: Path) -> Path:
     """The same, from a rank's folder."""
     return folder.parent / "last_chunk" / f"{folder.name}.txt"
+
+
+def is_datatroves(last_chunk: Path) -> bool:
+    """Whether datatrove's own runner wrote the file for people. It ends with no line break, and ours does.
+
+    A kill can leave datatrove's file empty, but not ours, which is replaced in one step.
+    """
+    try:
+        return last_chunk.is_file() and not last_chunk.read_bytes().endswith(b"\n")
+    except OSError:
+        return False
 
 
 def journal_path(folder: Path, chunk_index: int) -> Path:
@@ -95,7 +127,7 @@ def check_files(folder: Path, last_chunk: Path) -> None:
         raise CheckpointCorrupt(f"{folder} is not a folder. Move it away: a rank's checkpoint has this name.")
     if not folder.is_dir():
         return
-    names = [RUN, COMMITS, LOCK, DEAD_LETTERS, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS)]
+    names = [RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS)]
     journals = [journal_path(folder, index) for index in journal_indices(folder)]
     for path in [*(folder / name for name in names), *journals, last_chunk]:
         if path.exists() and not path.is_file():
@@ -114,6 +146,14 @@ def is_finished(folder: Path) -> bool:
 def retry_folder(root: Path, number: int) -> Path:
     """The folder of the ``number``-th retry of dead letters, counted from 1."""
     return root / f"retry-{number:05d}"
+
+
+def retry_folders(root: Path) -> list[Path]:
+    """The folders of retries below ``checkpoints_local_dir``, in ascending order.
+
+    It lists the folder: who looks at all of thousands of ranks asks once, and not for each rank.
+    """
+    return sorted(root.glob(RETRIES))
 
 
 def retry_number(name: str) -> int | None:

@@ -10,6 +10,7 @@ reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ Json: TypeAlias = dict[str, Any]
 defined by the reader, and an identity by the caller."""
 
 _PREFIX = b'{"xxh":"'
-_BODY = len(_PREFIX) + 16 + len(b'",')
+BODY_AT = len(_PREFIX) + 16 + len(b'",')
 
 
 def seal(body: bytes) -> bytes:
@@ -39,8 +40,8 @@ def unseal(line: bytes) -> bytes | None:
     """Returns the JSON object's bytes without the checksum; None if the line is not whole."""
     if not line.endswith(b"\n") or not line.startswith(_PREFIX):
         return None
-    rest = line[_BODY:-1]
-    if line[len(_PREFIX) : _BODY] != b'%s",' % xxhash.xxh3_64_hexdigest(rest).encode():
+    rest = line[BODY_AT:-1]
+    if line[len(_PREFIX) : BODY_AT] != b'%s",' % xxhash.xxh3_64_hexdigest(rest).encode():
         return None
     return b"{" + rest
 
@@ -92,6 +93,11 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
             body = unseal(raw)
             yield number, raw, None if body is None else Line(offset, len(raw), body)
             offset += len(raw)
+
+
+def is_seconds(value: object) -> bool:
+    """Whether a value from a file is a number from 0 that is not infinite; True and False are none."""
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
 
 def is_count(value: object) -> bool:

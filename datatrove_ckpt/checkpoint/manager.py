@@ -22,7 +22,10 @@ from datatrove_ckpt.checkpoint.layout import (
     CACHE_LOGS,
     COMMITS,
     DEAD_LETTERS,
+    HISTORY,
+    KEPT_ANSWERS,
     LOCK,
+    STAGING,
     check_files,
     is_finished,
     journal_indices,
@@ -32,10 +35,12 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.publishing import WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.resharding import count_reshards, refuse_half_resharded
 from datatrove_ckpt.checkpoint.snapshot import Mirror, NoMirror
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -47,8 +52,10 @@ class CheckpointManager:
         root: ``checkpoints_local_dir``.
         identity: what makes two runs the same run, as plain JSON.
         write_chunk: steps 2 and 3 of a commit, called in the publisher thread.
+        placement: puts the files that were written in place, if ``write_chunk`` does not do that itself.
         sync_seconds: how many seconds of answers a power loss may cost.
         retry_errors: forget cached permanent errors.
+        keep_answers: write the answers of committed documents to a file, instead of deleting them.
         accept_changes: continue with another identity, and record that.
         mirror: keeps a copy elsewhere.
         before_first: called before the rank's very first start; an error of it refuses the rank.
@@ -63,8 +70,10 @@ class CheckpointManager:
         identity: RunIdentity,
         write_chunk: WriteChunk,
         *,
+        placement: Placement | None = None,
         sync_seconds: Seconds = 1.0,
         retry_errors: bool = False,
+        keep_answers: bool = False,
         accept_changes: bool = False,
         mirror: Mirror | None = None,
         before_first: Callable[[], None] = lambda: None,
@@ -77,8 +86,10 @@ class CheckpointManager:
         self._records_per_chunk = records_per_chunk
         self._identity = identity
         self._write_chunk = write_chunk
+        self._placement = placement or Placement()
         self._sync_seconds: Seconds = sync_seconds
         self._retry_errors = retry_errors
+        self._kept = self._folder / KEPT_ANSWERS if keep_answers else None
         self._accept_changes = accept_changes
         self._mirror = mirror or NoMirror()
         self._before_first = before_first
@@ -103,7 +114,9 @@ class CheckpointManager:
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
-            claim = RunClaim(folder, self._identity, self._accept_changes)
+            refuse_half_resharded(self._root)
+            reshards = 0 if retry_number(self._root.name) is not None else count_reshards(self._root, self._rank)
+            claim = RunClaim(folder, self._identity, self._accept_changes, reshards)
             commits = self._check_commits(claim, finished)
             if claim.is_first:
                 self._before_first()
@@ -116,11 +129,12 @@ class CheckpointManager:
             if self._retry_errors:
                 cache.forget_errors()
             point = recover(folder, self._last_chunk, log, cache, self._records_per_chunk)
-            point.interrupted = interrupted
+            point.interrupted, point.forked = interrupted and not claim.is_first, claim.forked
             interval = make_interval(self._sync_seconds, SYNC_TUNING)
             rank_files = RankFiles(folder, self._last_chunk, cache, log, fence, interval, point)
+            rank_files.start_history()
             undo.pop_all()
-        settings = self._records_per_chunk, self._write_chunk, self._mirror, self._shutdown
+        settings = self._records_per_chunk, self._write_chunk, self._placement, self._mirror, self._shutdown
         checkpoint = OpenCheckpoint(folder, lock, fence, rank_files, point, *settings)
         checkpoint.start()
         return checkpoint
@@ -148,18 +162,23 @@ class CheckpointManager:
             # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
             files.disk.remove(self._last_chunk)
             files.disk.sync_dir(self._last_chunk.parent)
-        if lock.works and not claim.is_first:
+        if lock.works and (claim.forked is not None or not claim.is_first):
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
-            cache = self._open_cache(undo)
+            cache = self._open_cache(undo, claim.is_first)
+            if self._placement.is_later:
+                # On a full disk run.json needs their room. They are made again from the journals, which stay.
+                files.disk.remove_tree(self._folder / STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)
         if not lock.works:
             self._detach()
-        return fence, self._open_cache(undo)
+        return fence, self._open_cache(undo, claim.is_first and claim.forked is not None)
 
-    def _open_cache(self, undo: ExitStack) -> RequestCache:
-        cache = RequestCache(self._folder / CACHE)
+    def _open_cache(self, undo: ExitStack, is_fork: bool = False) -> RequestCache:
+        cache = RequestCache(self._folder / CACHE, self._kept)
         undo.callback(cache.close)
+        if is_fork:  # its answers came from a run whose chunks may have had another size
+            cache.renumber(self._records_per_chunk)
         return cache
 
     def _detach(self) -> None:
@@ -169,3 +188,4 @@ class CheckpointManager:
         for suffix in ("", *CACHE_LOGS):
             files.disk.detach(self._folder / (CACHE + suffix))
         files.disk.detach(self._folder / COMMITS)
+        files.disk.detach(self._folder / HISTORY)

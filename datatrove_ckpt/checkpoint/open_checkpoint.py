@@ -8,7 +8,7 @@ turns complete journals into output files (``publishing``), and the event loop l
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,20 +21,28 @@ from datatrove_ckpt.checkpoint.chunks import (
     PublishedChunk,
     no_position,
 )
+from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
 from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.checkpoint.snapshot import Mirror, Snapshot
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.process.shutdown import Shutdown
 
-# With more complete chunks than this waiting to be published, admission waits: journals would pile up on the disk.
+# With more complete chunks than this waiting to be published, admission waits: journals would pile up on the disk. On
+# the hub they may pile up until the disk is nearly full: its limits can hold up commits for an hour.
 MAX_PUBLISHING = 4
+
+# How often a document may be on the disk: SQLite's log and table, the journal, the staged file.
+_COPIES = 4
 
 
 class OpenCheckpoint:
@@ -52,6 +60,7 @@ class OpenCheckpoint:
         point: ResumePoint,
         records_per_chunk: int,
         write_chunk: WriteChunk,
+        placement: Placement,
         mirror: Mirror,
         shutdown: Shutdown,
     ) -> None:
@@ -62,14 +71,20 @@ class OpenCheckpoint:
         """Called in other threads after progress and failure. Must return at once."""
         self.on_close: Callable[[], None] = lambda: None
         """Called by ``close``, before it waits for the publication that is under way."""
+        self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
+        """Called by ``close``, once nothing more is committed: the end of the attempt, for the history."""
         self._folder = folder
         self._lock = lock
         self._files = rank_files  # used in the storage thread only, but for its two counters
         self._chunks = ChunkTracker(folder, records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files, lambda: self.on_change())
-        self._publisher = Publisher(write_chunk, fence, self._commit, self.fail, shutdown)
+        self._publisher = Publisher(write_chunk, placement, fence, self._commit, self.fail, shutdown)
+        self._placement = placement
+        self._room = DiskRoom(folder)
         self._mirror = mirror
         self._complete = 0
+        self._records_per_chunk = records_per_chunk
+        self._admitted = self._finished = self._finished_bytes = 0
         self._closing = threading.Lock()
         self._closed = False
 
@@ -93,6 +108,7 @@ class OpenCheckpoint:
     def _close(self, completed: bool) -> None:
         self.on_close()
         self._publisher.stop()
+        self.note(*self.last_records(completed))
         self._storage.stop()
         self.error = self.error or self._storage.error
         self._mirror.stop(completed and self.error is None)
@@ -117,7 +133,9 @@ class OpenCheckpoint:
         Raises:
             CheckpointMismatch: an earlier attempt finished another document in this slot.
         """
-        return self._chunks.admit(fingerprint, position)
+        slot = self._chunks.admit(fingerprint, position)
+        self._admitted += slot is not None
+        return slot
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         """Reads a document's cached answers. ``receive`` is called with them in the storage thread."""
@@ -130,6 +148,8 @@ class OpenCheckpoint:
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         """Hands a document over to be written. It is done once its line is in the journal."""
         self._storage.put_finished(self._chunks.key(slot), finished)
+        self._finished += 1
+        self._finished_bytes += len(finished.document)
         self._chunks.document_finished(slot)
 
     def end_of_input(self, shard: Json | None = None) -> None:
@@ -144,6 +164,11 @@ class OpenCheckpoint:
         self._chunks.end_of_input()
         content = {**(shard or {}), "documents": self._chunks.documents}
         self._storage.call(partial(self._files.write_shard, content))  # done before ``close`` returns
+        self._storage.call(self._publisher.no_more)
+
+    def hurry(self) -> None:
+        """Puts in place what is published, without waiting for more. Called before the rank ends early."""
+        self._placement.hurry()
 
     def _publish(self, chunk: CompleteChunk) -> None:
         self._complete += 1
@@ -162,6 +187,21 @@ class OpenCheckpoint:
         return self._files.counts
 
     @property
+    def work(self) -> WorkStats:
+        """What the documents of all attempts took, as far as they are committed. To be read after ``close``."""
+        return self._files.work
+
+    @property
+    def seconds(self) -> Seconds:
+        """What all attempts took until the last commit."""
+        return self._files.seconds
+
+    @property
+    def clock(self) -> RankClock:
+        """Measures this attempt."""
+        return self._files.clock
+
+    @property
     def congested(self) -> bool:
         """More was handed over than the disk takes; wait until ``on_change`` is called and this is False."""
         return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
@@ -169,7 +209,16 @@ class OpenCheckpoint:
     @property
     def publishing_behind(self) -> bool:
         """Too many chunks wait to be published. Admit nothing; documents in progress may continue."""
+        if self._placement.is_later:
+            return self._room.holds_up(self.publishing, MAX_PUBLISHING, self._unwritten_bytes)
         return self.publishing > MAX_PUBLISHING
+
+    @property
+    def _unwritten_bytes(self) -> int:
+        """What the documents in work may still write, if they are as large as those before, and the staged chunk."""
+        mean = self._finished_bytes / max(1, self._finished)
+        in_work = self._admitted - self._finished
+        return int(_COPIES * (mean * in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk)
 
     @property
     def publishing(self) -> int:
@@ -198,6 +247,20 @@ class OpenCheckpoint:
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""
         self._storage.ask(self._files.sync)
+
+    def note(self, *records: Record) -> None:
+        """Hands records over for the history. Without effect once the storage thread has failed or ended."""
+        for record in records:
+            record.at = unix_seconds()
+            if isinstance(record, Progress):
+                record.in_work = self._admitted - self._finished
+        if records and self._storage.error is None:
+            self._storage.call(partial(self._files.note, records))
+
+    def fill_in(self, progress: Progress) -> None:
+        """Sets what only the checkpoint knows of where the rank stands, for those who show it."""
+        progress.in_work = self._admitted - self._finished
+        self._files.fill_in(progress)
 
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint now, with the answers put after number ``since``. Waits for the storage thread.

@@ -1,57 +1,68 @@
 """The publisher thread: it turns complete journals into output files (steps 2 and 3 of a commit), one chunk at a time.
 
 Publishing reads a journal that no longer grows, and may take minutes (gzip, uploads), so it runs beside the storage
-thread. Only the outcome, the commit, goes through the storage thread.
+thread. Only the outcome, the commit, goes through the storage thread. Files that are in place later than they are
+published (see ``placement``) hold up no other chunk.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.chunks import CompleteChunk, PublishedChunk
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.placement import Placement, WaitingChunk
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.process.shutdown import Shutdown
 
 # How long ``stop`` waits for a publication once the rank was asked to stop: the publication may be an upload.
 _DRAIN_SECONDS = 1.0
 
-WriteChunk: TypeAlias = Callable[[int, Iterator[Finished]], list[OutputFile]]
-"""Writes and publishes the output of one chunk from its written documents (steps 2 and 3)."""
+WriteChunk: TypeAlias = Callable[[int, Iterable[Finished]], list[OutputFile]]
+"""Writes and publishes the output of one chunk from its written documents (steps 2 and 3). It may read them again."""
 
 
 class Stopping(BaseException):
     """Ends a publication that nobody waits for any more. The next attempt publishes the chunk again."""
 
 
+class _LastChunk:
+    """In the queue: no chunk follows."""
+
+
 class Publisher:
     """Publishes what is submitted, in order, in its own thread.
 
     Args:
-        on_published: called in this thread with each published chunk.
-        on_failure: called in this thread with the error, after which nothing more is published.
+        placement: puts the published files in place.
+        on_published: called with each chunk whose files are in place, in this thread or in one of ``placement``.
+        on_failure: called likewise with the error, after which nothing more is published.
     """
 
     def __init__(
         self,
         write_chunk: WriteChunk,
+        placement: Placement,
         fence: Fence,
         on_published: Callable[[PublishedChunk], None],
         on_failure: Callable[[BaseException], None],
         shutdown: Shutdown,
     ) -> None:
         self._write_chunk = write_chunk
+        self._placement = placement
         self._fence = fence
         self._on_published = on_published
         self._on_failure = on_failure
         self._shutdown = shutdown
-        self._queue: queue.SimpleQueue[tuple[CompleteChunk, ChunkJournal] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[CompleteChunk, ChunkJournal] | _LastChunk | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt publisher", daemon=True)
@@ -62,6 +73,10 @@ class Publisher:
     def submit(self, chunk: CompleteChunk, journal: ChunkJournal) -> None:
         """``journal`` holds all documents of the chunk, and is synced."""
         self._queue.put((chunk, journal))
+
+    def no_more(self) -> None:
+        """Every chunk of the input is submitted."""
+        self._queue.put(_LastChunk())
 
     def stop(self) -> None:
         """Ends the thread. The next attempt publishes what is not published yet."""
@@ -75,33 +90,70 @@ class Publisher:
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None and not self._stopping.is_set():
-                self._publish(*item)
+                if isinstance(item, _LastChunk):
+                    self._placement.hurry()
+                else:
+                    self._publish(*item)
         except Stopping:
             return
         except BaseException as error:  # every failure here must reach the event loop
-            self._on_failure(self._fence.explain(error))
+            self._fail(error)
         finally:
             self._ended.put(True)
 
+    def _fail(self, error: BaseException) -> None:
+        self._on_failure(self._fence.explain(error))
+
     def _publish(self, chunk: CompleteChunk, journal: ChunkJournal) -> None:
-        counts, dead_letters = DocumentCounts(), bytearray()
+        documents = _WrittenDocuments(journal, self._stopping, self._fence)
         # Closed at once, also on failure: the traceback would otherwise keep the journal open.
-        with closing(self._written(journal, counts, dead_letters)) as documents:
+        with closing(documents):
             output = self._write_chunk(chunk.key.chunk_index, documents)
+        counts, work, dead_letters = documents.counts, documents.work, documents.dead_letters
         if counts.read != chunk.read:
             raise CheckpointCorrupt(
                 f"The journal {journal.path} holds {counts.read} documents instead of {chunk.read}; its output "
                 "is not committed."
             )
-        self._on_published(PublishedChunk(chunk, counts, output, bytes(dead_letters)))
+        published = PublishedChunk(chunk, counts, work, output, bytes(dead_letters))
+        check, done = partial(self._fence.check, thorough=True), partial(self._on_published, published)
+        self._placement.wait(chunk.key.chunk_index, WaitingChunk(check, done, self._fail))
 
-    def _written(
-        self, journal: ChunkJournal, counts: DocumentCounts, dead_letters: bytearray
-    ) -> Generator[Finished, None, None]:
-        """Yields the documents that go to the output. Counts all documents and collects dead letters on the way."""
-        with closing(journal.read_in_order()) as documents:
+
+class _WrittenDocuments:
+    """The documents of a chunk that go to the output, as often as they are asked for.
+
+    Attributes:
+        counts, work: of all documents that the last pass has read.
+        dead_letters: their lines.
+    """
+
+    def __init__(self, journal: ChunkJournal, stopping: threading.Event, fence: Fence) -> None:
+        self.counts = DocumentCounts()
+        self.work = WorkStats()
+        self.dead_letters = bytearray()
+        self._journal = journal
+        self._stopping = stopping
+        self._fence = fence
+        self._pass: Generator[Finished, None, None] | None = None
+
+    def __iter__(self) -> Iterator[Finished]:
+        self.close()
+        self._pass = self._read()
+        return self._pass
+
+    def close(self) -> None:
+        """Ends the last pass."""
+        if self._pass is not None:
+            self._pass.close()
+
+    def _read(self) -> Generator[Finished, None, None]:
+        counts, work, dead_letters = DocumentCounts(), WorkStats(), bytearray()
+        self.counts, self.work, self.dead_letters = counts, work, dead_letters
+        with closing(self._journal.read_in_order()) as documents:
             for finished in documents:
                 counts.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+                work.count(finished)
                 if self._stopping.is_set():
                     raise Stopping
                 if finished.outcome == "dead":

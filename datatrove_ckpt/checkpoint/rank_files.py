@@ -5,24 +5,32 @@ No lock guards these files. They have one order of effects because one thread do
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import orjson
 
+from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import ChunkKey, CompleteChunk, PublishedChunk
+from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
+from datatrove_ckpt.checkpoint.history_log import HistoryLog
+from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, Start
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, RUN, SHARD, journal_path
+from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, RUN, SHARD, journal_path
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
+from datatrove_ckpt.process.slurm_job import job_id
+from datatrove_ckpt.process.worker import worker_slot
 
 PublishChunk = Callable[[CompleteChunk, ChunkJournal], None]
 """Hands a complete chunk and its synced journal to the publisher. Returns at once."""
@@ -53,6 +61,13 @@ class RankFiles:
     ) -> None:
         self.counts = replace(point.counts)
         """What all attempts of the rank committed."""
+        self.work = point.work
+        """What the committed documents took. It has the last chunk's numbers once ``committed`` has counted it."""
+        self.finished = replace(point.finished)
+        """The documents that all attempts finished: those in commits and those in journals."""
+        self.seconds = point.seconds
+        """What the rank took until the last commit."""
+        self.clock = RankClock(point.seconds)
         self.committed = 0
         """Number of chunks that this process committed."""
         self.unfinished = set(point.cached)
@@ -65,6 +80,8 @@ class RankFiles:
         self._interval = interval
         self._journals = dict(point.journals)
         self._dead_letters = files.AppendFile(folder / DEAD_LETTERS)
+        self._history = HistoryLog(folder / HISTORY, fence.number)
+        self._chunks_before = len(log.commits)
         self._unbroken = point.next_chunk
         self._dirty: dict[Path, ChunkJournal] = {}
         self._next_sync = 0.0
@@ -99,23 +116,35 @@ class RankFiles:
             Fenced: another process has taken the rank over.
         """
         self._fence.check()
-        if self.seconds_to_sync is None:
-            self._next_sync = time.monotonic() + self._interval.seconds
+        self._plan_sync()
         if answers:
             self._cache.put(answers)
             self.unfinished.update(request.ordinal for request in answers)
         for key, group in documents.items():
             journal = self._journal(key)
+            group = list(group)
+            group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
+            self._count_finished(group)
             self.unfinished.difference_update(finished.ordinal for finished in group)
+
+    def _count_finished(self, group: Iterable[Finished]) -> None:
+        count = self.finished.count
+        for finished in group:
+            count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
 
     @property
     def seconds_to_sync(self) -> float | None:
         """Seconds until the next sync is due; None if everything is synced."""
-        if not self._dirty and not self._cache.unsynced:
+        if not self._dirty and not self._cache.unsynced and not self._history.unsynced:
             return None
         return max(0.0, self._next_sync - time.monotonic())
+
+    def _plan_sync(self) -> None:
+        """Something is about to be written."""
+        if self.seconds_to_sync is None:
+            self._next_sync = time.monotonic() + self._interval.seconds
 
     def sync(self) -> None:
         """Everything written so far survives power loss from here on."""
@@ -126,6 +155,7 @@ class RankFiles:
             journal.sync()
         self._dirty.clear()
         self._cache.sync()
+        self._history.sync()
         self._interval.took(time.monotonic() - start)
 
     def _journal(self, key: ChunkKey) -> ChunkJournal:
@@ -153,7 +183,7 @@ class RankFiles:
         if published.dead_letters:
             self._dead_letters.append(published.dead_letters)
             self._dead_letters.sync()
-        chunk = published.chunk
+        chunk, seconds = published.chunk, self.clock.now()
         self._log.append(
             Commit(
                 chunk_index=chunk.key.chunk_index,
@@ -163,10 +193,15 @@ class RankFiles:
                 position=chunk.position(),
                 last_input=chunk.last_input,
                 dead_letters_size=self._dead_letters.size,
+                work=published.work,
+                seconds=seconds,
+                at=unix_seconds(),
             )
         )
         self._forget(chunk)
         self.counts.add(published.counts)
+        self.work.add(published.work)
+        self.seconds = seconds
         self.committed += 1  # last: once this is seen, the event loop may take the rank for finished
 
     def _forget(self, chunk: CompleteChunk) -> None:
@@ -191,6 +226,41 @@ class RankFiles:
         files.disk.replace(self._folder / SHARD, orjson.dumps(shard))
         self._shard_written = True
 
+    # history -----------------------------------------------------------------------------------------------------
+
+    def start_history(self) -> None:
+        """Writes that the attempt starts, and where the rank stands."""
+        start = Start(host=socket.gethostname(), pid=os.getpid(), job=job_id(), slot=worker_slot(), version=__version__)
+        self.note([start, Progress()])
+
+    def note(self, records: Sequence[Record]) -> None:
+        """Appends to the history. Fills in what only this side knows: the time, and the documents of all attempts.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        self._fence.check(thorough=True)
+        is_done = any(isinstance(record, End) and record.why == "done" for record in records)
+        for record in records:
+            record.at = record.at or unix_seconds()
+            if isinstance(record, Progress):
+                self.fill_in(record, is_done)
+        self._plan_sync()
+        self._history.append(records)
+
+    def fill_in(self, progress: Progress, is_done: bool = False) -> None:
+        """Sets what only this side knows. In another thread, the numbers may be those of two neighbouring moments.
+
+        An attempt that has read nothing yet is where the one before it was; one that is done is at the end.
+        """
+        position = progress.position if progress.position.unit is not None else self._history.position
+        if is_done and position.total is not None:
+            position = position._replace(done=position.total)
+        progress.position = position
+        progress.seconds = self.clock.now()
+        progress.documents = replace(self.finished)
+        progress.chunks = self._chunks_before + self.committed
+
     # the mirror --------------------------------------------------------------------------------------------------
 
     def snapshot(self, since: int) -> Snapshot:
@@ -201,17 +271,20 @@ class RankFiles:
         """
         self._fence.check(thorough=True)
         sizes = {journal.path.name: journal.size for journal in self._journals.values()}
-        sizes |= {COMMITS: self._log.size, DEAD_LETTERS: self._dead_letters.size}
+        sizes |= {COMMITS: self._log.size, DEAD_LETTERS: self._dead_letters.size, HISTORY: self._history.size}
         retried = self._folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size
         if self._shard_written:  # not before: a snapshot's files only grow, and this one is replaced once
             sizes[SHARD] = (self._folder / SHARD).stat().st_size
         unfinished = frozenset(self.unfinished)
+        generation = self._history.generation
         return Snapshot(
             run=(self._folder / RUN).read_bytes(),
             sizes={name: size for name, size in sizes.items() if size},
             unfinished=unfinished,
             answers=self._cache.answers_since(since, unfinished),
             last_answer=self._cache.last_answer,
+            generations={HISTORY: generation},
+            is_current=lambda name: name != HISTORY or self._history.generation == generation,
         )

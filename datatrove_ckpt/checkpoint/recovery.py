@@ -21,16 +21,20 @@ not written before the reader has read the chunk's documents again and they prov
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk
+from datatrove_ckpt.checkpoint.forks import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, has_answers
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 
@@ -46,10 +50,14 @@ class ResumePoint:
         done: commits beyond the unbroken run, by chunk index.
         journals: journals of chunks that are not committed, by chunk index.
         cached: ordinals of documents that have answers and are not finished.
-        counts: what all earlier attempts committed.
+        answers: how many answers they have.
+        counts, work: what all earlier attempts committed.
+        finished: the documents that they finished: those in commits and those in journals.
+        seconds: what they took, as far as it was written down.
         dead_letters_size: size of dead_letters.jsonl in bytes after the last commit.
         dead: number of dead letters of earlier attempts, committed or not.
         interrupted: an earlier attempt did not complete, so something is left to do.
+        forked: what the rank keeps of the run that it was forked from; None: it is no fork.
     """
 
     next_chunk: int = 0
@@ -59,10 +67,26 @@ class ResumePoint:
     done: dict[int, Commit] = field(default_factory=dict)
     journals: dict[int, ChunkJournal] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)
+    answers: int = 0
     counts: DocumentCounts = field(default_factory=DocumentCounts)
+    finished: DocumentCounts = field(default_factory=DocumentCounts)
+    work: WorkStats = field(default_factory=WorkStats)
+    seconds: Seconds = NO_SECONDS
     dead_letters_size: int = 0
     dead: int = 0
     interrupted: bool = False
+    forked: Forked | None = None
+
+    def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:
+        """Yields the ordinal after the last document of each chunk from ``next_chunk`` on, in an endless input."""
+        ordinal = self.next_ordinal
+        for index in itertools.count(self.next_chunk):
+            done, following = self.done.get(index), self.done.get(index + 1)
+            # A chunk that ended an input which grew later is short, also when it must be redone (see ``repair``).
+            ordinal = (
+                done.next_ordinal if done else following.first_ordinal if following else ordinal + records_per_chunk
+            )
+            yield ordinal
 
     @property
     def is_fresh(self) -> bool:
@@ -90,15 +114,18 @@ def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache,
     point = _resume_point(log)
     _finish_commits(folder, last_chunk, log, cache, point)
     for chunk_index, first_ordinal, end in uncommitted_journals(folder, log.commits, records_per_chunk):
-        journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end)
+        journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end, point.finished.count)
         if journal.size:
             point.journals[chunk_index] = journal
         else:
             journal.remove()  # a kill came before its first line was written
     point.dead = point.counts.dead + sum(journal.recovered_dead for journal in point.journals.values())
-    point.cached = cache.ordinals()
+    answers = cache.answer_counts()
     for journal in point.journals.values():
-        point.cached.difference_update(journal.recovered)
+        point.seconds = point.seconds.or_later(journal.seconds)
+        for ordinal in journal.recovered:
+            answers.pop(ordinal, None)
+    point.cached, point.answers = set(answers), sum(answers.values())
     return point
 
 
@@ -116,6 +143,9 @@ def _resume_point(log: CommitLog) -> ResumePoint:
         point.milestones[commit.next_ordinal - 1] = commit.last_input
     for commit in log.commits.values():
         point.counts.add(commit.counts)
+        point.finished.add(commit.counts)
+        point.work.add(commit.work)
+        point.seconds = point.seconds.or_later(commit.seconds)
         point.dead_letters_size = commit.dead_letters_size
         if commit.chunk_index >= point.next_chunk:
             point.done[commit.chunk_index] = commit

@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import damaged_cache, files
 from datatrove_ckpt.checkpoint.damaged_cache import Row
 from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.kept_answers import append_answers
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
@@ -64,6 +65,7 @@ _COLUMNS = "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence,
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
 _ROW = "(?,?,?,?,?,?,?,?,?,?)"
 _ROWS_AT_ONCE = 64
+_DOCUMENTS_AT_ONCE = 256
 T = TypeVar("T")
 # More than the database and its log have before the first answer.
 _EMPTY_BYTES = 1 << 20
@@ -92,13 +94,17 @@ def has_answers(path: Path) -> bool:
 class RequestCache:
     """``replay.sqlite3`` of one rank.
 
+    Args:
+        kept: the file to which the answers of committed chunks go; None: they are deleted.
+
     Raises:
         CheckpointLocked: another process has it open.
         StorageFailed: the disk refuses it. A database that is damaged is set aside, and raises nothing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: Path | None = None) -> None:
         self.path = path
+        self.kept = kept
         self.last_answer = 0
         """Number of the last answer that was put. Numbers only grow while the database is open."""
         self.unsynced = False
@@ -197,7 +203,11 @@ class RequestCache:
             start += size
 
     def ordinals(self) -> set[int]:
-        """Returns the ordinals of the documents that have answers. A damaged row may add an ordinal below the highest.
+        """Returns the ordinals of the documents that have answers, see ``answer_counts``."""
+        return set(self.answer_counts())
+
+    def answer_counts(self) -> dict[int, int]:
+        """Returns how many answers each document has. A damaged row may add an ordinal below the highest.
 
         The highest one is checked, because it shows whether the input has shrunk.
         """
@@ -209,8 +219,8 @@ class RequestCache:
                 continue
             last = rows[0][0]
             self._drop_damaged([last], "of a document")
-        found = self._read("SELECT DISTINCT ordinal FROM request_cache")
-        return {ordinal for (ordinal,) in found if isinstance(ordinal, int)}
+        found = self._read("SELECT ordinal, count(*) FROM request_cache GROUP BY ordinal")
+        return {ordinal: number for ordinal, number in found if isinstance(ordinal, int)}
 
     def chunks(self) -> set[int]:
         """Returns the indices of the chunks that have answers."""
@@ -232,8 +242,26 @@ class RequestCache:
         return [_request(row) for row in rows if damaged_cache.is_intact(row)]
 
     def drop_chunk(self, chunk_index: int) -> None:
-        """Deletes the answers of a committed chunk."""
+        """Deletes the answers of a committed chunk; with ``kept``, after they are written there."""
+        if self.kept is not None:
+            found = self._read("SELECT DISTINCT ordinal FROM request_cache WHERE chunk_index = ?", (chunk_index,))
+            ordinals = sorted(ordinal for (ordinal,) in found if isinstance(ordinal, int))
+            for start in range(0, len(ordinals), _DOCUMENTS_AT_ONCE):
+                rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
+                append_answers(self.kept, [(row.ordinal, row.doc_id, row.key, row.answer.result) for row in rows])
         self._write("DELETE FROM request_cache WHERE chunk_index = ?", (chunk_index,))
+
+    def renumber(self, records_per_chunk: int) -> None:
+        """Gives each answer the chunk that its document has where all chunks are full. Safe to repeat."""
+        wrong = "SELECT DISTINCT ordinal FROM request_cache WHERE chunk_index != ordinal / ?"
+        ordinals = [ordinal for (ordinal,) in self._read(wrong, (records_per_chunk,)) if isinstance(ordinal, int)]
+        for ordinal in ordinals:
+            chunk_index = ordinal // records_per_chunk
+            self.put([request._replace(chunk_index=chunk_index) for request in self.answers_since(0, [ordinal])])
+
+    def forget_from(self, ordinal: int) -> None:
+        """Deletes the answers of this document and all after it."""
+        self._write("DELETE FROM request_cache WHERE ordinal >= ?", (ordinal,))
 
     def forget_errors(self) -> None:
         """Deletes permanent errors, so that those requests are sent again: the server may be fixed by now."""

@@ -1,13 +1,15 @@
 """Snapshot: a description of the checkpoint at one instant of the storage thread, from which a copy can be made.
 
 Nothing is copied here, and only the caller waits. A file of a checkpoint only grows until it is removed, so its size at
-the instant says which of its bytes belong to the snapshot, and they can be read later. Only rows of the request cache
-are read at once: those put since the last snapshot whose document is not finished.
+the instant says which of its bytes belong to the snapshot, and they can be read later. The history is replaced by a
+shorter one now and then; a count of that tells it (not the inode, which may be used again). Only rows of the request
+cache are read at once: those put since the last snapshot whose document is not finished.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
@@ -20,6 +22,8 @@ class Snapshot:
     Attributes:
         run: the content of ``run.json``.
         sizes: how many bytes of each other file belong to the snapshot, by file name.
+        generations: of files that may have been replaced since the last snapshot: how often that was done.
+        is_current: whether the file of this name has not been replaced since. It is asked once the file is open.
         unfinished: ordinals of the documents that have answers and are not finished.
         answers: answers of these documents that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
@@ -30,6 +34,8 @@ class Snapshot:
     unfinished: frozenset[int]
     answers: list[CachedRequest]
     last_answer: int
+    generations: dict[str, int] = field(default_factory=dict)
+    is_current: Callable[[str], bool] = lambda name: True
 
 
 class Source(Protocol):

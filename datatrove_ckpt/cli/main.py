@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from datatrove_ckpt.cli.parsers import make_parser, split_overrides
+from datatrove_ckpt.cli.parsers import make_parser, split_overrides, takes_overrides
 from datatrove_ckpt.errors import CkptError, ConfigError
 
 
@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(rest)
     arguments.command = shlex.join(["datatrove-ckpt", *given])
-    if "overrides" in arguments:
+    if overrides:
+        if not takes_overrides(arguments):
+            parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
         arguments.overrides = overrides
-    elif overrides:
-        parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     try:
         return _handler(arguments.handler)(arguments)
     except ConfigError as error:
@@ -46,6 +46,7 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def fail(error: BaseException, code: int) -> int:
-    """Prints an error as one message, and returns the exit code."""
-    print(f"error: {error}", file=sys.stderr)
+    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    print("\n".join([f"error: {error}", *notes]), file=sys.stderr)
     return code

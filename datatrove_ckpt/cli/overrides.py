@@ -1,13 +1,21 @@
-"""Applies overrides of the command line to a YAML file, builds the executor, and describes it in a line per step."""
+"""Applies overrides of the command line to a YAML file, and builds the executor.
+
+A value is read as in the file, but where the argument takes text, it is that text: ``Summarise: {text}`` is no mapping
+on a command line, and ``# {text}`` no comment.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
-from datatrove_ckpt.cli.yaml_config import build, load, read_value, show
+from datatrove_ckpt.cli.annotations import ANYTHING, alternatives, origin, parameters_of
+from datatrove_ckpt.cli.yaml_config import build, import_name, load, show
+from datatrove_ckpt.cli.yaml_text import read_value
 from datatrove_ckpt.errors import ConfigError
 
 
@@ -33,6 +41,27 @@ def make_executor(arguments: argparse.Namespace) -> Any:
     return build(read_config(arguments.config, arguments.overrides))
 
 
+def read_argument(text: str, kinds: list[Any]) -> Any:
+    """A value of the command line, for an argument that takes these kinds."""
+    value = read_value(text)
+    if str not in kinds:
+        in_one_line = isinstance(value, dict | list) and "\n" not in text
+        return text if Any in kinds and in_one_line and not _is_bracketed(text) else value
+    if isinstance(value, str):
+        return value if text.startswith(("'", '"')) else text
+    if isinstance(value, dict | list):
+        return value if _is_bracketed(text) and _takes_several(kinds) else text
+    return value if type(value) in kinds else text
+
+
+def _is_bracketed(text: str) -> bool:
+    return text.lstrip().startswith(("{", "["))
+
+
+def _takes_several(kinds: list[Any]) -> bool:
+    return any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
+
+
 def _override(content: dict[str, Any], override: str) -> None:
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
@@ -41,9 +70,12 @@ def _override(content: dict[str, Any], override: str) -> None:
             f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
         )
     node: Any = content
-    for key in keys[:-1] if keys[0] == "executor" else ["executor", *keys[:-1]]:
+    kinds: list[Any] = []
+    *outer, last = keys if keys[0] == "executor" else ["executor", *keys]
+    for key in outer:
+        kinds = _kinds_inside(node, kinds, key)
         node = _child(node, key, path, {})
-    _child(node, keys[-1], path, read_value(text), replace=True)
+    _child(node, last, path, read_argument(text, _kinds_inside(node, kinds, last)), replace=True)
 
 
 def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) -> Any:
@@ -64,21 +96,19 @@ def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) ->
     return node[index]
 
 
-def describe(content: dict[str, Any]) -> list[str]:
-    """One line for the executor and one per step: the class and its arguments as written in the file."""
-    executor = content["executor"]
-    steps = executor["init_args"].get("pipeline", [])
-    return [_brief("executor", executor), *(_brief(f"pipeline[{index}]", step) for index, step in enumerate(steps))]
+def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
+    """What the value at a key of the node may be, if the node is one of ``kinds``."""
+    if isinstance(node, list):
+        inner = [typing.get_args(kind)[0] for kind in kinds if origin(kind) is list and typing.get_args(kind)]
+    elif isinstance(node, dict) and "class_path" in node:
+        try:
+            inner = [_hint(import_name(node["class_path"], "class_path"), key)]
+        except ConfigError:  # reported with its place when the executor is built
+            inner = []
+    else:
+        inner = [_hint(kind, key) for kind in kinds if dataclasses.is_dataclass(kind)]
+    return alternatives(inner[0]) if len(inner) == 1 else [Any]
 
 
-def _brief(place: str, node: Any) -> str:
-    if not isinstance(node, dict):
-        return f"{place} {node}"
-    arguments = (node.get("init_args") or {}).items()
-    return f"{place} {node['class_path']} " + ", ".join(f"{k}={_short(k, v)}" for k, v in arguments if k != "pipeline")
-
-
-def _short(key: str, value: Any) -> str:
-    if isinstance(value, dict) and "class_path" in value:
-        return str(value["class_path"])
-    return "{...}" if isinstance(value, dict) else show(value)
+def _hint(cls: Any, key: str) -> Any:
+    return parameters_of(cls)[0].get(key, ANYTHING).hint

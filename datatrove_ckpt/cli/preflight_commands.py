@@ -25,8 +25,8 @@ from datatrove_ckpt.runner import InferenceRunner
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     executor = make_executor(arguments)
-    with _quiet():
-        checks = examine(executor)
+    with quiet():
+        checks = examine(executor, arguments.documents_per_second)
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0
     if arguments.json:
@@ -41,7 +41,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Disables the log: readers log each file that they read."""
     logger.disable("datatrove")
     logger.disable("datatrove_ckpt")

@@ -9,7 +9,7 @@ from typing import Any
 
 from loguru import logger
 
-from datatrove_ckpt.errors import CkptError, Preempted
+from datatrove_ckpt.process.task_errors import own_error, show_own
 
 
 class QuietErrors:
@@ -40,33 +40,13 @@ class QuietErrors:
         if record["exception"] is None or record["exception"].value is None:
             return
         error = record["exception"].value
-        own = own_error(error)
-        text = "".join(traceback.format_exception(error))
-        record["exception"] = None
-        if own is None:
-            record["message"] += f"\n{text}"
+        if (own := own_error(error)) is not None:
+            show_own(record, own, f"stopped by {type(own).__name__}" if self.said_later else str(own))
         else:
-            record["message"] = (
-                f"stopped by {type(own).__name__}" if self.said_later or isinstance(own, Preempted) else str(own)
-            )
-            logger.debug(text)  # the terminal shows INFO and above while a task runs, the log file shows everything
+            record["exception"] = None
+            record["message"] += "\n" + "".join(traceback.format_exception(error))
 
 
 def _say_nothing_twice(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if own_error(error) is None:
         sys.__excepthook__(kind, error, trace)
-
-
-def own_error(error: BaseException) -> CkptError | None:
-    """The error of this package that was raised or that caused ``error``; None if there is none."""
-    waiting: list[Any] = [error]
-    seen: list[Any] = []
-    while waiting:
-        found = waiting.pop(0)
-        if isinstance(found, CkptError):
-            return found
-        if isinstance(found, BaseException) and found not in seen:
-            seen.append(found)
-            waiting += [getattr(found, "error", None), found.__cause__, found.__context__]
-            waiting += getattr(found, "exceptions", ())
-    return None

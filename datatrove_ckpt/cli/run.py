@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -11,17 +12,25 @@ from typing import Any
 
 from datatrove.executor import RayPipelineExecutor
 
+from datatrove_ckpt.checkpoint.foreign import MIGRATE
+from datatrove_ckpt.checkpoint.job import refuse_other_tasks
+from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.closing import closing_line
+from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.interruption import Interruption
 from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.os_errors import explain
-from datatrove_ckpt.cli.overrides import describe, read_config
-from datatrove_ckpt.cli.quiet_errors import QuietErrors, own_error
+from datatrove_ckpt.cli.overrides import read_config
+from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from datatrove_ckpt.cli.yaml_config import build
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, UnexpectedExit
+from datatrove_ckpt.errors import CkptError, ConfigError, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
+from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
+from datatrove_ckpt.process.task_errors import own_error
+from datatrove_ckpt.remote_errors import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
@@ -39,11 +48,39 @@ def run(arguments: argparse.Namespace) -> int:
     _name_flags(executor)
     check_steps(executor)
     if arguments.dry_run:
-        print("\n".join(describe(content)))
-        if slurm_submit.submits(executor):
-            print(f"\n{slurm_submit.script(executor)}")
+        full = FullConfig(content, executor)
+        print(full.text(), end="")
+        if code := _refuse_other_tasks(executor):
+            return code
+        if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
+            script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
+            print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
         return 0
     return _checked_run(executor, arguments)
+
+
+def _refuse_other_tasks(executor: Any) -> int:
+    """A dry run shows a job array, too: with another number of tasks, none of it would start. Returns the exit code."""
+    try:
+        _check_tasks(executor)
+    except CkptError as error:
+        return fail(error, 1)
+    return 0
+
+
+def _check_tasks(executor: Any) -> None:
+    """Checks that no other number of tasks was begun with, or is half carried out.
+
+    Raises:
+        CheckpointMismatch: it names the number, or the `reshard` to end.
+    """
+    for step in executor.pipeline:
+        if not isinstance(step, InferenceRunner) or step.checkpoints_local_dir is None:
+            continue
+        root = checkpoints_here(executor, step)
+        if root is not None and root.is_dir() and rank_numbers(root):
+            refuse_half_resharded(root)
+            refuse_other_tasks(root, step.identity(executor.world_size))
 
 
 def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
@@ -54,8 +91,10 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
     try:
         with interruption:
             if arguments.retry_dead_letters:
-                _retry_dead_letters(executor)
-            check_before_run(executor, arguments.retry_dead_letters)
+                _retry_dead_letters(executor, steps)
+            retries = any(step.retry_dead_letters for step in steps)
+            executor.skip_completed = executor.skip_completed and not retries  # complete ranks have dead letters, too
+            check_before_run(executor, retries)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
@@ -74,7 +113,7 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
         own = own_error(error) or (explain(error, executor) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments.command), 1)
+        return fail(_with_command(own, arguments), 1)
     return 0
 
 
@@ -85,11 +124,12 @@ def _execute(executor: Any, steps: list[InferenceRunner], command: str) -> None:
     if slurm_submit.submits(executor):
         print(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
         return
+    marked = _marked(executor) if isinstance(executor, RayPipelineExecutor) and not executor.skip_completed else {}
     executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
-    _refuse_what_is_left(executor)
-    check_after_run(executor)
+    _refuse_what_is_left(executor, marked)
+    checked = check_after_run(executor)
     for step in kept:
-        print(closing_line(step, command))
+        print(closing_line(step, command, checked))
 
 
 def _name_flags(executor: Any) -> None:
@@ -99,10 +139,17 @@ def _name_flags(executor: Any) -> None:
             step.how_to_accept = f"add --pipeline.{index}.accept_changes=true to the command"
 
 
-def _with_command(error: Exception, command: str) -> Exception:
-    """The error with the whole command to type, if it names a flag."""
-    flag = _ACCEPT.search(str(error))
-    return error if flag is None else CheckpointMismatch(f"{error} The whole command: {command} {flag[0]}")
+def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
+    """The error with the whole command to type, if it names a flag or a command on this file."""
+    text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config)))
+    if (flag := _ACCEPT.search(text)) is not None:
+        text += f" The whole command: {arguments.command} {flag[0]}"
+    if text == str(error):
+        return error
+    longer = type(error)(text)
+    for note in getattr(error, "__notes__", ()):
+        longer.add_note(note)
+    return longer
 
 
 def _interrupted(interruption: Interruption, command: str) -> int:
@@ -112,13 +159,29 @@ def _interrupted(interruption: Interruption, command: str) -> int:
     return 128 + number
 
 
-def _refuse_what_is_left(executor: Any) -> None:
+def _marked(executor: Any) -> dict[str, Any]:
+    """When each task was marked as complete, by the marker's path; without those of file systems that do not tell."""
+    with file_system_call():
+        found = executor.logging_dir.find("completions", detail=True)
+    times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
+    return {name: time for name, time in times.items() if time is not None}
+
+
+def _refuse_what_is_left(executor: Any, marked: dict[str, Any]) -> None:
     """Ray's executor returns normally although tasks failed.
+
+    Args:
+        marked: before it ran. A task that ran once more was marked once more.
 
     Raises:
         CkptError: some tasks are not complete.
     """
-    left = executor.get_incomplete_ranks(skip_completed=True) if isinstance(executor, RayPipelineExecutor) else []
+    if not isinstance(executor, RayPipelineExecutor):
+        return
+    now = _marked(executor) if marked else {}
+    old = {name for name, time in marked.items() if now.get(name) == time}
+    anew = [rank for rank in range(executor.world_size) if f"completions/{rank:05d}" in old]
+    left = sorted({*executor.get_incomplete_ranks(skip_completed=True), *anew})
     if left:
         raise CkptError(
             f"{len(left)} of {executor.world_size} tasks are not complete; rank {left[0]} is the first. Their logs are "
@@ -126,19 +189,19 @@ def _refuse_what_is_left(executor: Any) -> None:
         )
 
 
-def _retry_dead_letters(executor: Any) -> None:
-    """Makes every rank run once more, although datatrove skips completed ranks.
+def _retry_dead_letters(executor: Any, steps: list[InferenceRunner]) -> None:
+    """Lets the ranks process their dead letters instead of the input.
 
     Raises:
         ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
+        CheckpointMismatch: see ``_check_tasks``. Then the ranks that are not complete are not those of the run.
     """
+    _check_tasks(executor)
     incomplete = executor.get_incomplete_ranks(skip_completed=True)
     if incomplete:
         raise ConfigError(
             f"--retry-dead-letters: {len(incomplete)} of {executor.world_size} ranks are not finished (rank "
             f"{incomplete[0]} is the first). Finish them first: run the same command without it."
         )
-    executor.skip_completed = False
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner):
-            step.retry_dead_letters = True
+    for step in steps:
+        step.retry_dead_letters = True

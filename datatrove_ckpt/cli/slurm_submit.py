@@ -24,7 +24,7 @@ from typing import Any
 from datatrove.executor import SlurmPipelineExecutor
 
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.formatting import all_are, plural
 
 _JOBS = "slurm_jobs.json"
 # Seconds. Generous: a controller under load is slow.
@@ -53,7 +53,7 @@ def script(executor: Any) -> str:
     """The sbatch script that would be submitted now. Creates no folder, unlike the executor."""
     ranks = executor.get_incomplete_ranks()
     if not ranks:
-        return f"# nothing to submit: all {executor.tasks} tasks are complete"
+        return f"# nothing to submit: {all_are(executor.tasks, 'task')} complete"
     preview, jobs = copy.copy(executor), math.ceil(len(ranks) / executor.tasks_per_job)
     with tempfile.TemporaryDirectory() as folder:
         preview.slurm_logs_folder = folder
@@ -151,7 +151,7 @@ def submit(executor: Any, checkpoints: list[str], command: str) -> str:
             f"{executor.logging_dir.resolve_paths('launch_script.slurm')}."
         ) from refused
     if not arrays:
-        return f"Nothing was submitted: all {executor.tasks} tasks are complete."
+        return f"Nothing was submitted: {all_are(executor.tasks, 'task')} complete."
     return _closing_line(executor, ",".join(arrays), waiting, checkpoints, command)
 
 
@@ -161,7 +161,7 @@ def _closing_line(executor: Any, arrays: str, waiting: int, checkpoints: list[st
     elements = plural(math.ceil(waiting / per_job), "array element")
     grouped = f", in {elements} of up to {per_job} tasks" if per_job > 1 else ""
     return (
-        f"Submitted job {arrays} for {waiting} of {executor.tasks} tasks{grouped}. Logs: {logs} "
+        f"Submitted job {arrays} for {waiting} of {plural(executor.tasks, 'task')}{grouped}. Logs: {logs} "
         f"and {executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. When it has ended, the "
         f"same command submits the tasks that are not complete: {command}"
     )

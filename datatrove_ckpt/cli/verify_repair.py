@@ -7,39 +7,72 @@ mistake on the command line; 3 (verify) no problem found, but not finished.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
-from datatrove_ckpt.cli.status import number_of_tasks, print_json, sum_counts, totals
+import orjson
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.resharding import retired_ranks
+from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.rank_sums import number_of_tasks, sum_counts, totals
+from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
+from datatrove_ckpt.maintenance.config_check import config_differences
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
+from datatrove_ckpt.maintenance.where import Place, output_folder_of
 
 # verify --------------------------------------------------------------------------------------------------------------
 
 
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
-    report = checks.verify(arguments.checkpoints, arguments.output, arguments.full)
+    with place_of(arguments) as place:
+        report = _report(arguments, place)
+        _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
-        tasks = max((number_of_tasks(rank) for rank in report.ranks if not rank.root), default=0)
-        print_json(
-            {
-                "checkpoints": str(report.checkpoints),
-                "output": report.output,
-                "full": arguments.full,
-                "exit_code": code,
-                "ranks": [summary.to_json() for summary in report.summaries],
-                "totals": totals(report.summaries, tasks) | {"files": report.number_of_files},
-                "problems": [asdict(problem) for problem in report.problems],
-                "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
-            }
-        )
+        text = orjson.dumps(_as_json(report, arguments.full, code), option=orjson.OPT_INDENT_2).decode()
     else:
-        print("\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)]))
+        text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
+    write_out(f"{place.said(text)}\n")
     return code
+
+
+def _report(arguments: argparse.Namespace, place: Place) -> Report:
+    planned = output_folder_of(place.config)
+    return checks.verify(place.folder, arguments.output, arguments.full, place.given, planned)
+
+
+def _check_config(report: Report, place: Place) -> None:
+    """What is verified are the checkpoints that the YAML file names, so it must be theirs."""
+    if differing := config_differences(place, checks.settings_of_ranks(report.ranks)):
+        message = (
+            f"{place.given} is not the configuration of this run: {'; '.join(differing)}. What is said here is about "
+            f"the run in {place.what}, with its own settings."
+        )
+        report.add_problem("config", message)
+
+
+def _as_json(report: Report, full: bool, code: int) -> Json:
+    tasks = max((number_of_tasks(rank) for rank in report.ranks if not rank.root), default=0)
+    return {
+        "checkpoints": str(report.checkpoints),
+        "output": report.output,
+        "full": full,
+        "exit_code": code,
+        "ranks": [summary.to_json() for summary in report.summaries],
+        "totals": totals(report.summaries, tasks) | {"files": report.number_of_files},
+        "problems": [asdict(problem) for problem in report.problems],
+        "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
+    }
 
 
 def _verdict(report: Report, full: bool) -> str:
@@ -63,23 +96,50 @@ def _verdict(report: Report, full: bool) -> str:
 
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
-    report = checks.verify(arguments.checkpoints, arguments.output, arguments.full)
+    with place_of(arguments, trusted=True) as place:
+        if not place.is_copy:
+            return _repair(arguments, place)
+        with _quiet(), repair_mirror.restored(place) as copy:
+            return _repair(arguments, copy, place)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Disables the log: what is restored to be repaired is nothing to report."""
+    logger.disable("datatrove_ckpt.mirror")
+    try:
+        yield
+    finally:
+        logger.enable("datatrove_ckpt.mirror")
+
+
+def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None = None) -> int:
+    """Repairs the ranks in ``place``; and uploads them, if they were restored from a mirror."""
+    logging_dir = arguments.logging_dir or place.logging_dir
+    report = _report(arguments, place)
     check_output_folder(report)
-    plan = make_plan(report, arguments.logging_dir)
-    for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(arguments.logging_dir)):
-        print(line)
+    _check_config(report, mirrored or place)
+    plan = make_plan(report, logging_dir)
+    for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)):
+        print(place.said(line))
     if not plan.ranks and not plan.markers:
         print("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
     elif arguments.dry_run:
         print("Nothing was done (--dry-run).")
     else:
-        carry_out(plan, report, arguments.logging_dir)
-        print(_what_next(plan, arguments.logging_dir))
+        if mirrored is not None:
+            repair_mirror.check_idle(mirrored, plan.ranks)
+        carry_out(plan, report, logging_dir)
+        if mirrored is not None:
+            repair_mirror.upload(place, plan.ranks)
+        print(_what_next(plan, logging_dir, retired_ranks(place.folder)))
     return 1 if plan.left else 0
 
 
-def _what_next(plan: Plan, logging_dir: str | None) -> str:
+def _what_next(plan: Plan, logging_dir: str | None, retired: Collection[int]) -> str:
     again = "Run the pipeline again to process these chunks"
+    if left := sorted({rank.number for rank in plan.ranks if not rank.root and rank.number in retired}):
+        again = f"Give what {name_tasks(left)} had to other tasks (datatrove-ckpt reshard), then run the pipeline"
     again += ", as a retry of dead letters." if all(rank.root for rank in plan.ranks) and plan.ranks else "."
     if logging_dir is not None or not plan.ranks:
         return f"Done. {again}"

@@ -31,10 +31,11 @@ class InferenceConfig:
             expanded where the task runs), or ``package://NAME/FILE`` for a file inside an installed Python package.
         model_max_context: maximum context length, prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
-        endpoint_url: for "endpoint": base URL (without /v1), or a list of them. ``${NAME}`` stands for an environment
-            variable; a secret in the URL's query must be written that way.
+        endpoint_url: for "endpoint": base URL, or a list of them. Without a path it gets /v1; with one it is taken as
+            given. ``${NAME}`` stands for an environment variable of the task, for the whole URL or a part; a secret in
+            the URL's query must be written that way.
         api_key: key for the endpoint. Kept in the environment of this process only; prefer ``api_key_env``.
-        metric_interval: seconds between two log lines about progress.
+        metric_interval: seconds between two log lines about progress. The first one comes after 10 seconds.
         tp: GPUs that share each layer (tensor parallelism). One server needs tp * dp * pp GPUs.
         dp: copies of the model in one server (data parallelism).
         pp: stages that the model's layers are divided into (pipeline parallelism).
@@ -77,6 +78,12 @@ class InferenceConfig:
             environment of its own. None: the interpreter that runs this package.
         reuse_servers: the next task that a process works on takes over the servers of the one before, if that one
             succeeded and both need the same servers. False: each task starts its own.
+        seed: gives each request a ``seed`` of its own, from this number, the document, the rollout and the payload: a
+            request that is sent again samples the same, on engines that honour seeds. A payload's own ``seed`` is left
+            as it is. None: no seeds. (``model_kwargs["seed"]`` is the engine's own, for the order of all its requests.)
+        accept_null_finish_reason: for an endpoint or a custom script that never gives a ``finish_reason``: its answers
+            count as complete. False: an answer without one may be cut off, and is retried. With True, an answer that
+            has one stops the rank.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -118,6 +125,8 @@ class InferenceConfig:
     hang_timeout: float = 600.0
     server_python: str | None = None
     reuse_servers: bool = True
+    seed: int | None = None
+    accept_null_finish_reason: bool = False
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -156,6 +165,13 @@ class InferenceConfig:
             self._check_auto(self.max_concurrent_generations)
         if self.server_python is not None and self.server_type not in _WITH_INTERPRETER:
             raise ConfigError(f"server_python: is for {', '.join(_WITH_INTERPRETER)} only; remove it.")
+        if not isinstance(self.accept_null_finish_reason, bool):
+            raise ConfigError("accept_null_finish_reason: takes true or false.")
+        if self.accept_null_finish_reason and not self.may_lack_finish_reason:
+            raise ConfigError(
+                f"accept_null_finish_reason: is for {', '.join(_WITHOUT_REASONS)} only, because the other servers give "
+                "one; remove it."
+            )
 
     def _check_auto(self, setting: str) -> None:
         if setting != "auto":
@@ -186,6 +202,11 @@ class InferenceConfig:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be >= 0; it is {getattr(self, name)!r}.")
 
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed: {self.seed!r} is not a whole number.")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed: {self.seed} does not fit into 64 bits.")
+
     def _check_context(self) -> None:
         for name in TOKEN_LIMITS:
             tokens = self.default_generation_params.get(name)
@@ -197,9 +218,14 @@ class InferenceConfig:
 
     @property
     def endpoint_urls(self) -> list[str]:
-        """The endpoint's base URLs as a list, without a trailing slash or /v1, and with ``${NAME}`` not replaced."""
-        urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else self.endpoint_url or []
-        return [url.rstrip("/").removesuffix("/v1") for url in urls]
+        """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
+        urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else list(self.endpoint_url or [])
+        return [url.strip() for url in urls]
+
+    @property
+    def may_lack_finish_reason(self) -> bool:
+        """Servers of this type may give no finish_reason. All engines that we launch give one."""
+        return self.server_type in _WITHOUT_REASONS
 
     @property
     def servers(self) -> int:
@@ -279,6 +305,7 @@ _HIDES_METRICS: dict[str, tuple[str, tuple[object, ...]]] = {
     "sglang": ("enable-metrics", (False, None)),
 }
 _WITH_INTERPRETER = ("vllm", "sglang", "custom")
+_WITHOUT_REASONS = ("endpoint", "custom")
 
 
 def _make_link_key() -> None:
@@ -303,8 +330,13 @@ def _check_flags(flags: dict[str, Any]) -> None:
 
 def _check_url(url: Key) -> None:
     """Raises ConfigError if the URL cannot be used, or holds a secret: the config is written to ``executor.json``."""
-    if not url.reveal().startswith(("http://", "https://")):
-        raise ConfigError("endpoint_url: must start with http:// or https://.")
+    # A variable is checked where the task runs.
+    if not (url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())):
+        raise ConfigError(
+            "endpoint_url: must start with http:// or https://, or with ${NAME}, an environment variable that does."
+        )
+    if any(char.isspace() for char in url.reveal()):
+        raise ConfigError("endpoint_url: contains a space or a line break. Remove it, or write %20.")
     if "@" in url.reveal():
         raise ConfigError(
             "endpoint_url: contains a user or a password, which would be written to files; use api_key_env."

@@ -14,6 +14,7 @@ import types
 import xxhash
 
 from datatrove_ckpt.generation.code_hash import all_global_names as global_names
+from datatrove_ckpt.generation.syntax import parse
 
 __all__ = ["closure_names", "code_hash", "function_value", "global_names", "type_name"]
 
@@ -21,7 +22,7 @@ __all__ = ["closure_names", "code_hash", "function_value", "global_names", "type
 def code_hash(function: types.FunctionType) -> str:
     """xxh64 of the unparsed source, or of the bytecode where there is no source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = parse(textwrap.dedent(inspect.getsource(function)))
         return str(xxhash.xxh3_64_hexdigest(ast.unparse(tree).encode()))
     except (OSError, TypeError, SyntaxError):
         return _bytecode_hash(function.__code__)

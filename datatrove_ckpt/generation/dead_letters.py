@@ -32,9 +32,11 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
     retry_number,
 )
-from datatrove_ckpt.documents import decode, encode_as_read
+from datatrove_ckpt.checkpoint.resharding import retired_ranks
+from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.formatting import safe_repr, safe_text
+from datatrove_ckpt.generation.as_read import as_read as encode_as_read
 from datatrove_ckpt.readers.positions import State
 
 
@@ -79,7 +81,7 @@ def dead_letter(
         payload_hashes: of the last request of each rollout.
         earlier: the letter of the failed attempt before, if this is a retry.
     """
-    kept = as_read or encode_as_read(document)
+    kept = as_read or encode_as_read(document).data
     head: Letter = {
         "ordinal": earlier["ordinal"] if earlier else ordinal,
         "id": doc_id,
@@ -138,6 +140,11 @@ class TakenLetters:
         return line
 
 
+def retried_ranks(root: Path, rank: int, world_size: int) -> list[int]:
+    """The ranks whose dead letters a task retries: its own, last, and before it those that no task has any more."""
+    return [*(one for one in sorted(retired_ranks(root)) if one % world_size == rank), rank]
+
+
 class Retry:
     """One pass over a rank's dead letters. ``Retry.next`` resumes an interrupted pass, or starts another.
 
@@ -185,15 +192,28 @@ class Retry:
         files.disk.replace(retry._input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
         return retry
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> RetriedDocuments:
         """The documents as they were first read, each with its letter."""
-        for letter in read_letters(self._input):
-            document = decode(orjson.dumps(letter.pop("document")))
-            yield RetriedDocument(document, letter)
+        return RetriedDocuments(self._input)
 
     def _is_finished(self) -> bool:
         done = sum(commit.counts.read for commit in read_commits(self._folder / COMMITS).values())
         return done == sum(1 for _ in read_letters(self._input)) and not (self._folder / CACHE).exists()
+
+
+class RetriedDocuments:
+    """The documents of a file of letters. Their number is known, so the rank's progress has a percentage."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __len__(self) -> int:
+        return sum(1 for _ in read_letters(self._path))
+
+    def __iter__(self) -> Iterator[Document]:
+        for letter in read_letters(self._path):
+            document = decode(orjson.dumps(letter.pop("document")))
+            yield RetriedDocument(document, letter)
 
 
 class RetriedDocument(Document):  # type: ignore[misc]

@@ -9,15 +9,17 @@ A failure of the server is never a document's: it stops the rank (``Scheduler.fa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NoReturn
 
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceError
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.errors import (
     CkptError,
-    DocumentFailed,
+    RequestError,
     RequestFailed,
     RequestPoisoned,
     RequestRejected,
@@ -25,10 +27,13 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
     UnexpectedExit,
 )
-from datatrove_ckpt.formatting import plural, safe_repr
+from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
+from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.generation.user_code import NotAwaitable
+from datatrove_ckpt.generation.user_frames import raised_at
 from datatrove_ckpt.readers.positions import position_state
 
 OnDocumentError = Literal["stop", "dead_letter"]
@@ -43,6 +48,7 @@ class Failures:
         kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
             if the user has set ``skip_bad_requests``.
         taken: letters that retries have taken; None: there are no retries.
+        if_corrected: what a user must know who corrects the rollout, as a sentence; "" if nothing.
     """
 
     def __init__(
@@ -53,8 +59,10 @@ class Failures:
         limit: int | None,
         kept: bool = True,
         taken: TakenLetters | None = None,
+        if_corrected: str = "",
     ) -> None:
         self._kept = kept
+        self._if_corrected = if_corrected
         self._taken = taken
         self._on_document_error = on_document_error
         self._skip_bad_requests = skip_bad_requests
@@ -77,9 +85,18 @@ class Failures:
         return self._taken.get(source.document, source.id, slot.ordinal)
 
     def letter_or_raise(
-        self, source: SourceDocument, slot: ChunkSlot, error: BaseException, payload_hashes: list[str]
+        self,
+        source: SourceDocument,
+        slot: ChunkSlot,
+        error: BaseException,
+        payload_hashes: list[str],
+        rejections: Sequence[RequestRejected] = (),
     ) -> bytes:
         """The document's dead letter, as a line of ``dead_letters.jsonl``.
+
+        Args:
+            error: what a rollout of the document raised.
+            rejections: the requests of the document that the server has rejected, whatever its rollouts did about it.
 
         Raises:
             DocumentFailed: the rule says that this failure stops the rank.
@@ -87,16 +104,17 @@ class Failures:
             CkptError: the rollout let one out, and the rule says that it stops the rank.
         """
         document, name = source.document, _named(source.id, slot)
-        if isinstance(error, NotAwaitable) or not self._is_letter(error):
-            _stop(name, error)
+        cause = f"{cause_of(error).removesuffix('.')}{raised_at(error)}"
+        if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
+            _stop(name, cause, error, document, self._if_corrected)
         self._dead += 1
         if self._limit is not None and self._dead > self._limit:
             raise TooManyDeadLetters(
                 f"{plural(self._dead, 'document')} of this rank failed, more than max_dead_letters={self._limit} "
-                f"allows. The last one, {name}: {cause_of(error)}. Fix the cause and run the same command again. When "
+                f"allows. The last one, {name}: {cause}. Fix the cause and run the same command again. When "
                 "the rank is finished, --retry-dead-letters processes the dead letters again."
             ) from error
-        logger.warning(f"D{name[1:]} becomes a dead letter: {cause_of(error)}")
+        logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(
             document,
             source.id,
@@ -108,36 +126,86 @@ class Failures:
             earlier=getattr(document, "letter", None),
         )
 
-    def _is_letter(self, error: BaseException) -> bool:
-        causes = list(_causes(error))
-        if self._kept and any(isinstance(cause, RequestPoisoned) for cause in causes):
+    def _is_letter(self, error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
+        if self._kept and any(isinstance(cause, RequestPoisoned) for cause in _causes(error)):
             return True
-        if self._skip_bad_requests and any(isinstance(cause, RequestRejected) for cause in causes):
+        if self._skip_bad_requests and is_bad_request(error, rejections):
             return True
         return self._on_document_error == "dead_letter"
 
 
+# How datatrove's own errors begin, and those that rollouts make in their likeness.
+_BAD_REQUEST = re.compile(r"(Got )?BadRequestError\b")
+
+
+def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
+    """Whether a rollout's error means that one of its requests was rejected.
+
+    datatrove looks for the word "BadRequestError" anywhere in an ``InferenceError``, the payload included. So it skips
+    a document that contains the word when the server fails for it. Here the word in the midst of a text counts only if
+    the server has indeed rejected a request of the document.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, RequestRejected):
+            return True
+        text = safe_text(cause.error if isinstance(cause, InferenceError) else cause)
+        if any(str(rejection) in text for rejection in rejections):
+            return True
+        if isinstance(cause, InferenceError) and (_BAD_REQUEST.match(text) or (rejections and _WORD in text)):
+            return True
+    return False
+
+
+_WORD = "BadRequestError"
+
+
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything that it was raised from, exception groups included."""
-    while error is not None:
-        yield error
-        if isinstance(error, BaseExceptionGroup):
-            for part in error.exceptions:
-                yield from _causes(part)
-        error = error.__cause__ or error.__context__
+    """The error and everything that it was raised from or made of, exception groups included."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        cause = waiting.pop(0)
+        if cause is None or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        waiting += [cause.__cause__ or cause.__context__, *_exceptions(cause.args)]
+        if isinstance(cause, BaseExceptionGroup):
+            waiting += cause.exceptions
+        if isinstance(cause, InferenceError):
+            waiting += _exceptions([cause.error])
+
+
+def _exceptions(values: Iterable[object]) -> list[BaseException]:
+    """Those of the values that are exceptions, and those in the values that are lists of them."""
+    found: list[BaseException] = []
+    for value in values:
+        parts = value if isinstance(value, list | tuple) else [value]
+        found += [part for part in parts if isinstance(part, BaseException)]
+    return found
 
 
 def _named(doc_id: str, slot: ChunkSlot) -> str:
     return f"document {safe_repr(doc_id)} (number {slot.ordinal} of this rank)"
 
 
-def _stop(name: str, error: BaseException) -> NoReturn:
-    if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit):
+def correction(rollout_fn: object, how_to_accept: str) -> str:
+    """What a user must know who corrects this rollout in the middle of a run."""
+    return (
+        f"If you change the code of the rollout {name_of(rollout_fn)} for that, {how_to_accept}: what is done and paid "
+        "is kept, and the new code works on the documents that are not done."
+    )
+
+
+def _stop(name: str, cause: str, error: BaseException, document: Document, if_corrected: str) -> NoReturn:
+    if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
         raise error
-    raise DocumentFailed(
-        f"D{name[1:]} failed: {cause_of(error)}. The answers of other documents are saved. "
-        f"{_way_out(error)}Fix the cause and run the same command again."
-    ) from error
+    message = (
+        f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {_way_out(error)}"
+        f"Fix the cause and run the same command again. {if_corrected}"
+    ).rstrip()
+    if isinstance(error, InferenceError):
+        raise DocumentFailed(message, document, error.error, error.payload) from error
+    raise DocumentFailed(message, document, error) from error
 
 
 # How vLLM, SGLang, llama.cpp and OpenAI word it. The words choose a hint, never what happens.
@@ -171,7 +239,8 @@ def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
         return DocumentFailed(
             f"A request of {document} has no answer. {error} The server's failure is not the document's, so it makes "
             "no dead letter. Fix the server and run the same command again. To go on without this document, let the "
-            "rollout return None for it before any request, and set accept_changes=True."
+            "rollout return None for it before any request, and set accept_changes=True.",
+            error=error,
         )
     if isinstance(error, ServerUnavailable):
         return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -16,12 +16,22 @@ from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import trim
-from datatrove_ckpt.errors import RequestFailed, RequestPoisoned, RequestRejected, ServerError, TooManyOpenFiles
+from datatrove_ckpt.errors import (
+    RequestFailed,
+    RequestPoisoned,
+    RequestRejected,
+    ServerError,
+    ServerRefused,
+    TooManyOpenFiles,
+)
+from datatrove_ckpt.generation.datatroves_answers import find
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
+from datatrove_ckpt.generation.seeds import request_seed
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import REJECTED
@@ -32,6 +42,8 @@ from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 _PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+# They hold a JSON schema, and engines answer in the order of its properties: reasons before conclusions.
+_WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
 
 class AnswerStore(Protocol):
@@ -46,6 +58,7 @@ class RequestObserver(Protocol):
 
     def answered(self, completion: Completion) -> None: ...
     def request_failed(self) -> None: ...
+    def from_cache(self) -> None: ...
 
 
 class RankContext(Protocol):
@@ -67,25 +80,31 @@ class RankContext(Protocol):
 
 
 class Answers:
-    """One document's cached answers."""
+    """One document's cached answers.
+
+    Attributes:
+        rejections: its requests that the server has rejected.
+    """
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
         self.slot = slot
         self.doc_id = doc_id
+        self.rejections: list[RequestRejected] = []
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
 
-    async def cached(self, key: AnswerKey) -> Answer | None:
+    async def cached(self) -> dict[AnswerKey, Answer]:
+        """What earlier attempts have kept."""
         if not self.slot.cached:
-            return None
+            return {}
         if self._cached is None:
             loop = asyncio.get_running_loop()
             future = self._cached = loop.create_future()
             receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
             with _storage_failures(self._rank):
                 self._rank.checkpoint.lookup(self.slot.ordinal, receive)
-        return (await asyncio.shield(self._cached)).get(key)
+        return await asyncio.shield(self._cached)
 
     def request_started(self) -> None:
         """A request of the document starts to wait for the server."""
@@ -106,8 +125,9 @@ class Requests:
     def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
         self.count = 0
         self.last_hash = ""
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
+        self.failed = 0
+        self.tokens: list[int] = []
+        """Prompt and completion tokens of each answer in turn."""
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
@@ -118,28 +138,49 @@ class Requests:
 
         Raises:
             InferenceError: the request cannot be answered; ``error`` says why.
-            datatrove's ServerError: no request can be answered.
+            datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is proved wrong.
         """
         if self._rank.shutdown.aborted:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
         config = self._rank.config
-        payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
+        given, payload = payload, {**config.default_generation_params, **payload, "model": config.model_name_or_path}
+        body, key = self._identified(payload)
+        if config.seed is not None and "seed" not in payload:
+            slot = self._answers.slot
+            payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
+            body = _as_json(payload)
+            key = key._replace(payload_hash=payload_hash(body))
+        self.last_hash = key.payload_hash
+        self.count += 1
+        cached = await self._answers.cached()
+        answer = cached.get(key) or find(cached, key, config, given, payload)
         try:
-            body = trim(orjson.dumps(payload, option=_PAYLOAD))
-        except TypeError as error:
+            result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
+            if result is None:
+                result = await self._send(key, body, payload)
+            else:
+                self._rank.observer.from_cache()
+            if config.accept_null_finish_reason and result.finish_reason:
+                raise self._disproved(result.finish_reason)
+        except RequestRejected as error:
+            self.failed += 1
+            self._answers.rejections.append(error)
             raise InferenceError(None, error, payload=payload) from error
-        self.last_hash = digest = payload_hash(body)
+        except InferenceError:
+            self.failed += 1
+            raise
+        usage = result.usage
+        self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        return result
+
+    def _identified(self, payload: Payload) -> tuple[bytes, AnswerKey]:
+        """The payload as JSON, and which request of its rollout it is."""
+        body = _as_json(payload)
+        digest = payload_hash(body)
         key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
         self._occurrences[digest] += 1
-        self.count += 1
-        answer = await self._answers.cached(key)
-        result = None if answer is None else _from_cache(answer, payload)
-        if result is None:
-            result = await self._send(key, body, payload)
-        self.prompt_tokens += result.usage.get("prompt_tokens") or 0
-        self.completion_tokens += result.usage.get("completion_tokens") or 0
-        return result
+        return body, key
 
     async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> InferenceResult:
         rank = self._rank
@@ -148,7 +189,7 @@ class Requests:
         except RequestRejected as error:
             rank.observer.request_failed()
             await self._keep(key, Answer(None, f"{error.status} {error.body}"))
-            raise InferenceError(None, error, payload=payload) from error
+            raise
         except RequestPoisoned as error:
             rank.observer.request_failed()
             raise InferenceError(None, error, payload=payload) from error
@@ -162,6 +203,21 @@ class Requests:
         rank.observer.answered(completion)
         await self._keep(key, Answer(_to_json(completion), None))
         return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
+
+    def _disproved(self, reason: str) -> RolloutServerError:
+        """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""
+        client = self._rank.client
+        known = client.done() and not client.cancelled() and client.exception() is None
+        believed = client.result().stats.without_reason if known else 0
+        error = ServerRefused(
+            f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for servers that never give "
+            f"one. So answers without one may be cut off. This attempt has taken {believed} of them as complete, and "
+            "earlier ones may have taken more. Remove the setting, and use another checkpoints_local_dir and output "
+            "folder, so that everything is asked again. (Or continue here with accept_changes: then look for null "
+            "among the finish_reasons of documents that are finished already, because those stay as they are.)"
+        )
+        self._rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
+        return RolloutServerError(error)
 
     async def _complete(self, body: bytes) -> Completion:
         self._answers.request_started()
@@ -178,6 +234,18 @@ class Requests:
         await self._rank.wait_for_storage()
 
 
+def summarize(
+    ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int
+) -> Finished:
+    """A finished document with what it took. ``kept``: number of rollouts with a result."""
+    tokens = requests[0].tokens if len(requests) == 1 else [number for each in requests for number in each.tokens]
+    counts, failed = [each.count for each in requests], sum(each.failed for each in requests)
+    # The usual case is a shorter line: see Finished.work
+    usual = len(counts) == 1 and counts[0] <= 1 and len(tokens) == 2 * counts[0] and kept == (outcome == "written")
+    work = None if usual and not failed else Work(kept, failed, counts, list(tokens))
+    return Finished(ordinal, outcome, fingerprint, document, sum(counts), sum(tokens[::2]), sum(tokens[1::2]), work)
+
+
 @contextmanager
 def _storage_failures(rank: RankContext) -> Iterator[None]:
     """A failure of the storage thread stops the rank. It passes through the rollout, and is not the rollout's."""
@@ -188,19 +256,37 @@ def _storage_failures(rank: RankContext) -> Iterator[None]:
         raise
 
 
-def _from_cache(answer: Answer, payload: Payload) -> InferenceResult | None:
-    """The cached answer; None if it must be requested again.
+def _as_json(payload: Payload) -> bytes:
+    """The same bytes for equal payloads: keys are sorted, unless their order matters.
 
     Raises:
-        InferenceError: the cached answer is a rejection.
+        InferenceError: JSON cannot express it.
+    """
+    option, fields = _PAYLOAD, payload
+    if not _WITH_SCHEMA.isdisjoint(payload):
+        option, fields = _PAYLOAD ^ orjson.OPT_SORT_KEYS, dict(sorted(payload.items()))
+    try:
+        return trim(orjson.dumps(fields, option=option))
+    except TypeError as error:
+        raise InferenceError(None, error, payload=payload) from error
+
+
+def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
+    """The cached answer; None if it must be requested again.
+
+    Args:
+        accepts_null: an answer without a finish_reason is complete.
+
+    Raises:
+        RequestRejected: the cached answer is a rejection.
     """
     if answer.result is not None:
-        return InferenceResult(**orjson.loads(answer.result))
+        result = InferenceResult(**orjson.loads(answer.result))
+        return result if result.finish_reason or accepts_null else None
     status, _, body = (answer.error_message or "").partition(" ")
     if int(status) not in REJECTED:  # 0.1 kept a 402 or a 405 like a 400
         return None
-    rejected = RequestRejected(int(status), body, remembered=True)
-    raise InferenceError(None, rejected, payload=payload) from rejected
+    raise RequestRejected(int(status), body, remembered=True)
 
 
 def _to_json(completion: Completion) -> bytes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
@@ -31,10 +31,13 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.foreign import check_not_headless
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
-from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder
+from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, retired_ranks
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
 from datatrove_ckpt.mirror.restore import restore_rank
 
 # A restore waits for a remote nearly all the time.
@@ -55,12 +58,13 @@ class CheckpointedStep(Protocol):
     def identity(self, world_size: int) -> RunIdentity: ...
 
 
-def check_job(executor: Any, dry_run: bool = False) -> list[str]:
+def check_job(executor: Any, dry_run: bool = False, deals_out: bool = False) -> list[str]:
     """Compares a job with what its folders hold from earlier runs. Starts nothing.
 
     Args:
         executor: any datatrove executor. Those that it depends on are checked, too.
-        dry_run: remove no marker and restore nothing from a mirror, so a rank that is only there is not compared.
+        dry_run: remove no marker and restore nothing from a mirror.
+        deals_out: for ``reshard``, which gives other tasks what those of an earlier number have left.
 
     Returns:
         For each marker that is removed, or would be, what is wrong with it.
@@ -83,6 +87,8 @@ def check_job(executor: Any, dry_run: bool = False) -> list[str]:
         else:
             root = checkpoints_here(executor, step) or Path(step.checkpoints_local_dir)
             wrong += _check_step(executor, step, root, dry_run)
+            if not deals_out:
+                _refuse_left_behind(root, executor.world_size)
     return wrong
 
 
@@ -162,7 +168,11 @@ def _check_tasks(executor: Any) -> None:
 
 
 def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool) -> list[str]:
+    refuse_half_resharded(root)
     skipped = _skipped(executor)
+    if not step.checkpoints_remote_dir:  # from there a rank may get what it lacks
+        for rank in _local_ranks(executor):
+            check_not_headless(rank_folder(root, rank))
     with ExitStack() as stack:
         folder = root
         # Nodes of a cluster may keep their checkpoints on their own disks, with a mirror.
@@ -171,7 +181,7 @@ def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool
         missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
         if step.checkpoints_remote_dir and missing and dry_run:
             skipped = [rank for rank in skipped if rank not in missing]
-        elif step.checkpoints_remote_dir and missing:
+        elif step.checkpoints_remote_dir and (missing := missing + _lost_with_the_node(step, folder, dry_run)):
             restore = partial(restore_rank, step.checkpoints_remote_dir, folder, retries=False)
             with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
                 list(pool.map(restore, missing))
@@ -182,6 +192,26 @@ def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool
             logger.warning(f"{text} The marker is removed, so the task runs again.")
             executor.logging_dir.rm(f"completions/{rank:05d}")
     return list(wrong.values())
+
+
+def _refuse_left_behind(root: Path, tasks: int) -> None:
+    """Refuses a run if tasks of an earlier, larger number have something to do again, which no task would do."""
+    folders = {rank: rank_folder(root, rank) for rank in sorted(retired_ranks(root))}
+    left = [rank for rank, folder in folders.items() if (folder / RUN).exists() and not is_finished(folder)]
+    if left:
+        raise CheckpointMismatch(
+            f"{root}: chunks of {name_tasks(left)} are to be made again, and since reshard there are only {tasks} "
+            f"tasks. Deal them out: datatrove-ckpt reshard WHAT --tasks {tasks}, then run."
+        )
+
+
+def _lost_with_the_node(step: CheckpointedStep, folder: Path, dry_run: bool) -> list[int]:
+    """The ranks of an earlier number of tasks, which no task restores; none if this node has the run's folder."""
+    if dry_run or (folder.is_dir() and rank_numbers(folder)):
+        return []
+    with suppress(OSError):  # a rank that starts says it
+        restore_shares(str(step.checkpoints_remote_dir), folder)
+    return sorted(retired_ranks(folder))
 
 
 @dataclass
@@ -205,6 +235,8 @@ class _Check:
         tasks, ranks = self.executor.world_size, _local_ranks(self.executor)
         identity = self.step.identity(tasks)
         found = compare_job(self.folder, identity, None if len(ranks) == tasks else ranks, self._counts)
+        if self.step.checkpoints_remote_dir:
+            found.join(compare_mirrored_job(self.step.checkpoints_remote_dir, self.folder, identity, self._counts))
         empty = [rank for rank in self.skipped if rank in found.empty]
         self.skipped = [rank for rank in self.skipped if rank not in empty]
         if found.changes:

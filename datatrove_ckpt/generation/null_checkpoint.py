@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.file_managers import RemoteFiles
@@ -50,8 +54,11 @@ class OpenNullCheckpoint:
         self.has_locks = True  # it needs none
         self.resumed = ResumePoint()
         self.counts = DocumentCounts()
+        self.work = WorkStats()
+        self.clock = RankClock()
         self.on_change: Callable[[], None] = lambda: None
         self.on_close: Callable[[], None] = lambda: None
+        self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
         self.error: BaseException | None = None
         if not writer.output_folder.is_local():
             files = writer.output_mg
@@ -62,6 +69,7 @@ class OpenNullCheckpoint:
         self._shutdown = shutdown
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._closed = False
+        self._seconds: Seconds | None = None
         self._rank = rank
         self._records_per_chunk = records_per_chunk
         self._admitted = 0
@@ -77,16 +85,25 @@ class OpenNullCheckpoint:
         if self._closed:
             return
         self._closed = True
+        self._seconds = self.clock.now()
         self._queue.put(None)
         # A stop does not wait for a blocked writer: without a checkpoint there is nothing to save.
         self._shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
-        if completed and self.error is None:
-            self._writer.close()
-        else:
-            self._abandon()
+        try:
+            if completed and self.error is None:
+                self._writer.close()
+        finally:
+            self._abandon()  # those that could not be closed, too
 
     def flush(self) -> None:
         """Nothing is kept for a resume."""
+
+    def note(self, *records: Record) -> None:
+        """There is no folder for a history."""
+
+    def fill_in(self, progress: Progress) -> None:
+        progress.in_work = self._admitted - self.counts.read
+        progress.seconds, progress.documents = self.seconds, replace(self.counts)
 
     def admit(self, fingerprint: str, position: Callable[[], object] = lambda: None) -> ChunkSlot | None:
         slot = ChunkSlot(self._admitted, self._admitted // self._records_per_chunk, cached=False)
@@ -102,6 +119,7 @@ class OpenNullCheckpoint:
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         self.raise_failure()
         self.counts.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+        self.work.count(finished)
         if finished.outcome == "written":
             self._handed_over += len(finished.document)
             self._queue.put((slot, finished))
@@ -109,9 +127,16 @@ class OpenNullCheckpoint:
     def end_of_input(self, shard: object = None) -> None:
         pass
 
+    def hurry(self) -> None:
+        pass
+
     def raise_failure(self) -> None:
         if self.error is not None:
             raise self.error
+
+    @property
+    def seconds(self) -> Seconds:
+        return self._seconds or self.clock.now()
 
     @property
     def congested(self) -> bool:

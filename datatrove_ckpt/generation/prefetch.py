@@ -18,22 +18,27 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Sized
 
 from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.documents import encode_as_read, fingerprint
+from datatrove_ckpt.documents import fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
+from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
+from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
+from datatrove_ckpt.readers.shares import Share
+from datatrove_ckpt.readers.step_stats import STATS, StepStats
 from datatrove_ckpt.readers.steps import StepRecord
 
 _BUFFER_DOCUMENTS = 128
@@ -48,24 +53,31 @@ class SourceDocument:
     Attributes:
         id: the document's id as it was read, as text that can be printed and stored. A rollout may change the document.
         as_read: the document's bytes before any rollout saw it. Kept only if a dead letter may need them, else None.
-        size: length of those bytes.
+        size: about how many bytes the document takes.
         resumable: a resume may start after this document.
+        stats: the stats of the steps before the runner right after this document, if it is the last one of its chunk.
     """
 
-    __slots__ = ("_documents", "as_read", "document", "fingerprint", "id", "resumable", "size")
+    __slots__ = ("_documents", "as_read", "document", "fingerprint", "id", "resumable", "size", "stats")
 
-    def __init__(self, documents: DocumentSource, document: Document, data: bytes, keep: bool) -> None:
+    def __init__(self, documents: DocumentSource, document: Document, read: AsRead, keep: bool) -> None:
         self.document = document
         self.id = safe_text(document.id)
-        self.size = len(data)
-        self.fingerprint = fingerprint(data)
-        self.as_read = data if keep else None
+        self.size = read.size
+        self.fingerprint = fingerprint(read.data)
+        self.as_read = read.data if keep else None
         self.resumable = False
+        self.stats: State | None = None
         self._documents = documents
+
+    @property
+    def position_in_input(self) -> Position | None:
+        """Where the reader was right after this document; None if nobody knows."""
+        return position_of(self.document)
 
     def position(self) -> State | None:
         """The reader's state right after this document, to be saved; None if a resume cannot start there."""
-        return self._documents.save(self.document) if self.resumable else None
+        return self._documents.save(self.document, self.stats) if self.resumable else None
 
 
 class DocumentSource:
@@ -76,6 +88,9 @@ class DocumentSource:
         keep_as_read: keep the bytes of each document for a dead letter.
         seek: whether a resume may seek; None: if no step may keep state (see ``stateful_steps``).
         pipeline: the steps before the runner, as the executor has them; None if that is not known.
+        revisions: the commits of datasets that the job reads; None without a checkpoint.
+        records_per_chunk: documents of a chunk.
+        share: what the rank reads; None: what datatrove deals out to it.
     """
 
     def __init__(
@@ -84,13 +99,21 @@ class DocumentSource:
         keep_as_read: bool = False,
         seek: bool | None = None,
         pipeline: Sequence[StepRecord] | None = None,
+        revisions: Revisions | None = None,
+        records_per_chunk: int = 1,
+        share: Share | None = None,
     ) -> None:
+        self._revisions = revisions
+        self._share = share
+        self._stats = StepStats(documents)
+        self._records_per_chunk = records_per_chunk
+        self._read = 0
         self._stateful_steps = stateful_steps(documents) if seek is None else []
         self._may_seek = not self._stateful_steps if seek is None else seek
         self._readers = PipelineReaders(documents, pipeline)
-        self._documents = iter(documents)
+        self._documents = self._shared(documents)
         self._keep_as_read = keep_as_read
-        self._reading = Reading()
+        self._reading = Reading(revisions=revisions, share=share)
         self._last_position: Position | None = None
         self._held: SourceDocument | None = None
         self._previous: SourceDocument | None = None
@@ -104,8 +127,12 @@ class DocumentSource:
         self._closed = False
         self._ended = False
         self._error: BaseException | None = None
-        self.shard: ShardRecord | None = None
-        """What was read, once the input has ended; None if that is not known."""
+        self._shard: ShardRecord | None = None
+        self.handed_over = 0
+        """Documents that ``batches`` gave."""
+        self._newest: Position | None = None
+        self._length = len(documents) if isinstance(documents, Sized) else None
+        self._first = 0
 
     @property
     def skipped(self) -> SkippedLines:
@@ -119,6 +146,7 @@ class DocumentSource:
             CheckpointMismatch: the input is shorter than it was, or another one.
             InputError: a file is damaged or cut off, or no row of any file is a document.
         """
+        self._first = point.next_ordinal
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A daemon, because a blocked reader must not keep a failed process running.
@@ -144,12 +172,53 @@ class DocumentSource:
             self._arrived.clear()
             batch, self._buffer = self._buffer, []
             self._bytes = 0
+            ended = self._ended
             if stalled and self._held is not None:
                 # The reader is slow: the held document has waited for _HOLD_SECONDS.
                 batch.append(self._held)
                 self._held = None
             self._change.notify()
-            return self._ended, batch
+        if batch:
+            self.handed_over += len(batch)
+            self._newest = batch[-1].position_in_input
+        return ended, batch
+
+    @property
+    def is_at_end(self) -> bool:
+        """Everything was read and handed over."""
+        return self._ended and self._error is None and not self._buffer
+
+    def reached(self) -> Reached:
+        """How much of the input lies before the end of the last document that was handed over."""
+        if self._length is not None:
+            return Reached(self._first + self.handed_over, self._length, "rows")
+        if self._newest is None or self._readers.count != 1:
+            return UNKNOWN
+        return self._newest[2].reached(self._newest)
+
+    def why_unknown(self) -> str:
+        """Why nobody knows how much of the input is done, as a part of a sentence; "" if that is known, or not yet."""
+        if self._length is None and self._readers.count > 1:
+            return "there are several readers"
+        if self._length is None and self.handed_over and self._newest is None:
+            return (
+                "the documents come from a reader or a step that gives them no position. JsonlReader, ParquetReader, "
+                "IpcReader and HuggingFaceDatasetReader of datatrove_ckpt.readers do, and take the same arguments"
+            )
+        if (newest := self._newest) is not None and self.reached().total is None and not newest[2].is_measuring:
+            return "the input does not say how large it is"
+        return ""
+
+    def shard(self) -> State:
+        """For ``shard.json``: what was read, as far as that is known, and what the steps before the runner counted.
+
+        Once the input has ended.
+        """
+        return (self._shard.to_json() if self._shard else {}) | self._stats.at_end(self._read)
+
+    def add_earlier_stats(self) -> None:
+        """Lets the stats of the steps before the runner be those of all attempts. Once the input has ended."""
+        self._stats.finish(self._read)
 
     def close(self) -> None:
         """Ends the thread, without waiting for a blocked reader."""
@@ -165,12 +234,19 @@ class DocumentSource:
             self._readers.start()
             if point.next_ordinal:
                 self._skip(point)
+            ends, ordinal = point.chunk_ends(self._records_per_chunk), point.next_ordinal
+            end = next(ends)
             with self._reading:
                 for document in self._documents:
                     end_fork(pid)
-                    if not self._put(SourceDocument(self, document, encode_as_read(document), self._keep_as_read)):
+                    source = SourceDocument(self, document, as_read(document), self._keep_as_read)
+                    ordinal += 1
+                    if ordinal == end:
+                        source.stats, end = self._stats.saved(), next(ends)
+                    if not self._put(source):
                         return
-            self.shard = self._readers.finish(self._reading)
+            self._read = ordinal - point.next_ordinal
+            self._shard = self._readers.finish(self._reading)
             self._flush(is_last=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             end_fork(pid, error)
@@ -183,6 +259,13 @@ class DocumentSource:
             with self._change:
                 self._ended = True
                 self._wake()
+
+    def _shared(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """The documents; refused if they are not those of the rank's share."""
+        for document in documents:
+            self._reading.check_share()
+            yield document
+        self._reading.check_share()
 
     def _put(self, source: SourceDocument) -> bool:
         """Passes on the document before this one, and holds this one until the next comes. False: the rank ended."""
@@ -208,6 +291,7 @@ class DocumentSource:
         with self._change:
             if self._previous is not None and is_last:
                 self._previous.resumable = self._in_order and self._last_position is not None
+                self._previous.stats = self._previous.stats or self._stats.saved(ended=True)
             self._pass_on_held()
 
     def _check_order(self, source: SourceDocument) -> None:
@@ -247,7 +331,7 @@ class DocumentSource:
                     "reader, which counts documents instead, and start with another checkpoints_local_dir."
                 )
 
-    def save(self, document: Document) -> State | None:
+    def save(self, document: Document, stats: State | None = None) -> State | None:
         """The state to save after a resumable document. Called on the storage thread."""
         position = position_of(document)
         with self._lock:
@@ -255,16 +339,18 @@ class DocumentSource:
             if position is None or not self._may_seek or (disordered is not None and position[:2] >= disordered):
                 return None
             self._saved = position
-        return position_state(document)
+        state = position_state(document)
+        return state if state is None or stats is None else state | {STATS: stats}
 
     def _skip(self, point: ResumePoint) -> None:
         started = time.monotonic()
         if point.position is not None and self._may_seek:
-            self._reading = Reading(point.position)
+            self._reading = Reading(point.position, self._revisions, self._share)
             with self._reading:
                 first = list(itertools.islice(self._documents, 1))
             self._documents = itertools.chain(first, self._documents)
             if self._reading.resumed:
+                self._stats.resume(point.position)
                 seconds = time.monotonic() - started
                 logger.info(f"Skipped {point.next_ordinal} finished documents by seeking, in {seconds:.2f} s.")
                 return
@@ -273,8 +359,8 @@ class DocumentSource:
         why = (
             f"{', '.join(self._stateful_steps)} may keep state from one document to the next. If not, set seek=True."
             if self._stateful_steps
-            else "this reader cannot seek. JsonlReader, ParquetReader and IpcReader of datatrove_ckpt.readers can, and "
-            "take the same arguments."
+            else "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and HuggingFaceDatasetReader of "
+            "datatrove_ckpt.readers can, and take the same arguments."
         )
         seconds = time.monotonic() - started
         logger.info(
@@ -290,7 +376,7 @@ class DocumentSource:
                     "shrunk, or limit of the reader was lowered. Restore it, or start with another "
                     "checkpoints_local_dir, output_folder and logging_dir."
                 )
-            if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(encode_as_read(document)):
+            if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(as_read(document).data):
                 raise CheckpointMismatch(
                     f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one that was done there "
                     "before: the input, or a step before this one, has changed. Restore it, or start with another "

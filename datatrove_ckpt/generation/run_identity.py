@@ -5,9 +5,12 @@ change freely. A rollout function is described by its code (see ``code_hash.py``
 its default arguments, the plain values among the globals of its module that it names (a PROMPT constant, for example),
 and the functions of its own module that it calls. Of a secret (see ``redaction.py``) the hash is kept.
 
-Limits: what the rollout imports from other modules or reads from files is not seen. Of a value that JSON cannot express
+Functions and literals of the user's other modules that it uses have fields of their own (see ``followed_code.py``).
+
+Limits: what the rollout reads from files, and installed packages, are not seen. Of a value that JSON cannot express
 (a set, a path, an object) only the type is seen. Lists and dicts are taken as they were when the step was made, because
-a rollout may use one as a cache.
+a rollout may use one as a cache. What a pickle holds by value is described as it was when the job was made (see
+``describe_code.py``).
 
 The description is the same on every supported Python version. That of release 0.1.0 was not. It is made as well, so
 that a checkpoint of 0.1.0 continues on the Python version that it was made with.
@@ -15,19 +18,20 @@ that a checkpoint of 0.1.0 continues on the Python version that it was made with
 
 from __future__ import annotations
 
-import functools
-import inspect
-import types
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import code_hash, code_hash_0_1
+from datatrove_ckpt.generation.describe_code import CodeDescriber, Hashes, plain_value
+from datatrove_ckpt.generation.unstable_values import unstable_values
 
 # The flags of a server that change its answers.
 _ANSWERING_FLAGS = {
@@ -46,9 +50,11 @@ _ANSWERING_FLAGS = {
     "tokenizer",
     "tool-call-parser",
 }
+_PROCESS = secrets.token_hex(8)
 _VERSION = 2
 """Version of the description, in ``run.json``. Release 0.1.0 wrote none."""
 _BYTECODE_NOTE = "without its source, code is compared by its bytecode, which differs between Python versions"
+_MOVED_NOTE = "if checkpoint and output were copied there: datatrove-ckpt relocate CHECKPOINTS --output NEW_FOLDER"
 _0_1_NOTE = (
     "release 0.1.0 hashed code in a way that differs between Python versions; if only Python has changed, continue the "
     "run once with the Python version that made the checkpoint, or set accept_changes=True"
@@ -65,19 +71,77 @@ class CodeIdentity:
     fields: dict[str, Any]
     fields_0_1: dict[str, Any]
     """The same code as release 0.1.0 described it."""
+    bytecode: dict[str, str] = field(default_factory=dict)
+    """Digests of the functions that ``fields`` describes by a hash, by field."""
+    process: str = ""
+    """The process that made the step. One that it forked is the same, since it has the same functions."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A step that an earlier version pickled has no digests.
+        vars(self).update({"bytecode": {}, "process": "", **state})
 
 
-def code_identity(rollout_fn: Any, shared_context: Any) -> CodeIdentity:
-    """Describes the user's code as it is now."""
+def code_identity(
+    rollout_fn: Any, shared_context: Any, when_made: CodeIdentity | dict[str, Any] | None = None
+) -> CodeIdentity:
+    """Describes the user's code.
+
+    Args:
+        when_made: what this gave in the process that made the job, possibly long ago and on another machine. Functions
+            that were pickled by value, and settings, are described as they were then. A dict in a step that was pickled
+            by 0.1.0. None: the job is being made now.
+    """
+    if when_made is None:
+        return _describe(rollout_fn, shared_context, CodeIdentity({}, {}))
+    if isinstance(when_made, dict):
+        made_0_1 = fields_without_secrets(when_made)
+        now = _describe(rollout_fn, shared_context, CodeIdentity({}, made_0_1))
+        made = CodeIdentity(_from_0_1(made_0_1, now), made_0_1)
+    else:
+        made = when_made
+        now = _describe(rollout_fn, shared_context, made)
+    travelled = made.process != _PROCESS
     return CodeIdentity(
-        fields=_NOW.code(rollout_fn, shared_context),
-        fields_0_1=_AS_0_1_0.code(rollout_fn, shared_context),
+        _code_fields(now.fields, made.fields, travelled),
+        _code_fields(now.fields_0_1, made.fields_0_1, travelled),
+        {**made.bytecode, **now.bytecode},
+        made.process,
     )
+
+
+def check_stable(rollout_fn: Any, shared_context: Any, accept_changes: bool) -> None:
+    """Refuses code whose description would differ at each start, before the run is paid for.
+
+    Args:
+        accept_changes: only warn, because each start accepts the new values.
+
+    Raises:
+        ConfigError: names the function, the variable, where its value comes from, and what to do.
+    """
+    describer = CodeDescriber(code_hash, {}, {})
+    fields = describer.code(rollout_fn, shared_context)
+    if not (found := list(unstable_values(fields, describer.variables))):
+        return
+    text = (
+        f"rollout_fn: {'; '.join(found)}. So the value differs at each start. It is a part of the run's identity: no "
+        "start could continue this run. Compute it inside the function, or in a function that is given as "
+        "shared_context (neither is compared), or give it a fixed value"
+    )
+    if not accept_changes:
+        raise ConfigError(f"{text}; or set accept_changes, if old and new values may be mixed.")
+    logger.warning(f"{text}. With accept_changes each start goes on with its own value.")
+
+
+def _describe(rollout_fn: Any, shared_context: Any, made: CodeIdentity) -> CodeIdentity:
+    today = CodeDescriber(code_hash, made.fields, made.bytecode)
+    as_0_1_0 = CodeDescriber(code_hash_0_1, made.fields_0_1, made.bytecode)
+    fields = today.code(rollout_fn, shared_context)
+    fields |= today.followed()
+    return CodeIdentity(fields, as_0_1_0.code(rollout_fn, shared_context), today.bytecode, _PROCESS)
 
 
 def run_identity(
     code: CodeIdentity,
-    code_when_made: CodeIdentity | dict[str, Any],
     config: InferenceConfig,
     writer: DiskWriter,
     records_per_chunk: int,
@@ -88,10 +152,8 @@ def run_identity(
     """The identity of a run, as plain JSON values.
 
     Args:
-        code: ``code_identity`` now.
-        code_when_made: ``code_identity`` when the step was made; a dict in a step that was pickled by 0.1.0.
+        code: see ``code_identity``.
     """
-    made = _from_0_1(code_when_made, code) if isinstance(code_when_made, dict) else code_when_made
     output = {
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
@@ -100,22 +162,36 @@ def run_identity(
         "output_folder": writer.output_folder.resolve_paths(""),
         "output_filename": writer.output_filename.template,
     }
-    fields = {
-        "identity_version": _VERSION,
-        **_NOW.config(config),
-        **_code_fields(code.fields, made.fields),
-        **output,
-    }
-    fields_0_1 = {
-        **_AS_0_1_0.config(config),
-        **_code_fields(code.fields_0_1, made.fields_0_1),
-        **output,
-    }
+    fields = {"identity_version": _VERSION, **_config_fields(config, code_hash), **code.fields, **output}
+    fields_0_1 = {**_config_fields(config, code_hash_0_1), **code.fields_0_1, **output}
     functions, functions_0_1 = _function_notes(fields), _function_notes(fields_0_1)
+    functions, functions_0_1 = ({**notes, "output_folder": _MOVED_NOTE} for notes in (functions, functions_0_1))
     bytecode = {name: _BYTECODE_NOTE for name, value in fields.items() if code_hash.is_bytecode(value)}
     hashes_0_1 = {name: _0_1_NOTE for name, value in fields_0_1.items() if value != fields.get(name)}
     earlier = RunIdentity(fields_0_1, _joined(functions_0_1, hashes_0_1))
     return RunIdentity(fields, _joined(functions, bytecode), earlier, how_to_accept)
+
+
+def answering_flags(model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The flags of a server that change its answers, by their names in alphabetical order."""
+    flags = {name.replace("_", "-"): value for name, value in (model_kwargs or {}).items()}
+    return {name: flags[name] for name in sorted(_ANSWERING_FLAGS & set(flags))}
+
+
+def _config_fields(config: InferenceConfig, hashes: Hashes) -> dict[str, Any]:
+    flags = answering_flags(config.model_kwargs)
+    return {
+        "model": config.model_name_or_path,
+        "canned_answers": config.server_type == "dummy",
+        "use_chat": config.use_chat,
+        "default_generation_params": plain_value(config.default_generation_params, hashes),
+        "model_kwargs": {name: plain_value(value, hashes) for name, value in flags.items()},
+        "rollouts_per_document": config.rollouts_per_document,
+        # Left out when it is None: checkpoints of before it was there continue.
+        **({} if config.seed is None else {"seed": config.seed}),
+        # Answers that were believed must not become a part of a run that would not believe them, nor the other way.
+        **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
+    }
 
 
 def _function_notes(fields: dict[str, Any]) -> dict[str, str]:
@@ -137,12 +213,15 @@ def _joined(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
 _NAMES = ("rollout_fn", "shared_context")
 
 
-def _code_fields(now: dict[str, Any], when_made: dict[str, Any]) -> dict[str, Any]:
-    """Code and constants as they are now: a worker unpickles the step, and may import a newer module with it.
+def _code_fields(now: dict[str, Any], when_made: dict[str, Any], travelled: bool) -> dict[str, Any]:
+    """The description of the code now, with what must be taken as it was when the job was made.
 
     Lists, dicts, and the attributes of an object are settings when the step is made, and state later. If no code has
-    changed, what is missing now was lost on the way to a worker: a function of the script is pickled by value, without
-    the name and module that ``functools.wraps`` gave it.
+    changed, what is missing now was lost on the way to a worker (dill leaves out the name that ``functools.wraps``
+    gave), and what is new is of the program that loads the pickle, whose globals such a function sees as its own.
+
+    Args:
+        travelled: another process has made the step.
     """
     kept = {name: value for name, value in when_made.items() if isinstance(value, list | dict)}
     if _is_object(when_made):
@@ -151,150 +230,20 @@ def _code_fields(now: dict[str, Any], when_made: dict[str, Any]) -> dict[str, An
         now = {name: value for name, value in now.items() if name in when_made}
     if all(now.get(name, value) == value for name, value in when_made.items() if name.endswith(" code")):
         kept |= {name: when_made[name] for name in when_made if name not in now or name in _NAMES}
+        if travelled:
+            now = {name: value for name, value in now.items() if name in when_made}
     return {**now, **kept}
 
 
-def _from_0_1(when_made: dict[str, Any], now: CodeIdentity) -> CodeIdentity:
+def _from_0_1(when_made: dict[str, Any], now: CodeIdentity) -> dict[str, Any]:
     """A step that 0.1.0 pickled has its description of the code. What has not changed since has today's form, too."""
-    when_made = fields_without_secrets(when_made)
-    fields = {
+    return {
         name: now.fields[name] if value == now.fields_0_1.get(name) else value
         for name, value in when_made.items()
         if name in now.fields
     }
-    return CodeIdentity(fields, when_made)
 
 
 def _is_object(code: dict[str, Any]) -> bool:
     """The rollout is an object of a class with ``__call__``, not a function."""
     return "rollout_fn code" not in code
-
-
-def _json(value: Any) -> Any:
-    return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, types.ModuleType | type) or callable(value):
-        return False
-    try:
-        orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:
-        return False
-    return True
-
-
-class _Hashes(Protocol):
-    """The module ``code_hash`` or ``code_hash_0_1``: how functions and types are described."""
-
-    def code_hash(self, function: types.FunctionType) -> str: ...
-    def function_value(self, function: types.FunctionType) -> str: ...
-    def type_name(self, cls: type) -> str: ...
-    def closure_names(self, function: types.FunctionType) -> list[str]: ...
-    def global_names(self, function: types.FunctionType) -> list[str]: ...
-
-
-class _Describer:
-    """Describes user code and settings by dotted names and plain values."""
-
-    def __init__(self, hashes: _Hashes) -> None:
-        self._hashes = hashes
-
-    def config(self, config: InferenceConfig) -> dict[str, Any]:
-        flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
-        return {
-            "model": config.model_name_or_path,
-            "canned_answers": config.server_type == "dummy",
-            "use_chat": config.use_chat,
-            "default_generation_params": self._value(config.default_generation_params),
-            "model_kwargs": {name: self._value(flags[name]) for name in sorted(_ANSWERING_FLAGS & set(flags))},
-            "rollouts_per_document": config.rollouts_per_document,
-        }
-
-    def code(self, rollout_fn: Any, shared_context: Any) -> dict[str, Any]:
-        # The identity is written to run.json and executor.json, where secrets must not be.
-        return fields_without_secrets(dict([*self._callable("rollout_fn", rollout_fn), *self._context(shared_context)]))
-
-    def _context(self, context: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(context, dict):
-            for name, value in context.items():
-                yield f"shared_context.{name}", self._value(value)
-        elif inspect.isroutine(context) or isinstance(context, functools.partial):
-            yield from self._callable("shared_context", context)
-        elif context is not None:
-            yield "shared_context", type(context).__qualname__
-
-    def _callable(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(thing, functools.partial):
-            yield from self._callable(name, thing.func)
-            for index, value in enumerate(thing.args):
-                yield f"{name}.{index}", self._value(value)
-            for key, value in thing.keywords.items():
-                yield f"{name}.{key}", self._value(value)
-        elif isinstance(thing, types.MethodType):
-            yield from self._callable(name, thing.__self__)
-            yield from self._callable(f"{name}.{thing.__name__}", thing.__func__)
-        elif isinstance(thing, types.FunctionType):
-            yield from self._function(name, thing, set())
-        else:
-            yield from self._object(name, thing)
-
-    def _object(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-        cls = type(thing)
-        yield name, self._hashes.type_name(cls)
-        for key, value in sorted(getattr(thing, "__dict__", {}).items()):
-            yield f"{name}.{key}", self._value(value)
-        call = cls.__dict__.get("__call__")
-        # The rollouts of this package are described by their settings: a new release must not end all runs.
-        if isinstance(call, types.FunctionType) and _package(cls.__module__) != _package(__name__):
-            yield from self._function(f"{name}.__call__", call, set())
-
-    def _function(
-        self, name: str, function: types.FunctionType, seen: set[types.CodeType]
-    ) -> Iterator[tuple[str, Any]]:
-        if not seen:
-            yield name, function.__qualname__
-        seen.add(function.__code__)
-        yield f"{name} code", self._hashes.code_hash(function)
-        for key, value in _defaults(function):
-            yield f"{name}.{key}", self._value(value)
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        values = [(key, _content(cells[key])) for key in self._hashes.closure_names(function) if key in cells]
-        values += [(key, function.__globals__[key]) for key in self._hashes.global_names(function)]
-        for key, value in values:
-            if isinstance(value, types.FunctionType):
-                if value.__module__ == function.__module__ and value.__code__ not in seen:
-                    yield from self._function(f"{name}.{key}", value, seen)
-            elif _is_json(value):
-                yield f"{name}.{key}", _json(value)
-
-    def _value(self, value: Any) -> Any:
-        """A value that can be kept and compared: itself if JSON can express it, else its code or its type."""
-        if _is_json(value):
-            return _json(value)
-        if isinstance(value, types.FunctionType):
-            return self._hashes.function_value(value)
-        return f"<{self._hashes.type_name(type(value))}>"
-
-
-_NOW = _Describer(code_hash)
-_AS_0_1_0 = _Describer(code_hash_0_1)
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    positional = code.co_varnames[: code.co_argcount]
-    defaults = function.__defaults__ or ()
-    yield from zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
-    yield from (function.__kwdefaults__ or {}).items()

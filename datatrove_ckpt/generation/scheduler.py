@@ -20,9 +20,12 @@ from typing import Protocol
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode, is_plain
 from datatrove_ckpt.generation.document_limit import DocumentLimit
@@ -30,7 +33,7 @@ from datatrove_ckpt.generation.document_tasks import DocumentTasks
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests
+from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests, summarize
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.stop import stop_when_requested
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -45,6 +48,10 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 """Starts the server; gives a client, and a coroutine function that raises when the server dies."""
 
 
+# Room on the disk may come back without any progress of this rank.
+_LOOK_AGAIN_SECONDS = 5.0
+
+
 class Checkpoint(AnswerStore, Protocol):
     """One rank's checkpoint, open. See ``OpenCheckpoint`` and ``OpenNullCheckpoint``."""
 
@@ -52,17 +59,27 @@ class Checkpoint(AnswerStore, Protocol):
     error: BaseException | None
     on_change: Callable[[], None]
     on_close: Callable[[], None]
+    last_records: Callable[[bool], Sequence[Record]]
 
     def admit(self, fingerprint: str, position: Callable[[], State | None] = ...) -> ChunkSlot | None: ...
     def finish(self, slot: ChunkSlot, finished: Finished) -> None: ...
     def end_of_input(self, shard: State | None = ...) -> None: ...
     def raise_failure(self) -> None: ...
     def flush(self) -> None: ...
+    def note(self, *records: Record) -> None: ...
+    def fill_in(self, progress: Progress) -> None: ...
+    def hurry(self) -> None: ...
     def close(self, completed: bool = ...) -> None: ...
     @property
     def has_locks(self) -> bool: ...
     @property
     def counts(self) -> DocumentCounts: ...
+    @property
+    def work(self) -> WorkStats: ...
+    @property
+    def seconds(self) -> Seconds: ...
+    @property
+    def clock(self) -> RankClock: ...
     @property
     def congested(self) -> bool: ...
     @property
@@ -82,8 +99,9 @@ class Openable(Protocol):
 class Observer(RequestObserver, Protocol):
     """Gets a call when something happens that statistics and progress show."""
 
-    def serving(self) -> None: ...
-    def finished(self, outcome: Outcome, successful_rollouts: int, requests: list[int]) -> None: ...
+    def reading(self, documents: DocumentSource) -> None: ...
+    def serving(self, client: CompletionClient) -> None: ...
+    def finished(self) -> None: ...
 
 
 class Scheduler:
@@ -134,6 +152,7 @@ class Scheduler:
                 ``Preempted`` if a stop was requested.
         """
         self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
+        self.observer.reading(documents)
         if self.checkpoint.resumed.interrupted:
             self._server_needed.set()  # the server can load its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
@@ -153,7 +172,7 @@ class Scheduler:
                 raise
             finally:
                 await self.documents.end(self.shutdown.is_fast)
-            self.checkpoint.end_of_input(documents.shard.to_json() if documents.shard else None)
+            self.checkpoint.end_of_input(documents.shard())
             while not self.checkpoint.all_committed:
                 await self.next_change()
             if self.shutdown.aborted:  # the stop has begun to close the checkpoint
@@ -171,7 +190,7 @@ class Scheduler:
                     continue
                 self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
-                    await self.next_change()
+                    await self.next_change(_LOOK_AGAIN_SECONDS)
                 await self._document_limit.acquire()
                 if self.shutdown.state is not StopState.RUNNING:  # the awaits above may not have yielded
                     await wait_until_cancelled()
@@ -185,7 +204,7 @@ class Scheduler:
         # Not before there is a document to process: a finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
         async with self._connect() as (client, watch):
-            self.observer.serving()
+            self.observer.serving(client)
             self._document_limit.follow(client.router)
             self.client.set_result(client)
             watching = asyncio.ensure_future(watch())
@@ -209,9 +228,9 @@ class Scheduler:
             free, self._storage_free = self._storage_free, self._loop.create_future()
             free.set_result(None)
 
-    async def next_change(self) -> None:
-        """Returns when the checkpoint has made progress, or has failed."""
-        await asyncio.shield(self._change)
+    async def next_change(self, at_most_seconds: float | None = None) -> None:
+        """Returns when the checkpoint has made progress, or has failed, or after that time."""
+        await asyncio.wait([self._change], timeout=at_most_seconds)
 
     async def wait_for_storage(self) -> None:
         """Returns when the storage thread's queue has room."""
@@ -254,7 +273,8 @@ class Scheduler:
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()
-            letter = self._failures.letter_or_raise(source, slot, error, [request.last_hash for request in requests])
+            hashes = [request.last_hash for request in requests]
+            letter = self._failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
             return self._finished(source, slot, "dead", letter, requests)
         return self._finished(source, slot, "written" if kept else "dropped", data, requests, len(kept))
 
@@ -302,13 +322,5 @@ class Scheduler:
         requests: Sequence[Requests],
         kept: int = 0,
     ) -> Finished:
-        self.observer.finished(outcome, kept, [request.count for request in requests])
-        return Finished(
-            ordinal=slot.ordinal,
-            outcome=outcome,
-            fingerprint=source.fingerprint,
-            document=document,
-            requests=sum(request.count for request in requests),
-            prompt_tokens=sum(request.prompt_tokens for request in requests),
-            completion_tokens=sum(request.completion_tokens for request in requests),
-        )
+        self.observer.finished()
+        return summarize(slot.ordinal, outcome, source.fingerprint, document, requests, kept)

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseReader
 
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.pipeline import steps_before
 
-_READERS = (IpcReader, JsonlReader, ParquetReader)
+_READERS = (HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
 # Not LambdaFilter: a user's function. Not SamplerFilter and C4BadWordsFilter: they draw random numbers. Not
 # PIIFormatter: it uses its replacements in turn.
 _STATELESS = frozenset(

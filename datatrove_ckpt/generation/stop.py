@@ -25,6 +25,7 @@ class StoppableCheckpoint(Protocol):
 
     @property
     def publishing(self) -> int: ...
+    def hurry(self) -> None: ...
     def close(self, completed: bool = ...) -> None: ...
 
 
@@ -62,11 +63,16 @@ async def stop_when_requested(rank: StoppableRank, serving: asyncio.Task[None]) 
     else:
         logger.warning(
             f"{shutdown.cause}: {client.stats.in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
-            "answered; a second signal ends the wait at once."
+            f"answered; {shutdown.hurried_by} ends the wait at once."
         )
-    lost = client.stats.lost if client is not None else 0
+    lost, cancelled = (client.stats.lost, client.stats.cancelled) if client is not None else (0, 0)
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
-    shutdown.late = not await shutdown.wait_for(_drained(rank, client))
+    try:
+        shutdown.late = not await shutdown.wait_for(_drained(rank, client))
+    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks, those of requests among them
+        if client is not None:
+            shutdown.given_up = client.stats.in_flight + client.stats.lost - lost + client.stats.cancelled - cancelled
+        raise
     if client is not None:
         shutdown.given_up = client.stats.in_flight + client.stats.lost - lost
     # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
@@ -85,6 +91,7 @@ async def stop_when_requested(rank: StoppableRank, serving: asyncio.Task[None]) 
 
 
 async def _drained(rank: StoppableRank, client: CompletionClient | None) -> None:
+    rank.checkpoint.hurry()
     await rank.drain.until_over(client)
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):

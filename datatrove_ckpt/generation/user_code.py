@@ -16,7 +16,8 @@ from typing import Any
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.shared_context import Shared, SharedContext
-from datatrove_ckpt.rollouts import Rollout
+from datatrove_ckpt.generation.syntax import parse
+from datatrove_ckpt.rollouts import ReadyMade, Rollout
 
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
 # Expressions whose value is never awaitable.
@@ -53,9 +54,11 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     """The rollout function with its shared arguments. Its calls raise ``NotAwaitable`` for what cannot be awaited.
 
     Raises:
-        ConfigError: it cannot be called with these arguments.
+        ConfigError: it cannot be called with these arguments, or a file that it needs is missing here.
     """
     _check_call(rollout_fn, shared, complete=True)
+    if isinstance(rollout_fn, ReadyMade):
+        rollout_fn.prepare()
     call = _Call(rollout_fn, **shared)
     if inspect.iscoroutinefunction(_function(rollout_fn)):
         return call
@@ -102,7 +105,7 @@ def _returns_values_only(function: types.FunctionType) -> bool:
     """Each return statement of a plain ``def`` returns a dict, a text or the like. False if the source is missing."""
     try:
         # The code object's: the function's would be that of what it wraps.
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+        tree = parse(textwrap.dedent(inspect.getsource(function.__code__)))
     except (OSError, SyntaxError, ValueError):
         return False
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):

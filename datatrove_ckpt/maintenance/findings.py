@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, name_place
+from datatrove_ckpt.output.hub import HubFolder
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered", "twice"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""
@@ -71,6 +73,16 @@ class Report:
         self, message: str, rank: RankFolder, chunk_index: int | None = None, path: str | None = None
     ) -> None:
         self.unfinished.append(_problem("unfinished", message, rank, chunk_index, path))
+
+    @property
+    def redo_advice(self) -> str:
+        """The last sentence about a file that `repair` makes again."""
+        return f" To redo it: {self.repair_command}, then run again."
+
+    @cached_property
+    def hub(self) -> HubFolder | None:
+        """The output folder on the hub; None if it is elsewhere."""
+        return HubFolder.of(self.folder)
 
     @property
     def number_of_files(self) -> int:

@@ -10,8 +10,9 @@ documents are committed. ``repair`` leaves the lock file in place, which marks t
 from __future__ import annotations
 
 import datetime
+import os
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +22,13 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitsDamaged, DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.identity import FORMAT, check_not_headless, not_readable, read_run
+from datatrove_ckpt.checkpoint.foreign import check_not_headless
+from datatrove_ckpt.checkpoint.identity import not_readable, read_run
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     DEAD_LETTERS,
+    HISTORY,
     LOCK,
     RETRIES,
     RUN,
@@ -38,6 +41,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
 )
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
+from datatrove_ckpt.checkpoint.versions import settings_in
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 _BLOCK = 1 << 20
@@ -73,19 +77,17 @@ class RankFolder:
 
         Raises:
             CheckpointCorrupt: it cannot be read.
+            VersionMismatch: a newer version of this program wrote it.
         """
         path = self.folder / RUN
         if not path.exists():
             return {}
-        found = read_run(path)
-        if found["format"] != FORMAT:
-            raise CheckpointCorrupt(f"{path} was written by another version of this program. Use that version.")
-        return found
+        return read_run(path)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The identity in ``run.json``: the settings that all ranks of a run share."""
-        return {name: value for name, value in self.identity.items() if name not in ("owner", "accepted_changes")}
+        return settings_in(self.identity)
 
     def commits(self) -> dict[int, Commit]:
         """The commits by chunk index, in the order in which they were written.
@@ -113,16 +115,17 @@ class RankFolder:
         """The chunks that have a journal."""
         return journal_indices(self.folder)
 
-    def documents_in_journal(self, chunk_index: int) -> dict[int, str]:
-        """The fingerprints of the finished documents in a journal, by ordinal; none if a run has just removed it.
+    def documents_in_journal(self, chunk_index: int) -> tuple[dict[int, str], DocumentCounts]:
+        """The finished documents in a journal: fingerprints by ordinal, and counts. None if a run has just removed it.
 
         Raises:
             CheckpointCorrupt: the journal is damaged.
         """
-        found: dict[int, str] = {}
-        for _ in read_finished(journal_path(self.folder, chunk_index), found):
-            pass
-        return found
+        found, counts = dict[int, str](), DocumentCounts()
+        for _, one in read_finished(journal_path(self.folder, chunk_index), found):
+            if one is not None:
+                counts.count(one.outcome, one.requests, one.prompt_tokens, one.completion_tokens)
+        return found, counts
 
     @property
     def is_finished(self) -> bool:
@@ -144,23 +147,47 @@ def find_ranks(checkpoints: Path) -> list[RankFolder]:
         for retry in sorted(checkpoints.glob(RETRIES)):
             found += _ranks(retry.name, retry)
         for rank in found:
-            _check_readable(rank.folder)
+            check_readable(rank.folder)
     except PermissionError as error:
-        share = f", or ask that user for: chmod -R g+rX {checkpoints}"
-        raise ConfigError(not_readable(error.filename) + share) from None
+        raise not_permitted(checkpoints, error) from None
     if not found:
-        raise ConfigError(
-            f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "
-            "checkpoints_local_dir names."
-        )
+        raise no_checkpoint(checkpoints)
     return found
 
 
-def _check_readable(folder: Path) -> None:
-    """Raises PermissionError if a file that tells the state of the rank cannot be read."""
-    for name in (RUN, COMMITS, *(journal_path(folder, index).name for index in journal_indices(folder))):
-        with suppress(FileNotFoundError), (folder / name).open("rb"):
-            pass
+def no_checkpoint(checkpoints: Path) -> ConfigError:
+    """The error for a folder without ranks."""
+    if not checkpoints.exists():
+        return ConfigError(f"{checkpoints} does not exist. Give the folder that checkpoints_local_dir names.")
+    return ConfigError(
+        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "
+        "checkpoints_local_dir names."
+    )
+
+
+def not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
+    """The error for a checkpoint that this user may not read."""
+    share = f", or ask that user for: chmod -R g+rX {checkpoints}"
+    return ConfigError(not_readable(error.filename) + share)
+
+
+def check_readable(folder: Path) -> None:
+    """Checks the files that tell the state of the rank.
+
+    Raises:
+        PermissionError: one cannot be read.
+        CheckpointCorrupt: one is no file. Whoever opened a pipe would wait for ever.
+    """
+    names = (RUN, COMMITS, HISTORY, *(journal_path(folder, index).name for index in journal_indices(folder)))
+    for path in (folder / name for name in names):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            continue
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
+        if not is_file:
+            raise CheckpointCorrupt(f"{path} is not a file. Move it away, or restore it from a copy.")
 
 
 def _ranks(root: str, folder: Path) -> Iterable[RankFolder]:
@@ -182,7 +209,8 @@ class RankStatus:
     """The state and counts of one rank.
 
     ``state``: "running", "finished", "unfinished", or "damaged" (see ``error``). ``counts`` and ``chunks``: what is
-    committed. ``journals``: how many documents the journal of each uncommitted chunk holds.
+    committed. ``journals``: how many documents the journal of each uncommitted chunk holds. ``unfinished``: the counts
+    of these documents.
     """
 
     root: str
@@ -191,6 +219,7 @@ class RankStatus:
     chunks: int = 0
     counts: DocumentCounts = field(default_factory=DocumentCounts)
     journals: dict[int, int] = field(default_factory=dict)
+    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
     last_commit: str | None = None
     holder: dict[str, Any] | None = None
     error: str | None = None
@@ -225,15 +254,18 @@ def summarise(rank: RankFolder) -> tuple[RankStatus, dict[int, Commit]]:
     for commit in commits.values():
         summary.counts.add(commit.counts)
     summary.chunks = len(commits)
-    summary.journals = {index: number for index, number in journals.items() if index not in commits}
+    for index, counts in journals.items():
+        if index not in commits:
+            summary.journals[index] = counts.read
+            summary.unfinished.add(counts)
     if commits:
         changed = datetime.datetime.fromtimestamp(rank.commits_file.stat().st_mtime, datetime.UTC)
         summary.last_commit = changed.isoformat(timespec="seconds")
     return summary, commits
 
 
-def _read(rank: RankFolder, expected: Expected) -> tuple[dict[int, int], dict[int, Commit]]:
-    """The number of documents in each journal, and the commits.
+def _read(rank: RankFolder, expected: Expected) -> tuple[dict[int, DocumentCounts], dict[int, Commit]]:
+    """What is in each journal, and the commits.
 
     Raises:
         CheckpointError: a run would refuse the folder, too.
@@ -245,8 +277,10 @@ def _read(rank: RankFolder, expected: Expected) -> tuple[dict[int, int], dict[in
     expected.check(commits)
     per_chunk = identity.get("records_per_chunk") or 0
     for index, first, end in uncommitted_journals(rank.folder, commits, per_chunk):
-        strangers = [ordinal for ordinal in journals.get(index, ()) if not first <= ordinal < end]
+        strangers = [
+            ordinal for ordinal in (journals[index][0] if index in journals else ()) if not first <= ordinal < end
+        ]
         if strangers and per_chunk:
             path = journal_path(rank.folder, index)
             raise CheckpointCorrupt(f"{path}: document {strangers[0]} does not belong there. {JOURNAL_ADVICE}")
-    return {index: len(documents) for index, documents in journals.items()}, commits
+    return {index: counts for index, (_, counts) in journals.items()}, commits

@@ -3,7 +3,7 @@
 To the next run a chunk without a commit is not done. It makes the chunk from its journal and its cached answers where
 they still exist, else from new answers, and skips the later chunks, which are committed.
 
-The effects on one rank. After each of them, a run, ``verify`` and ``repair`` can continue:
+The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
 
     0. take the lock and the fence            no other process works on the rank until the end
     1. remove datatrove's completion marker   else the executor skips the rank
@@ -11,7 +11,8 @@ The effects on one rank. After each of them, a run, ``verify`` and ``repair`` ca
     3. correct run.json and last_chunk        they say how many commits there are, and a run refuses fewer
     4. replace commits.jsonl                  <- from here on the next run redoes the chunks
     5. cut off the chunks' dead letters, if no others follow them
-    6. remove the output files                the next run may choose other names (from metadata, for example)
+    6. remove the output files of all ranks   the next run may choose other names (from metadata, for example); on the
+                                              hub all of them in one commit
 
 Dead letters are overwritten, not cut out: each commit records the size of dead_letters.jsonl after it, and a run cuts
 the file to that size after a crash. Cutting letters out would change two files that must agree, and after a crash in
@@ -41,6 +42,7 @@ from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.maintenance.rebuild import Rebuild, correct_last_chunk, replace_log
 from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of, recorded_folders
+from datatrove_ckpt.output.hub_removal import remove_files
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 _BLOCK = 1 << 20
@@ -72,7 +74,10 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         for rebuild in plan.rebuild:
             _rebuild(rebuild)
         for redo in plan.redo:
-            _take_back(redo, report.folder, keep)
+            _take_back(redo)
+        # The next run may choose other names, from metadata for example.
+        names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
+        _remove_output(report, [name for name in names if name not in keep])
 
 
 def _claim(rank: RankFolder) -> RunClaim:
@@ -107,7 +112,15 @@ def _remove_marker(logging_dir: str, number: int) -> None:
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
 
 
-def _take_back(redo: Redo, output: Any, keep: set[str | None]) -> None:
+def _remove_output(report: Report, names: list[str]) -> None:
+    if report.hub is not None:
+        remove_files(report.hub, names)
+        return
+    for name in names:
+        _remove(report.folder, name)
+
+
+def _take_back(redo: Redo) -> None:
     rank = redo.rank
     if not redo.commits:
         return
@@ -123,10 +136,6 @@ def _take_back(redo: Redo, output: Any, keep: set[str | None]) -> None:
     _replace_commits(rank, commits, to_redo, letters_end)
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)
-    for commit in redo.commits:
-        for file in commit.files:
-            if file.path not in keep:
-                _remove(output, file.path)
 
 
 def _blank(path: Path, ranges: list[tuple[int, int]]) -> None:

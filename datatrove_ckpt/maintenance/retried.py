@@ -6,14 +6,14 @@ processed again without it (older versions did so after ``repair``), and the doc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import Commit, read_commits
-from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRIES, RETRY_INPUT, rank_folder, retry_number
+from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, rank_folder, retry_number
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Attempt = tuple[int, int]
@@ -59,14 +59,17 @@ class _Folder:
         return None
 
 
-def delivered_twice(checkpoints: Path, rank: int) -> Iterator[Twice]:
+def delivered_twice(checkpoints: Path, rank: int, retries: Iterable[Path]) -> Iterator[Twice]:
     """The documents of a rank that a retry has taken although their chunk does not count them as dead letters.
+
+    Args:
+        retries: ``retry_folders(checkpoints)``.
 
     Raises:
         CommitsDamaged: commits are damaged.
         CheckpointCorrupt: the input of a retry is.
     """
-    retries = [path for path in sorted(checkpoints.glob(RETRIES)) if retry_number(path.name) is not None]
+    retries = [path for path in retries if retry_number(path.name) is not None]
     retries = [path for path in retries if (rank_folder(path, rank) / RETRY_INPUT).exists()]
     if not retries:
         return

@@ -3,7 +3,8 @@
 The kinds of problems:
 
     missing, truncated, grown   an output file does not exist, or is smaller or larger than its commit says
-    altered                     (full) the xxh128 of its content differs
+    altered                     its content differs: on the hub by the listed hash, elsewhere (full) by xxh128
+    columns                     (full) a Parquet file does not load with the first one of its folder, or as text
     documents                   (full) the files of a chunk hold more or fewer documents than were committed
     duplicate                   several commits name one file
     twice                       a document is in a chunk, and a retry took it as a dead letter of this chunk
@@ -15,6 +16,7 @@ The kinds of problems:
     corrupt                     another file of the checkpoint is damaged
     identity, rank              ranks were run with different settings; a rank is missing, or there is one too many
     output                      the output folder, or a file in it, cannot be read
+    config                      the YAML file that was given is not that of this run (found by the command)
 
 ``repair`` redoes the chunks with problems of the first two lines and of ``twice``, and rebuilds ``commits``.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +35,44 @@ import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit, repair_command
-from datatrove_ckpt.checkpoint.layout import RUN, rank_folder
+from datatrove_ckpt.checkpoint.forks import is_unstarted
+from datatrove_ckpt.checkpoint.identity import FOLLOWED, follows, read_run
+from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder, retry_folders
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, retired_ranks
+from datatrove_ckpt.checkpoint.setting_values import comparable, same_value
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.retried import delivered_twice
+from datatrove_ckpt.maintenance.verify_columns import check_columns
 from datatrove_ckpt.maintenance.verify_output import check_output
 
 # The settings that describe the user's code, and the version of that description (see ``generation/run_identity.py``).
-_DESCRIBES_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context)\b")
+_DESCRIBES_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports)\b")
 
 
-def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> Report:
+def verify(
+    checkpoints: Path,
+    output: str | None = None,
+    full: bool = False,
+    given: str | None = None,
+    planned: str | None = None,
+) -> Report:
     """Verifies all ranks.
 
     Args:
         output: the output folder, if it is not where ``run.json`` says.
         full: also read every output file.
+        given: how the user named the checkpoint, for commands to type; None: as ``checkpoints``.
+        planned: where the output of a run will be that has not started, if a YAML file tells it.
 
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
     ranks = find_ranks(checkpoints)
-    path = output or _output_folder(ranks)
-    command = f"{repair_command(checkpoints, output=output)}{' --full' if full else ''}"
+    path = output or _output_folder(ranks, planned, given)
+    command = f"{repair_command(given or checkpoints, output=output)}{' --full' if full else ''}"
     report = Report(checkpoints, path, get_datafolder(path), command, ranks)
     for rank in ranks:
         _check_rank(report, rank)
@@ -64,14 +80,32 @@ def verify(checkpoints: Path, output: str | None = None, full: bool = False) -> 
     _check_number_of_ranks(report)
     _check_retries(report)
     check_output(report, full, folder_is_given=output is not None)
+    if full:
+        check_columns(report)
     return report
 
 
-def _output_folder(ranks: list[RankFolder]) -> str:
-    for rank in ranks:
-        if found := _identity(rank).get("output_folder"):
-            return str(found)
-    raise ConfigError(f"{ranks[0].folder.parent}: no run.json says where the output is. Name it with --output.")
+def _output_folder(ranks: list[RankFolder], planned: str | None, given: str | None) -> str:
+    runs = [run for rank in ranks if (run := _identity(rank))]
+    found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
+    # Ranks that were complete when the user moved the output still name the old place.
+    left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
+    if found:
+        return next((folder for folder in found if folder not in left), found[0])
+    if planned is not None:
+        return str(get_datafolder(planned).resolve_paths(""))
+    what = given or ranks[0].folder.parent
+    if runs and all(is_unstarted(run) for run in runs):
+        raise ConfigError(
+            f"{what} is a fork that has not started, so it has no output yet. Start it first; or give its YAML file "
+            "instead, or --output."
+        )
+    raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
+
+
+def settings_of_ranks(ranks: list[RankFolder]) -> list[dict[str, Any]]:
+    """What each ``run.json`` holds that can be read, those of retries left out."""
+    return [kept for rank in ranks if not rank.root and (kept := _identity(rank))]
 
 
 def _identity(rank: RankFolder) -> dict[str, Any]:
@@ -155,8 +189,9 @@ def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit
 def _check_retries(report: Report) -> None:
     ranks = {rank.key: rank for rank in report.ranks}
     damaged = {number for (_, number), state in report.states.items() if state == "damaged"}
+    retries = retry_folders(report.checkpoints)
     for number in sorted({number for _, number in ranks} - damaged):
-        for twice in delivered_twice(report.checkpoints, number):
+        for twice in delivered_twice(report.checkpoints, number, retries):
             advice = f"To redo it without the document: {report.repair_command}, then run again."
             report.add_problem("twice", f"{twice.what} {advice}", ranks[twice.root, number], twice.chunk_index)
 
@@ -168,7 +203,7 @@ def _check_settings(report: Report) -> None:
     """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
     roots: dict[str, list[RankFolder]] = defaultdict(list)
     for rank in report.ranks:
-        if _identity(rank) and rank.settings:
+        if _identity(rank) and rank.settings and not is_unstarted(rank.identity):
             roots[rank.root].append(rank)
     for ranks in roots.values():
         _check_equal_settings(report, ranks)
@@ -182,22 +217,45 @@ def _check_equal_settings(report: Report, ranks: list[RankFolder]) -> None:
             number: {name: value for name, value in fields.items() if not _DESCRIBES_CODE.match(name)}
             for number, fields in settings.items()
         }
+    if len({follows(fields) for fields in settings.values()}) > 1:
+        settings = {
+            number: {name: value for name, value in fields.items() if not name.startswith(FOLLOWED)}
+            for number, fields in settings.items()
+        }
     variants: dict[bytes, list[RankFolder]] = defaultdict(list)
     for rank in ranks:
-        variants[orjson.dumps(settings[rank.number], option=orjson.OPT_SORT_KEYS)].append(rank)
+        variants[comparable("", settings[rank.number])].append(rank)
     usual, *others = sorted(variants.values(), key=len, reverse=True)
     for rank in (rank for variant in others for rank in variant):
-        differences = _differences(settings[usual[0].number], settings[rank.number])
-        message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
+        old, new = settings[usual[0].number], settings[rank.number]
+        known = defaultdict[str, set[bytes]](set)
+        for change in _accepted(rank, usual[0]):
+            name = str(change.get("field"))
+            known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
+        if all(
+            {comparable(name, old.get(name)), comparable(name, new.get(name))} <= known[name]
+            for name in _differing(old, new)
+        ):
+            continue
+        message = f"was run with settings that differ from rank {usual[0].number}: {_differences(old, new)}."
         report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
+def _accepted(*ranks: RankFolder) -> list[dict[str, Any]]:
+    """The changes that the user has accepted for these ranks of a job, or for the whole job."""
+    found = [change for rank in ranks for change in _identity(rank).get("accepted_changes", [])]
+    job = ranks[0].folder.parent / JOB
+    with suppress(CheckpointError):
+        found += read_run(job).get("accepted_changes", []) if job.exists() else []
+    return found
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [name for name in dict.fromkeys([*old, *new]) if not same_value(name, old.get(name), new.get(name))]
+
+
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}"
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name)
-    )
+    return "; ".join(f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in _differing(old, new))
 
 
 def _shown(value: Any) -> str:
@@ -210,15 +268,21 @@ def _check_number_of_ranks(report: Report) -> None:
     ranks = {rank.number: rank for rank in report.ranks if not rank.root}
     tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
     is_active = not {"running", "unfinished"}.isdisjoint(report.states.values())
+    is_dealt_out = (report.checkpoints / SHARES).exists()  # since then, ranks below the number of tasks may be new ones
     for number in range(tasks):
         missing = RankFolder("", number, rank_folder(report.checkpoints, number))
         if number in ranks:
             continue
-        if is_active:
+        if is_active or (is_dealt_out and not missing.last_chunk_file.exists()):
             report.add_unfinished("is not started.", missing)
         else:
             message = f"{missing.folder} is missing: the rank never ran, or its checkpoint was removed. Run again."
             report.add_problem("rank", message, missing, path=missing.folder)
+    try:
+        refuse_half_resharded(report.checkpoints)
+    except CheckpointError as error:
+        report.add_problem("rank", str(error), path=report.checkpoints / RESHARD_PLAN)
+    retired = retired_ranks(report.checkpoints)
     for number, rank in ranks.items():
-        if tasks and number >= tasks:
+        if tasks and number >= tasks and number not in retired:
             report.add_problem("rank", f"is one too many: the run has {plural(tasks, 'task')}.", rank, path=rank.folder)

@@ -7,20 +7,35 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.errors import CheckpointError
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES
+from datatrove_ckpt.errors import CheckpointError, OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
-from datatrove_ckpt.output.committed import size_problem
+from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_lag import look_again, looks_for
+from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.remote_errors import failure_line, failure_text, file_system_call, http_status
 
 _BLOCK = 1 << 20
+_OF_ANOTHER_NAME = (
+    "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
+)
+_OF_ANOTHER_JOB = (
+    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output_folder, bring "
+    "that checkpoint back, or delete it if nothing else needs it."
+)
 
 
 def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
@@ -33,24 +48,31 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
     found = _list(report, folder_is_given)
     if found is None:
         return
+    names = {path for path in found.sizes if not _is_ours(report, path)}
     committed = _check_duplicates(report)
     for chunk in report.chunks:
         _check_chunk(report, chunk, found, full)
     uncommitted = _Uncommitted(report)
-    for path in sorted(found.keys() - committed):
+    for path in sorted(names - committed):
         uncommitted.check(path)
 
 
-def _list(report: Report, folder_is_given: bool) -> dict[str, int] | None:
-    """The size of every file in the output folder by path; None if the folder cannot be listed."""
+def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
+    """Every file in the output folder; None if the folder cannot be listed."""
     folder = report.folder
     try:
         with file_system_call():
-            folder.invalidate_cache()
-            listed = folder.find("", detail=True)
-            there = bool(listed) or folder.exists("")
-    except OSError as error:
-        report.add_problem("output", f"{report.output} cannot be listed: {failure_text(error)}")
+            if report.hub is not None:
+                found = _list_hub(report)
+                there = bool(found.sizes)
+            else:
+                folder.invalidate_cache()
+                listed = folder.find("", detail=True)
+                found = FoundFiles({path: one["size"] for path, one in listed.items() if one["type"] != "directory"})
+                there = bool(found.sizes) or folder.exists("")
+    except (OSError, OutputFailed) as failure:
+        error = failure.__cause__ or failure if isinstance(failure, OutputFailed) else failure
+        report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
         return None
     if not there and not folder_is_given and report.number_of_files:
         report.add_problem(
@@ -60,8 +82,29 @@ def _list(report: Report, folder_is_given: bool) -> dict[str, int] | None:
             path=report.output,
         )
         return None
-    found = {path: info["size"] for path, info in listed.items() if info["type"] != "directory"}
-    return {path: size for path, size in found.items() if not _is_ours(report, path)}
+    return found
+
+
+def _list_advice(error: BaseException) -> str:
+    if http_status(error) == 404:
+        return "The repository may be gone, or have another name: restore it, or give the output's place with --output."
+    if http_status(error) in (401, 403):
+        return "Check the credentials and what they allow; for the hub, set HF_TOKEN or run hf auth login."
+    return "Check the network and the server, and run the same command again."
+
+
+def _list_hub(report: Report) -> FoundFiles:
+    """As ``_list``. A folder on the hub exists with its first file, and may be listed as it was a moment ago.
+
+    Raises:
+        OutputFailed: it cannot be listed, or the hub has not answered for five minutes.
+    """
+    hub = cast(HubFolder, report.hub)
+    found = FoundFiles({})
+    found.show(HubUploads(hub, StoppableCalls()).looked("cannot be listed", hub.files))
+    lost = [file for chunk in report.chunks for file in chunk.files if not found.is_right(file)]
+    found.show(look_again(hub, lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
+    return found
 
 
 def _is_ours(report: Report, path: str) -> bool:
@@ -87,43 +130,54 @@ def _check_duplicates(report: Report) -> set[str]:
     return set(claims)
 
 
-def _check_chunk(report: Report, chunk: CommittedChunk, found: dict[str, int], full: bool) -> None:
+def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
     intact = True
     for file in chunk.files:
-        wrong = _wrong(report.folder, file, found.get(plain(file.path)), full)
+        wrong = _wrong(report, file, found, full)
         if wrong is not None:
             kind, text = wrong
-            advice = f" To redo it: {report.repair_command}, then run again." if kind in REDO_KINDS else ""
+            advice = report.redo_advice if kind in REDO_KINDS else ""
             report.add_problem(kind, f"{file.path} {text}.{advice}", chunk.rank, chunk.index, file.path)
             intact = False
-    if full and intact:
+    # On the hub, a footer costs some requests of the limit; that the content is the committed one says as much.
+    if full and intact and report.hub is None:
         _check_documents(report, chunk)
 
 
-def _wrong(folder: Any, file: OutputFile, size: int | None, full: bool) -> tuple[str, str] | None:
+def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str] | None:
     """The kind and the description of a file's problem; None if it has none."""
-    if size != file.size:
-        return size_problem(file, size)
+    if not found.is_right(file):
+        return file_problem(file, found.size(file))
     if not full:
         return None
     try:
         with file_system_call():
-            actual = _content_hash(folder, file.path)
+            actual = _content_hash(report, file.path)
     except FileNotFoundError:
         return "missing", "is missing"
     except OSError as error:
+        if report.hub is not None and http_status(error) == 404:
+            return "missing", "is missing"
         return "output", f"cannot be read: {failure_text(error)}"
     if actual != file.xxh128:
         return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
     return None
 
 
-def _content_hash(folder: Any, path: str) -> str:
+def _content_hash(report: Report, path: str) -> str:
     content = xxhash.xxh3_128()
-    with folder.open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            content.update(block)
+    for block in _blocks(report, path):
+        content.update(block)
     return str(content.hexdigest())
+
+
+def _blocks(report: Report, path: str) -> Iterator[bytes]:
+    if report.hub is not None and not report.hub.is_bucket:
+        yield from report.hub.blocks(path, _BLOCK)
+        return
+    with report.folder.open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
 
 
 def _check_documents(report: Report, chunk: CommittedChunk) -> None:
@@ -161,6 +215,7 @@ class _Uncommitted:
         self._doubtful = {(summary.root, summary.rank) for summary in report.summaries if summary.may_lack_commits}
         self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
         self._ranks = {rank.key: rank for rank in report.ranks}
+        self._tasks = max((_tasks(rank) for rank in report.ranks if not rank.root), default=0)
         self._patterns = [
             output_pattern(template) for template in sorted({_template(rank) for rank in report.ranks} - {""})
         ]
@@ -168,24 +223,44 @@ class _Uncommitted:
     def check(self, path: str) -> None:
         if not self._patterns:
             return  # no run.json can be read, so no file can be told from a foreign one
-        advice = "This run does not need it; remove it if nothing else needs it."
-        for match in (match for pattern in self._patterns if (match := pattern.fullmatch(path))):
+        matches = [match for pattern in self._patterns if (match := pattern.fullmatch(path))]
+        advice = f"{stray_advice(1)}." if matches else _OF_ANOTHER_NAME
+        if not matches and self._report.hub is not None:
+            return  # a repository holds other things, too: a card, other jobs' files
+        for match in matches:
             key, chunk_index = rank_and_chunk(match)
             state = self._states.get(key)
             if state == "damaged":
                 return  # it may belong to a lost commit; the damage itself is reported
             if state is None:
+                if self._is_beyond_tasks(*key):
+                    continue
                 place = name_place(*key)
                 advice = (
                     f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
                 )
             elif key in self._doubtful:
                 advice = "Keep it: nothing shows how many commits this finished rank had, so it may be of a lost one."
+            elif state != "finished" and _is_of_another_job(self._ranks[key], path):
+                advice = _OF_ANOTHER_JOB
             elif state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
                 self._report.add_unfinished(message, self._ranks[key], chunk_index, path)
                 return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+
+    def _is_beyond_tasks(self, root: str, number: int) -> bool:
+        """Whether the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before."""
+        return not root and 0 < self._tasks <= number
+
+
+def _is_of_another_job(rank: RankFolder, path: str) -> bool:
+    """Whether the rank has published nothing yet, or has found this file in its way, and ended."""
+    if (rank.folder / NOTHING_PUBLISHED).exists():
+        return True
+    with suppress(OSError, ValueError):  # there is none, or it has just been removed
+        return path in orjson.loads((rank.folder / OTHERS_FILES).read_bytes())
+    return False
 
 
 def _template(rank: RankFolder) -> str:
@@ -193,3 +268,10 @@ def _template(rank: RankFolder) -> str:
         return str(rank.identity.get("output_filename", ""))
     except CheckpointError:
         return ""
+
+
+def _tasks(rank: RankFolder) -> int:
+    try:
+        return int(rank.identity.get("tasks") or 0)
+    except CheckpointError:
+        return 0

@@ -27,9 +27,10 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import check_run
-from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, RETRY_INPUT, SHARD, is_journal
+from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, SHARD, is_journal
 from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
+from datatrove_ckpt.checkpoint.versions import WRITTEN_BY, check_format
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.seal import Seal, adopts, is_sealed, without_seal
 
@@ -52,7 +53,7 @@ _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
 _HASHES = {"xxh128": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"([0-9a-f]{64})?")}
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_FILES = {COMMITS, DEAD_LETTERS, RETRY_INPUT, SHARD}
+_FILES = {COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, SHARD}
 _TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 
@@ -140,16 +141,23 @@ class Manifest:
         return orjson.dumps({"format": FORMAT, **fields})
 
     @classmethod
-    def from_json(cls, body: bytes) -> Manifest:
+    def from_json(cls, body: bytes, where: str) -> Manifest:
         """Everything that is acted on is checked, because anybody may have written to the mirror.
 
+        Args:
+            where: the manifest's URL.
+
         Raises:
-            Damaged: it is of another format, or names something that a version never holds.
+            Damaged: it names something that a version never holds.
+            VersionMismatch: a newer version of this program wrote it.
         """
         try:
             data = orjson.loads(body)
-            if data.pop("format") != FORMAT:
-                raise ValueError("it is of another format")
+            run = data.get("run")
+            check_format(where, data, FORMAT, run.get(WRITTEN_BY) if isinstance(run, dict) else None)
+            check_format(where, run)
+            if not is_count(data.pop("format")):
+                raise ValueError("it has no format")
             for name in data["files"]:
                 if name not in _FILES and not is_journal(name):
                     raise ValueError(f"it names {name!r}, which is no file of a checkpoint")
@@ -262,7 +270,7 @@ class Versions:
         Raises:
             Damaged: it is missing or damaged.
         """
-        return Manifest.from_json(without_seal(self._read_body(version)))
+        return Manifest.from_json(without_seal(self._read_body(version)), f"{self.url}/{version.file}")
 
     def read_trusted(self, version: Version, adopt: bool = False) -> Manifest:
         """Checks the seal first.
@@ -273,10 +281,11 @@ class Versions:
         Raises:
             Damaged: it is missing or damaged.
             CheckpointCorrupt, ConfigError: see ``Seal.check``.
+            VersionMismatch: a newer version of this program wrote it. Older ones than it lack work, so none is tried.
         """
         body = self._read_body(version)
         self._seal.check(version.file, body, adopt)
-        return Manifest.from_json(without_seal(body))
+        return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
 
     def may_adopt(self, versions: list[Version]) -> bool:
         """Whether the user lets this start trust a version without a seal, and there is none with a seal."""

@@ -19,7 +19,7 @@ import io
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
@@ -32,6 +32,7 @@ from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_inte
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
+from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.remote_errors import failure_text
@@ -59,11 +60,20 @@ class RemoteMirror:
         seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads and
             chooses a time between 5 and 600 seconds, so that uploading takes up to 5 % of the time.
         shutdown: of the rank; None: of nobody.
+        shared: what the ranks' common folder lacks, by name. It goes up first.
     """
 
-    def __init__(self, url: str, folder: Path, seconds: Seconds, shutdown: Shutdown | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        seconds: Seconds,
+        shutdown: Shutdown | None = None,
+        shared: Mapping[str, bytes] | None = None,
+    ) -> None:
         self._url = url
         self._folder = folder
+        self._shared = dict(shared or {})
         self._interval = make_interval(seconds, MIRROR_TUNING)
         self._stopping = False
         self._shutdown = shutdown or Shutdown()
@@ -145,6 +155,7 @@ class RemoteMirror:
             snapshot, grown = self._take_snapshot(uploads, stack)
             # Again, because taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
+            self._put_shared()
             uploads.start_version(orjson.loads(snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
@@ -156,6 +167,14 @@ class RemoteMirror:
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
 
+    def _put_shared(self) -> None:
+        while self._shared:
+            name, data = next(iter(self._shared.items()))
+            url = self._url.rpartition("/")[0]
+            with needs_bucket(url):
+                ObjectStore(url).put(name, data)
+            del self._shared[name]
+
     def _raise_if_interrupted(self, last: bool) -> None:
         """When the rank stops, an upload under way gives way to the ``last`` one."""
         if self._given_up or (self._stopping and not last):
@@ -164,16 +183,18 @@ class RemoteMirror:
     def _take_snapshot(self, uploads: Uploads, stack: ExitStack) -> tuple[Snapshot, dict[str, IO[bytes]]]:
         """A snapshot, and the files that have grown since the last one, each opened at its first new byte.
 
-        A commit between the snapshot and the opening removes a journal. Then there is a newer state, and we take that
-        one. Once a journal is open, it can be read to its end even if it is removed.
+        A commit between the snapshot and the opening removes a journal, and the history may be replaced. Then there is
+        a newer state, and we take that one. Once a journal is open, it can be read to its end even if it is removed.
         """
         uploads.compact()
         for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
             snapshot = self._source.snapshot(uploads.last_answer)
+            uploads.forget_replaced(snapshot)
             grown = {name: size for name, size in snapshot.sizes.items() if uploads.uploaded_bytes(name) < size}
             try:
                 return snapshot, {
-                    name: self._open_at(name, uploads.uploaded_bytes(name), size, stack) for name, size in grown.items()
+                    name: self._open_at(name, uploads.uploaded_bytes(name), size, snapshot.is_current, stack)
+                    for name, size in grown.items()
                 }
             except FileNotFoundError:
                 stack.close()
@@ -181,8 +202,12 @@ class RemoteMirror:
                     raise
         raise AssertionError
 
-    def _open_at(self, name: str, start: int, size: int, stack: ExitStack) -> IO[bytes]:
+    def _open_at(
+        self, name: str, start: int, size: int, is_current: Callable[[str], bool], stack: ExitStack
+    ) -> IO[bytes]:
         file = stack.enter_context((self._folder / name).open("rb"))
+        if not is_current(name):
+            raise FileNotFoundError(f"{name} was replaced")
         file.seek(start)
         if size - start > _READ_AT_ONCE_BYTES:
             return file  # closed with the stack

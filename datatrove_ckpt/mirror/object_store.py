@@ -8,7 +8,8 @@ URL holds none.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
@@ -41,6 +42,22 @@ class Effects:
 
 effects = Effects()
 """Always used as ``object_store.effects``, so that a test can replace it."""
+
+
+@contextmanager
+def needs_bucket(url: str) -> Iterator[None]:
+    """For the first object that is written: a bucket that does not exist is a mistake, and no outage.
+
+    Raises:
+        ConfigError: the bucket or folder does not exist.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the bucket or folder, or correct "
+            "the setting, and run the same command again. Saved answers are kept on this node."
+        ) from error
 
 
 class ObjectStore:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
-from datatrove_ckpt.errors import ConfigError, Fenced
+from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
     Manifest,
@@ -19,6 +19,7 @@ from datatrove_ckpt.mirror.manifests import (
     Versions,
     encode_answers,
 )
+from datatrove_ckpt.mirror.object_store import needs_bucket
 from datatrove_ckpt.remote_errors import failure_text
 
 KEPT_VERSIONS = 3
@@ -44,6 +45,8 @@ class Uploads:
         self._versions = versions
         self._run: RunJson = {}
         self._files: dict[str, list[Part]] = {}
+        self._generations: dict[str, int] = {}
+        """Of files that may be replaced, by name: the one whose bytes are uploaded, if this process did that."""
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None
@@ -60,6 +63,13 @@ class Uploads:
     def uploaded_bytes(self, name: str) -> int:
         """How many bytes of the file are uploaded."""
         return sum(part.size for part in self._files.get(name, ()))
+
+    def forget_replaced(self, snapshot: Snapshot) -> None:
+        """Forgets the parts of files that were replaced, so that they are uploaded again as a whole."""
+        for name, generation in snapshot.generations.items():
+            if self._generations.get(name) != generation:  # an earlier attempt may have replaced what it had uploaded
+                self._files.pop(name, None)
+                self._generations[name] = generation
 
     def compact(self) -> None:
         """Forgets small parts where there are many of them, so that they are uploaded again as one."""
@@ -89,13 +99,8 @@ class Uploads:
         """Retries reuse the number, so they never outrank a newer owner."""
         ownerships, versions = self._versions.listing()
         self._ownership = self._ownership or Ownership.after(ownerships, self._nonce)
-        try:
+        with needs_bucket(self._versions.url):
             self._versions.write_ownership(self._ownership, self._run["owner"])
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"checkpoints_remote_dir: nothing can be written to {self._versions.url}: {error}. Make the bucket or "
-                "folder, or correct the setting, and run the same command again. Saved answers are kept on this node."
-            ) from error
         if not versions:
             # An empty first version, so that objects without any version always mean damage, and never a first upload
             # that was killed.

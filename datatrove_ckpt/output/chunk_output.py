@@ -2,35 +2,34 @@
 
 Files appear under their final names complete or not at all. For a local output folder they are staged in a hidden
 folder below it, because a rename works within one file system only, and renamed. For a remote one they are staged in
-the checkpoint's folder, and uploaded (see ``upload.py``). The writer does not notice: each chunk gets a fresh copy of
-it, with our file manager (see ``file_managers.py``).
+the checkpoint's folder, and uploaded (see ``targets.py``). The writer does not notice: each chunk gets a fresh copy of
+it (see ``chunk_writing.py``), with our file manager (see ``file_managers.py``).
 """
 
 from __future__ import annotations
 
-import copy
 import re
-import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-import xxhash
-from datatrove.io import DataFolder
+import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.config.paths import refuse_variables
-from datatrove_ckpt.documents import decode
-from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
-from datatrove_ckpt.output.adapter import use_shallow_adapter
-from datatrove_ckpt.output.committed import FoundFiles, OutputCheck, RankCommits
+from datatrove_ckpt.errors import ConfigError, OutputFailed
+from datatrove_ckpt.output.chunk_writing import ChunkWriting
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.file_managers import StagedFiles, missing_codec
-from datatrove_ckpt.output.names import STAGING, FileNames, plain
-from datatrove_ckpt.output.upload import RemoteFolder
+from datatrove_ckpt.output.found_files import FoundFiles
+from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
+from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.names import FileNames, plain
+from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.targets import make_target
 from datatrove_ckpt.redaction import check_no_secrets
 
 
@@ -38,18 +37,13 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
 
     Raises:
-        ConfigError: no ``${chunk_index}`` in the template, a writer that uploads by itself, a secret among the
+        ConfigError: no ``${chunk_index}`` in the template, a secret among the
             output folder's storage options, a variable in its path, or a compression whose package is not
             installed.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
         raise ConfigError(f"output_writer: {type(writer).__name__} is not a DiskWriter (it has no output_filename).")
-    if type(writer).__name__ == "HuggingFaceDatasetWriter":
-        raise ConfigError(
-            "output_writer: HuggingFaceDatasetWriter uploads by itself when it is closed, so a chunk could not be "
-            "published in one step. Use ParquetWriter with output_folder='hf://datasets/OWNER/NAME' instead."
-        )
     check_no_secrets(writer.output_folder, "output_writer")
     refuse_variables("output_writer: output_folder", writer.output_folder.path)
     if advice := missing_codec(writer.output_mg.compression, template):
@@ -64,7 +58,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     if checkpoints and not _template_uses(writer, "chunk_index"):
         raise ConfigError(
             f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "
-            "${chunk_index}. Example: '${rank}_chunk_${chunk_index}.jsonl'."
+            f"${{chunk_index}}. Example: '{_example(template)}'."
         )
 
 
@@ -75,10 +69,17 @@ def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
         ConfigError: no ``${rank}`` in the template of a writer used by several tasks.
     """
     if world_size > 1 and not _template_uses(writer, "rank"):
+        template = writer.output_filename.template
         raise ConfigError(
-            f"output_writer: {world_size} tasks would write the same files, so output_filename "
-            f"{writer.output_filename.template!r} needs ${{rank}}. Example: '${{rank}}_chunk_${{chunk_index}}.jsonl'."
+            f"output_writer: {world_size} tasks would write the same files, so output_filename {template!r} needs "
+            f"${{rank}}. Example: '{_example(template)}'."
         )
+
+
+def _example(template: str) -> str:
+    """A template that works, with the ending of this one."""
+    ending = re.search(r"(\.\w+)*$", template.rpartition("/")[2].rpartition("}")[2])
+    return "${rank}_chunk_${chunk_index}" + (ending[0] if ending else "")
 
 
 def _template_uses(writer: DiskWriter, name: str) -> bool:
@@ -96,23 +97,33 @@ class ChunkOutput:
         scratch: the folder below which files for a remote output folder are staged.
         prefix: stands before the chunk index in file names.
         checkpoints: ``checkpoints_local_dir``, below which ``scratch`` is.
+        pace: when files that are uploaded to the hub are committed.
     """
 
-    def __init__(self, writer: DiskWriter, rank: int, scratch: Path, checkpoints: Path, prefix: str = "") -> None:
+    def __init__(
+        self,
+        writer: DiskWriter,
+        rank: int,
+        scratch: Path,
+        checkpoints: Path,
+        prefix: str = "",
+        pace: CommitPace = CommitPace(),  # noqa: B008 - it cannot change
+    ) -> None:
+        self.folder, self.checkpoints = scratch, checkpoints
         self.names = FileNames(writer, rank, prefix, checkpoints)
         self._check = OutputCheck(writer, checkpoints)
+        self._others = scratch / layout.OTHERS_FILES
+        self._unpublished = scratch / layout.NOTHING_PUBLISHED
         self._retry = scratch.parent.name if prefix else ""
         self._taken: dict[str, tuple[str, int]] = {}
         self._writer = writer
         self._rank = rank
-        self._target: _Target
-        if writer.output_folder.is_local():
-            folder = Path(writer.output_folder.resolve_paths("")).absolute()
-            # Another run may write other files into the same folder. It must not remove what this one stages.
-            run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
-            self._target = _LocalTarget(folder, f"{rank:05d}-{run}")
-        else:
-            self._target = _RemoteTarget(writer.output_folder, scratch)
+        self._writing = ChunkWriting(writer, rank, self.names)
+        self._asked = False
+        self._calls = StoppableCalls()
+        self._target = make_target(writer.output_folder, scratch, rank, pace)
+        self.placement = self._target.placement
+        """Puts the files of written chunks in place."""
 
     def refuse_existing(self) -> None:
         """Call it before the rank's first start.
@@ -120,8 +131,10 @@ class ChunkOutput:
         Raises:
             OutputMismatch: the folder holds files that this rank would write.
         """
+        self._check_access()
         commits, found = self._look()
         self._check.refuse_existing(commits, found, self._retry)
+        self._target.is_first = True
 
     def check_complete(self) -> None:
         """Call it when all chunks are committed.
@@ -133,9 +146,18 @@ class ChunkOutput:
         self._check.refuse_lost([commits], found)
         self._check.refuse_unknown(commits, found)
 
-    def _look(self) -> tuple[RankCommits, FoundFiles]:
+    def _check_access(self) -> None:
+        """Once, and before the folder is listed: a listing does not tell what is missing."""
+        if not self._asked and (hub := hub_folder_of(self._writer)) is not None:
+            committed = partial(committed_files, self._writer, self.checkpoints)
+            check_access(hub, private_if_made(self._writer), self._calls, committed=committed)
+        self._asked = True
+
+    def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
         commits = RankCommits(self._check.root, self._rank)
-        return commits, self._target.call_to_list(partial(self._check.look, [commits], self._rank))
+        found = self._target.call_to_list(partial(self._check.look, [commits], self._rank, others))
+        self._target.settle(commits, found)
+        return commits, found
 
     def prepare(self) -> None:
         """Removes the files that earlier processes staged and did not publish, and makes the staging folder.
@@ -145,26 +167,50 @@ class ChunkOutput:
             StorageFailed, OutputFailed: the output folder cannot be written to. It is checked here, before the first
                 request is paid for.
         """
-        if RankCommits(self._check.root, self._rank).files:
-            commits, found = self._look()
+        self._check_access()
+        self._refuse_others()
+        # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
+        others = not self._target.is_first and hub_folder_of(self._writer) is None
+        if others or RankCommits(self._check.root, self._rank).files:
+            commits, found = self._look(others)
             self._check.refuse_lost([commits], found)
+            if others:
+                self._check.refuse_strangers(commits, found, not self._unpublished.exists(), self._retry)
+            self._writing.resume(commits.files)
             if self.names.fields:  # otherwise the chunk index alone keeps names apart
                 self._taken = {plain(one.file.path): (one.root, one.chunk_index) for one in commits.files}
+        if self._target.is_first and self._writer.output_folder.is_local():  # others look before each upload, or never
+            files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
+        self._target.is_first = self._unpublished.exists()
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)
 
+    def _refuse_others(self) -> None:
+        """An earlier attempt has found files of another job, and ended before it published anything in their place."""
+        if not self._others.exists():
+            return
+        mine, folder = RankCommits(self._check.root, self._rank).names, self._writer.output_folder
+        try:
+            names = [str(name) for name in orjson.loads(self._others.read_bytes())]
+        except (OSError, ValueError, TypeError):
+            names = []  # a rank that publishes looks again
+        self._check.refuse_others([name for name in names if plain(name) not in mine and folder.exists(name)])
+        files.disk.remove(self._others)
+
     def stop(self) -> None:
-        """Ends the wait for an upload under way. The next process uploads that chunk again."""
+        """Ends the wait for uploads and commits under way. The next process publishes those chunks again."""
+        self._calls.stop()
         self._target.stop()
 
     def finish(self) -> None:
         """Removes the staging folder. Nothing may be staged after that."""
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.remove_dir(self._target.staging.parent.parent)
+        files.disk.remove_dir(self._unpublished)
 
-    def write_chunk(self, chunk_index: int, documents: Iterator[Finished]) -> list[OutputFile]:
-        """Writes and publishes a chunk: steps 2 and 3 of a commit. Returns the files that were published.
+    def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
+        """Writes and publishes a chunk: steps 2 and 3 of a commit. Returns its files; see ``placement``.
 
         Raises:
             OutputFailed: a document cannot be written, or the output folder refuses it. The journal is kept.
@@ -174,14 +220,21 @@ class ChunkOutput:
         files.disk.remove_tree(staging)
         staged = StagedFiles(staging, self._writer.output_mg)
         try:
-            self._write(staged, chunk_index, documents)
+            self._writing.write(staged, chunk_index, documents)
             self._refuse_taken(chunk_index, staged.finished)
-            output = [self._target.publish(path, name) for name, path in staged.finished.items()]
+            if others := self._target.others_files(staged.finished):
+                files.disk.replace(self._others, orjson.dumps(others))  # the next attempt must know, too
+                self._check.refuse_others(others)
+            if self._target.is_first:
+                files.disk.remove_dir(self._unpublished)
+                files.disk.sync_dir(self.folder)  # else, after a power loss, the file seems to be a stranger's
+                self._target.is_first = False
+            hashes = self._target.publish(chunk_index, staging, staged.finished)
         finally:
             staged.abandon()
-        self._target.sync(output)
-        files.disk.remove_tree(staging)
-        return [OutputFile(name, staged.sizes[name], staged.hashes[name]) for name in staged.finished]
+        return [
+            OutputFile(name, staged.sizes[name], staged.hashes[name], hashes.get(name, "")) for name in staged.finished
+        ]
 
     def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
         if not self.names.fields:
@@ -195,115 +248,3 @@ class ChunkOutput:
                     f"documents run into the chunk index in output_filename {self.names.template!r}. Put a / or _ "
                     "between them, choose another output_folder and checkpoint for that, and start again."
                 )
-
-    def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
-        writer = _fresh_copy(self._writer, staged)
-        self.names.use_in(writer)
-        chunk_field = self.names.chunk_field(chunk_index)
-        for finished in documents:
-            document = None
-            try:
-                document = decode(finished.document)
-                writer.write(document, rank=self._rank, chunk_index=chunk_field)
-            except CkptError:
-                raise
-            except Exception as error:
-                name = repr(document.id) if document else "(unreadable)"
-                raise OutputFailed(
-                    f"Document {name} (number {finished.ordinal} of this rank) could not be written by "
-                    f"{type(writer).__name__}: {type(error).__name__}: {error}. Its chunk's journal is kept: fix the "
-                    "writer (its adapter, its schema) and run the same command again."
-                ) from error
-        try:
-            writer.close()
-            staged.close()
-        except CkptError:
-            raise
-        except Exception as error:
-            raise OutputFailed(
-                f"Chunk {chunk_index} could not be written by {type(writer).__name__}: {type(error).__name__}: "
-                f"{error}. Its journal is kept: fix the writer and run the same command again."
-            ) from error
-
-
-def _fresh_copy(writer: DiskWriter, staged: StagedFiles) -> DiskWriter:
-    """A writer with the user's settings and no state of earlier chunks, which writes to the staging folder."""
-    # A deep copy, because writers keep counters, batches and open files in attributes of their own. The user's
-    # writer was never written to, so there is nothing open to copy. Its file manager is replaced.
-    original = writer.output_mg
-    fresh: DiskWriter = copy.deepcopy(writer, {id(original): staged})
-    use_shallow_adapter(fresh)
-    return fresh
-
-
-class _Target:
-    """Where a rank's files are published. ``staging`` is the folder in which they are written first."""
-
-    def __init__(self, staging_root: Path) -> None:
-        # A folder for each process: one that lost its rank to another must not touch what that one stages.
-        self.staging = staging_root / secrets.token_hex(4)
-
-    def publish(self, staged: Path, name: str) -> Path:
-        """Makes a staged file appear under its final name. Returns its local path, or the staged one if it has none."""
-        raise NotImplementedError
-
-    def prepare(self) -> None:
-        """Called before the files that earlier processes staged are removed."""
-
-    def stop(self) -> None:
-        """Ends the wait in ``publish``."""
-
-    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        """Calls what lists the folder.
-
-        Raises:
-            StorageFailed, OutputFailed: it cannot be listed.
-        """
-        raise NotImplementedError
-
-    def sync(self, published: list[Path]) -> None:
-        """Makes the published names survive a power loss."""
-
-
-class _LocalTarget(_Target):
-    def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(folder / STAGING / name)
-        self._folder = folder
-
-    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        with explained("list", self._folder):
-            return call()
-
-    def publish(self, staged: Path, name: str) -> Path:
-        final = self._folder / name
-        files.disk.make_dirs(final.parent)
-        files.disk.rename(staged, final)
-        return final
-
-    def sync(self, published: list[Path]) -> None:
-        for folder in dict.fromkeys(path.parent for path in published):
-            files.disk.sync_dir(folder)
-
-
-class _RemoteTarget(_Target):
-    def __init__(self, folder: DataFolder, scratch: Path) -> None:
-        super().__init__(scratch / layout.STAGING)
-        # Another rank or run that writes to the same folder has another probe.
-        run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
-        self._remote = RemoteFolder(folder, f"{STAGING}/probe-{run}")
-
-    def prepare(self) -> None:
-        # A file that was being uploaded when a process ended is still staged.
-        left = self.staging.parent
-        found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
-        self._remote.prepare(["/".join(parts[2:]) for parts in found] if left.exists() else None)
-
-    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        return self._remote.list(call)
-
-    def publish(self, staged: Path, name: str) -> Path:
-        self._remote.upload(staged, name)
-        return staged
-
-    def stop(self) -> None:
-        self._remote.stop()

@@ -1,10 +1,11 @@
 """Compares an output folder with what the checkpoints say: every committed file is there, and no unknown one.
 
-Names and sizes are compared, not contents: a file that was replaced by one of the same size is not noticed. ``verify
---full`` reads the files, and compares their hashes.
+Names and sizes are compared, and on the hub the hashes that its listings hold. Elsewhere a file that was replaced by
+one of the same size is not noticed: ``verify --full`` reads the files, and compares their hashes.
 
     when                                what is refused
     a rank starts for the first time    any file that its template may have named
+    a rank resumes                      files that only another program names so; all, if nothing was published yet
     a rank resumes, or is complete      committed files that are missing or of another size
     a rank is complete                  files that its template may have named, and no commit does
 
@@ -16,10 +17,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -27,11 +27,13 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
 from datatrove_ckpt.checkpoint.completeness import Expected
+from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, RUN, journal_indices, rank_folder
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, journal_indices, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 
@@ -58,9 +60,10 @@ class RankCommits:
 
     Args:
         root: ``checkpoints_local_dir``.
+        retries: ``retry_folders(root)``; None: look.
     """
 
-    def __init__(self, root: Path, rank: int) -> None:
+    def __init__(self, root: Path, rank: int, retries: Iterable[Path] | None = None) -> None:
         self.rank = rank
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
@@ -68,7 +71,7 @@ class RankCommits:
         self._unfinished: set[tuple[str, int]] = set()
         self.doubtful: set[str] = set()
         """The folders of retries ("": the rank's own) that are finished, and may have lost commits."""
-        for checkpoint in (root, *sorted(root.glob(RETRIES))):
+        for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
             name = "" if checkpoint == root else checkpoint.name
             folder = rank_folder(checkpoint, rank)
             if folder.is_dir():
@@ -99,32 +102,25 @@ class RankCommits:
         return (root, chunk_index) in self._unfinished
 
 
-@dataclass
-class FoundFiles:
-    """What lies in an output folder.
+def committed_files(writer: DiskWriter, root: Path) -> int:
+    """How many files in the writer's output folder the commits of all ranks name.
 
-    Attributes:
-        sizes: in bytes, by path; None: the store tells no size.
-        by_rank: the files that the template may have named, each with the folder of its retry ("": of no retry).
+    Args:
+        root: ``checkpoints_local_dir``.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged, or cannot be read.
     """
-
-    sizes: dict[str, int | None]
-    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
-
-    def size(self, file: OutputFile) -> int | None:
-        return self.sizes.get(plain(file.path))
-
-    def is_right(self, file: OutputFile) -> bool:
-        name = plain(file.path)
-        return name in self.sizes and self.sizes[name] in (file.size, None)
+    here = (writer.output_folder.resolve_paths(""), None)
+    recorded = cache(_recorded_folder)
+    commits = (RankCommits(root, rank) for rank in (rank_numbers(root) if root.is_dir() else ()))
+    return sum(recorded(rank_folder(root / one.root, one.rank)) in here for each in commits for one in each.files)
 
 
-def size_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
-    """The kind and the description of what is wrong with a file of this size; ``None``: it does not exist."""
-    if size is None:
-        return "missing", "is missing"
-    kind = "truncated" if size < file.size else "grown"
-    return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
+def _recorded_folder(folder: Path) -> str | None:
+    """The output folder that ``run.json`` in a rank's folder names."""
+    path = folder / RUN
+    return read_run(path).get("output_folder") if path.exists() else None
 
 
 class OutputCheck:
@@ -146,14 +142,18 @@ class OutputCheck:
         self._ours = output_pattern(self._template)
         self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
-    def look(self, commits: Iterable[RankCommits], rank: int | None = None) -> FoundFiles:
+    def look(self, commits: Iterable[RankCommits], rank: int | None = None, others: bool = True) -> FoundFiles:
         """Lists the output folder, see ``list_output``.
+
+        Args:
+            others: also look for files that no commit names.
 
         Raises:
             OSError: it cannot be listed.
         """
         committed = [one.file.path for rank_commits in commits for one in rank_commits.files]
-        found = FoundFiles(list_output(self.writer, committed, rank))
+        listing = list_output(self.writer, committed, rank, others)
+        found = FoundFiles(listing.sizes, hub_files=listing.hub_files)
         inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
         for name in found.sizes:
             match = self._any_writer.fullmatch(name)
@@ -165,7 +165,7 @@ class OutputCheck:
     # what is refused -------------------------------------------------------------------------------------------------
 
     def refuse_lost(self, commits: Iterable[RankCommits], found: FoundFiles) -> None:
-        """Refuses an output folder in which committed files are missing or of another size.
+        """Refuses an output folder in which committed files are missing or changed.
 
         Raises:
             OutputMismatch: naming some of them, and the command that has them made again.
@@ -175,7 +175,7 @@ class OutputCheck:
         if not wrong:
             return
         self._refuse_other_folder(wrong[0])
-        shown = [f"{one.file.path} {size_problem(one.file, found.size(one.file))[1]}" for one in wrong[:_SHOWN]]
+        shown = [f"{one.file.path} {file_problem(one.file, found.size(one.file))[1]}" for one in wrong[:_SHOWN]]
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(files)}): "
             f"{_some(shown, len(wrong))}. Put them back, or have them made again: {self._repair(found)}, then run the "
@@ -185,13 +185,14 @@ class OutputCheck:
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
         """Raises if the file's checkpoint names another output folder, which exists: nothing is lost then."""
-        path = rank_folder(self.root / one.root, one.rank) / RUN
-        recorded = read_run(path).get("output_folder") if path.exists() else None
+        folder = rank_folder(self.root / one.root, one.rank)
+        recorded = _recorded_folder(folder)
         if recorded and stands_elsewhere(str(recorded), self.writer.output_folder):
             raise OutputMismatch(
                 f"{self.where} lacks output files that were committed, but {one.place} was written to {recorded}, as "
-                f"{path} says, and that folder still exists. Set output_folder back to it. To change it, move all "
-                "files to the new folder first, and remove the old one."
+                f"{folder / RUN} says, and that folder still exists. Set output_folder back to it. To change it, copy "
+                f"all files to the new folder first, then: datatrove-ckpt relocate {shlex.quote(str(self.root))} "
+                f"--output {shlex.quote(self.where)}."
             )
 
     def refuse_shared(self, commits: Iterable[RankCommits]) -> None:
@@ -211,25 +212,71 @@ class OutputCheck:
                     "logging_dir, and start again."
                 )
 
-    def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
+    def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "", started: bool = False) -> None:
         """Refuses the first start of a rank, or of its retry, into a folder that holds its files already.
 
         Args:
             root: the folder of the retry; "": the rank itself.
+            started: it has started before, and written no file.
 
         Raises:
             OutputMismatch: naming some of them, and the ways out.
         """
         mine = [name for retry, name in found.by_rank[commits.rank] if root in ("", retry)]
         names = sorted(set(mine) - commits.names)
+        state = "has written no file yet" if started else "is a new checkpoint, which knows none of them"
         if names:
             raise OutputMismatch(
                 f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have "
                 f"named for rank {commits.rank} ({_some(names[:_SHOWN], len(names))}), but "
-                f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows none of them. Another "
+                f"{rank_folder(self.root / root, commits.rank)} {state}. Another "
                 "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
                 "be overwritten, or stand beside the new ones. Choose another output_folder, bring the checkpoint "
-                "back, or delete these files to have everything made again."
+                "back, or delete these files to have everything made again. A run of datatrove's own continues with "
+                f"{MIGRATE} ITS_CHECKPOINTS."
+            )
+
+    def refuse_strangers(self, commits: RankCommits, found: FoundFiles, published: bool = True, root: str = "") -> None:
+        """Refuses to go on with a rank while files are there that another run wrote.
+
+        A file with a name that this run gives may be its own: one of a chunk whose commit or journal is lost. It is
+        written again. One that only datatrove's own runner names so would stand beside the new one for ever.
+
+        Args:
+            published: the rank may have published files that no commit names. If not, every such file is a stranger's.
+            root: the folder of the retry; "": the rank itself.
+
+        Raises:
+            OutputMismatch: naming some of them, and the ways out.
+        """
+        if not published:
+            self.refuse_existing(commits, found, root, started=True)
+        names = sorted({name for _, name in found.by_rank[commits.rank]} - commits.names)
+        names = [name for name in names if not self._ours.fullmatch(name)]
+        which = f"no commit of rank {commits.rank} names"
+        if not self._is_certain:
+            self._warn(names, which)
+        elif names:
+            raise OutputMismatch(
+                f"{self._what(names, which, _TO_DELETE)} Such names are given by datatrove's own InferenceRunner, not "
+                f"by this run, which would write the same documents beside them. {stray_advice(len(names))}, and run "
+                f"the same command again. If {MIGRATE} was interrupted, run that again instead."
+            )
+
+    def refuse_others(self, names: list[str]) -> None:
+        """Refuses to overwrite files that another job has written since this one found the folder without them.
+
+        Raises:
+            OutputMismatch: naming some of them, and the ways out.
+        """
+        if names:
+            raise OutputMismatch(
+                f"{self.where}: {_some(names[:_SHOWN], len(names))} {'is' if len(names) == 1 else 'are'} there with "
+                "other content, which this rank has not written: another job writes to the same folder with the same "
+                f"output_filename {self._template!r}. Nothing was overwritten. Stop one of the jobs, and start it anew "
+                "with another output_folder or output_filename, and a checkpoints_local_dir and logging_dir of its "
+                "own. The other one goes on with the same command, once files that are not its own are deleted from "
+                "the folder."
             )
 
     def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
@@ -261,13 +308,17 @@ class OutputCheck:
         others = {digits[:end] for digits in numbers for end in range(5, len(digits) + 1)} - {f"{rank:05d}"}
         return not any(self._of_rank(rank=number).fullmatch(name) for number in others)
 
-    def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
+    def refuse_other_ranks(self, found: FoundFiles, tasks: int, retired: Collection[int] = ()) -> None:
         """Refuses files of ranks that the job does not have: it ran with another number of tasks before.
+
+        Args:
+            retired: ranks that ``reshard`` has left what they had committed.
 
         Raises:
             OutputMismatch: naming some of them.
         """
-        names = sorted(name for rank, files in found.by_rank.items() if rank >= tasks for _, name in files)
+        others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks and rank not in retired}
+        names = sorted(name for files in others.values() for _, name in files)
         which = f"are of ranks that a job with tasks={tasks} does not have"
         if self._is_certain:
             self._refuse(names, which)
@@ -294,15 +345,18 @@ class OutputCheck:
         if names:
             verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
             raise OutputMismatch(
-                f"{self._what(names, which, _TO_DELETE)} Their documents may be in the output twice. Delete these "
-                f"files, or move them elsewhere ({verify} names all of them), and run the same command again: it has "
-                "nothing else left to do for what is complete."
+                f"{self._what(names, which, _TO_DELETE)} {stray_advice(len(names))} ({verify} names all of them), and "
+                "run the same command again: it has nothing else left to do for what is complete."
             )
 
     def _warn(self, names: list[str], which: str) -> None:
         if names:
-            what = self._what(names, which)
-            logger.warning(f"{what} If they are not another run's, delete them: their documents may be there twice.")
+            logger.warning(f"{self._what(names, which)} {stray_advice(len(names))}.")
+
+    def unfinished_files(self, commits: RankCommits, found: FoundFiles) -> list[str]:
+        """The files of chunks that were published, and not committed before a kill."""
+        names = sorted({name for _, name in found.by_rank[commits.rank]} - commits.names)
+        return [name for name in names if self._may_be_committed(commits, name)]
 
     def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
         match = self._ours.fullmatch(name)

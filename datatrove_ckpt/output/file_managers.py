@@ -69,6 +69,13 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
         """Drops the files that were not closed, without completing them."""
         _abandon_all(self)
 
+    def discard(self) -> None:
+        """Removes all files, to begin again."""
+        self.abandon()
+        for found in (self.finished, self.sizes, self.hashes):
+            found.clear()
+        files.disk.remove_tree(self._folder)
+
 
 class RemoteFiles(OutputFileManager):  # type: ignore[misc]
     """Writes files to a remote file system. A file appears when it is closed, and not if it is abandoned."""
@@ -145,6 +152,18 @@ class _RemoteStream(_OutputStream):
                 self._raw.discard()
             self._raw.closed = True  # closing it would publish it
         super().abandon()
+        self._remove_copy()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._remove_copy()
+
+    def _remove_copy(self) -> None:
+        """The hub's file system writes to a copy in the temporary folder, and keeps it after an error."""
+        if (copy := getattr(self._raw, "temp_file", None)) is not None:
+            Path(copy.name).unlink(missing_ok=True)
 
 
 def _compressed(file: io.BufferedIOBase, filename: str, compression: str | None) -> io.BufferedIOBase:

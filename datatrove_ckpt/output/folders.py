@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -17,19 +18,21 @@ from fsspec.utils import glob_translate
 
 from datatrove_ckpt.checkpoint.layout import RETRIES
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.output.hub import MAIN, HubFolder
+from datatrove_ckpt.output.hub_access import is_missing_repository
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.remote_errors import file_system_call
 
 _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
 
 
-def check_output_folder(writer: DiskWriter, checkpoints: str) -> None:
+def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
     """Refuses, when a runner is constructed, output among the files of its checkpoint.
 
     Raises:
         ConfigError: the output folder is the checkpoint's, or one that belongs to the checkpoint.
     """
-    below = _below(get_datafolder(checkpoints), writer.output_folder)
+    below = None if checkpoints is None else _below(get_datafolder(checkpoints), writer.output_folder)
     if below is not None and (not below or _OURS.fullmatch(below)):
         raise ConfigError(
             f"output_writer: output_folder {_path(writer.output_folder)!r} is in checkpoints_local_dir "
@@ -45,15 +48,8 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
     """
     writers = list(_writers(pipeline))
     for index, step in enumerate(pipeline):
-        if isinstance(step, BaseDiskReader) and not getattr(step, "paths_file", None):
-            for place, writer in writers:
-                if _reads(step, writer):
-                    raise ConfigError(
-                        f"{place}: {_path(writer.output_folder)!r} is inside the folder that pipeline[{index}] "
-                        f"{type(step).__name__} reads, {_path(step.data_folder)!r}, so the next start would take this "
-                        "output for input. Choose another output_folder, or a glob_pattern that leaves out "
-                        f"{_sample(writer)}."
-                    )
+        for place, writer in writers:
+            _refuse_own(step, f"pipeline[{index}] ", writer, place)
     for (place, writer), (other_place, other) in combinations(writers, 2):
         if _path(writer.output_folder) == _path(other.output_folder) and _sample(writer) == _sample(other):
             raise ConfigError(
@@ -61,6 +57,25 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
                 "example. Choose another output_folder or output_filename for one of them."
             )
     _check_checkpoints(pipeline)
+
+
+def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
+    """Refuses, when a rank starts, output that a step before the runner would read as input at the next start.
+
+    Raises:
+        ConfigError: naming both folders.
+    """
+    for step in steps:
+        _refuse_own(step, "", writer, "output_writer")
+
+
+def _refuse_own(step: object, index: str, writer: DiskWriter, place: str) -> None:
+    if isinstance(step, BaseDiskReader) and not getattr(step, "paths_file", None) and _reads(step, writer):
+        raise ConfigError(
+            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {index}{type(step).__name__} reads, "
+            f"{_path(step.data_folder)!r}, so the next start would take this output for input. Choose another "
+            f"output_folder, or a glob_pattern that leaves out {_sample(writer)}."
+        )
 
 
 def _check_checkpoints(pipeline: Sequence[PipelineStep]) -> None:
@@ -120,6 +135,8 @@ def _below(folder: DataFolder, other: DataFolder) -> str | None:
 
 def _path(folder: DataFolder) -> str:
     path = str(folder.resolve_paths(""))
+    if (hub := HubFolder.of(folder)) is not None:
+        return (replace(hub, revision=None) if hub.branch in (MAIN, f"refs/heads/{MAIN}") else hub).url
     return str(Path(path).resolve()) if folder.is_local() else path.rstrip("/")
 
 
@@ -131,8 +148,9 @@ def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
         return one != two and one.is_dir()
     if other.resolve_paths("") == folder.resolve_paths(""):
         return False
+    hub = HubFolder.of(other)
     try:
         with file_system_call():
-            return bool(other.exists(""))
-    except OSError:
-        return True  # nothing shows that it is gone
+            return bool(other.exists("") if hub is None else hub.files())
+    except OSError as error:
+        return hub is None or not is_missing_repository(error)  # nothing shows that it is gone

@@ -1,7 +1,8 @@
 """Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
 
 Locally only the folders are read in which a file of the template may be. On object stores that can list by prefix
-(s3fs, gcsfs, adlfs), only the names of one rank are listed, 1000 per request.
+(s3fs, gcsfs, adlfs), only the names of one rank are listed, 1000 per request. The hub is asked afresh each time, for
+the folder that all names of the template have in common.
 """
 
 from __future__ import annotations
@@ -9,29 +10,48 @@ from __future__ import annotations
 import inspect
 import os
 import posixpath
+import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
+from datatrove_ckpt.output.hub import HubFile, HubFolder
+from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
 
-def list_output(writer: DiskWriter, committed: Collection[str], rank: int | None = None) -> dict[str, int | None]:
-    """Returns the size in bytes of each file by its path, as ``plain`` gives it; None: the store tells no size.
+class Listing(NamedTuple):
+    """Files by their paths, as ``plain`` gives them.
+
+    Attributes:
+        sizes: in bytes; None: the store tells no size.
+        hub_files: what the hub tells of the same files; empty elsewhere.
+    """
+
+    sizes: dict[str, int | None]
+    hub_files: dict[str, HubFile]
+
+
+def list_output(
+    writer: DiskWriter, committed: Collection[str], rank: int | None = None, others: bool = True
+) -> Listing:
+    """Lists an output folder.
 
     It finds every file that exists among ``committed``, and every other one that the template may have named. It may
     find more.
 
     Args:
         rank: only look for other files of this rank.
+        others: look for other files at all. Without them the hub needs one request for 500 names.
 
     Raises:
         OSError: the folder cannot be read. One that does not exist holds no files.
@@ -40,18 +60,28 @@ def list_output(writer: DiskWriter, committed: Collection[str], rank: int | None
     head, everywhere = _head(writer.output_filename, rank)
     if folder.is_local():
         root = Path(folder.resolve_paths(""))
-        found: dict[str, int | None] = dict(_scan(root, posixpath.dirname(head), everywhere))
-        return found | dict(_look_at(root, [name for name in committed if plain(name) not in found]))
+        found: dict[str, int | None] = dict(_scan(root, head, everywhere))
+        found |= _look_at(root, [name for name in committed if plain(name) not in found])
+        return Listing(found, {})
+    if (hub := HubFolder.of(folder)) is not None:
+        try:
+            with file_system_call():
+                files = _list_hub(hub, posixpath.dirname(head) if others else None, committed)
+            return Listing({name: file.size for name, file in files.items()}, files)
+        except OSError as error:
+            if committed or private_if_made(writer) is None or not is_missing_repository(error):
+                raise
+            return Listing({}, {})  # a run makes it
     try:
         with file_system_call():
-            return _list_remote(folder, head, writer.max_file_size > 0, committed)
+            return Listing(_list_remote(folder, head, writer.max_file_size > 0, committed), {})
     except PermissionError as error:
         logger.warning(
             f"{folder.resolve_paths('')} may not be listed ({failure_text(error)}), so its committed files are looked "
             "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
         )
         with file_system_call():
-            return dict(_look_up(folder, committed))
+            return Listing(dict(_look_up(folder, committed)), {})
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
@@ -66,12 +96,20 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
     return head, "/" in rest or bool(fields_of_documents(template))
 
 
-def _scan(root: Path, base: str, everywhere: bool) -> Iterator[tuple[str, int]]:
+def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, int]]:
+    """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
+
+    Only these are looked at: a folder that all ranks share may hold a million files, and to look at one may take a
+    request to a file server.
+    """
+    base, start = posixpath.split(head)
+    may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match
     waiting = [base]
     while waiting:
         name = waiting.pop()
         try:
-            entries = list(os.scandir(root / name))
+            with os.scandir(root / name) as found:  # a million entries take 200 MB
+                entries = [entry for entry in found if name != base or may_be_ours(entry.name)]
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
@@ -103,6 +141,14 @@ def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Itera
     if any(plain(name) not in found and not plain(name).startswith(head) for name in committed):
         found |= _find(folder, "", numbered=False)
     return found
+
+
+def _list_hub(hub: HubFolder, base: str | None, committed: Iterable[str]) -> dict[str, HubFile]:
+    """Lists the part of the folder where files of the template may be, and looks up committed files elsewhere."""
+    listed = {} if base is None else hub.below(base).files()
+    found = {posixpath.join(base or "", name): file for name, file in listed.items()}
+    others = [name for name in map(plain, committed) if name not in found]
+    return found | hub.look_up(others)
 
 
 def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:

@@ -18,6 +18,7 @@ from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.adapter import use_shallow_adapter
+from datatrove_ckpt.output.column_types import infers_schema, trial_schema
 
 
 class _InMemory:
@@ -56,7 +57,10 @@ class Trial:
             files = self._writer.output_mg
             writer = copy.deepcopy(self._writer, {id(files): _InMemory(files.mode)})
             use_shallow_adapter(writer)
-            writer.write(decode(data), rank=self._rank, chunk_index="00000")
+            document = decode(data)
+            if infers_schema(writer):
+                writer.schema = trial_schema(writer, document)
+            writer.write(document, rank=self._rank, chunk_index="00000")
             if type(writer) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
                 writer.close()
         except Exception as error:

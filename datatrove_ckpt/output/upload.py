@@ -19,10 +19,8 @@ stores it cannot.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,11 +30,10 @@ from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
-from datatrove_ckpt.checkpoint.publishing import Stopping
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.remote_errors import (
     failure_text,
-    file_system_call,
     http_status,
     is_permanent,
     lacks_credentials,
@@ -73,7 +70,7 @@ class RemoteFolder:
         self._url = folder.resolve_paths("")
         self._probe = probe
         self._uploader = _S3Uploader(folder) if hasattr(folder.fs, "call_s3") else _Uploader(folder)
-        self._stopped: Future[Any] = Future()  # Any, so that it can be waited for together with a result of any type
+        self._calls = StoppableCalls()
 
     def prepare(self, interrupted: Iterable[str] | None) -> None:
         """Checks that files can be written, and aborts the uploads that earlier processes left open.
@@ -118,8 +115,7 @@ class RemoteFolder:
 
     def stop(self) -> None:
         """Ends all waiting in ``upload``, from now on. A request under way ends by itself, or with the process."""
-        if not self._stopped.done():
-            self._stopped.set_result(None)
+        self._calls.stop()
 
     def _abort_open_uploads(self, names: set[str]) -> int:
         """Returns how many uploads of these names were open."""
@@ -154,7 +150,7 @@ class RemoteFolder:
         deadline, failures = None, 0
         while True:
             try:
-                return self._run_until_stopped(call)
+                return self._calls.run(call)
             except OSError as error:
                 now = time.monotonic()
                 deadline = deadline or now + RETRY_SECONDS
@@ -163,30 +159,7 @@ class RemoteFolder:
                 failures += 1
                 delay = backoff_seconds(failures, _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS, jitter=0.5)
                 logger.warning(f"{what}: {failure_text(error)}. Trying again, for {deadline - now:.0f} s at most.")
-            wait([self._stopped], timeout=min(delay, deadline - now))
-
-    def _run_until_stopped(self, call: Callable[[], T]) -> T:
-        """Calls in a thread that can be left behind: a file system cannot be told to give up an upload of minutes.
-
-        Raises:
-            Stopping: ``stop`` was called before the call returned.
-        """
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                with file_system_call():
-                    found = call()
-                result.set_result(found)
-            except BaseException as error:
-                result.set_exception(error)
-
-        if not self._stopped.done():
-            threading.Thread(target=run, name="datatrove-ckpt upload", daemon=True).start()
-            wait([result, self._stopped], return_when=FIRST_COMPLETED)
-        if not result.done():
-            raise Stopping
-        return result.result()
+            self._calls.sleep(min(delay, deadline - now))
 
 
 class _Uploader:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.job_check import check_job, check_step_order, checkpoints_here
+from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
+from datatrove_ckpt.output.committed import committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
+from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, note_steps, waits
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
 from datatrove_ckpt.runner import InferenceRunner
@@ -26,6 +31,7 @@ def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
     Raises:
         ConfigError: a folder that is a file, input that is not there, or a requirement that is missing on this machine.
         CheckpointMismatch: checkpoints, markers or the input of finished ranks are those of another run.
+        OutputFailed: the output's repository on the hub cannot be written to.
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
     """
@@ -35,19 +41,42 @@ def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
     check_launch(executor)
     check_job(executor)
     check_inputs_unchanged(executor)
+    check_hub(executor)
     check_output(executor, before=True)
     note_steps(executor)
+    _mirror_finished_ranks(executor)
 
 
-def check_after_run(executor: Any) -> None:
+def _mirror_finished_ranks(executor: Any) -> None:
+    """What no rank will upload itself, because datatrove does not start it again."""
+    for step in executor.pipeline:
+        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
+            root = checkpoints_here(executor, step)
+            if root is not None and root.is_dir():
+                mirror_finished_ranks(step, root)
+
+
+class Checked(NamedTuple):
+    """What was compared and is as it should be.
+
+    Attributes:
+        files: output files, with their commits; None: the checkpoints are on other nodes.
+        inputs: input files of finished ranks, with what these have read.
+    """
+
+    files: int | None
+    inputs: int
+
+
+def check_after_run(executor: Any) -> Checked:
     """What exit code 0 promises. Another run on the same folders may have finished ranks since ``check_before_run``.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
     """
     check_job(executor, dry_run=True)
-    check_inputs_unchanged(executor)
-    check_output(executor, before=False)
+    inputs = check_inputs_unchanged(executor)
+    return Checked(check_output(executor, before=False), inputs)
 
 
 def check_steps(executor: Any) -> None:
@@ -112,26 +141,55 @@ def check_inputs(executor: Any) -> None:
         check_codecs(place, step, names)
 
 
-def check_output(executor: Any, before: bool) -> None:
+def check_hub(executor: Any) -> None:
+    """Asks the hub whether tasks that will run may write to their output folders, and has missing repositories made.
+
+    Raises:
+        OutputFailed: see ``check_access``.
+    """
+    for step in executor.pipeline:
+        if not isinstance(step, InferenceRunner) or (hub := hub_folder_of(step.output_writer)) is None:
+            continue
+        if step.retry_dead_letters or executor.get_incomplete_ranks():
+            check_access(hub, private_if_made(step.output_writer), committed=committed_here(executor, step))
+
+
+def committed_here(executor: Any, step: InferenceRunner) -> Callable[[], int] | None:
+    """Counts the output files that a step's checkpoints on this machine name; None if it has none here."""
+    if step.checkpoints_local_dir is None or (root := checkpoints_here(executor, step)) is None:
+        return None
+    return partial(committed_files, step.output_writer, root)
+
+
+def check_output(
+    executor: Any, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
+) -> int | None:
     """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
+
+    Returns the number of files; None if no checkpoint can be seen here.
 
     Args:
         before: ranks that have no checkpoint will start.
+        without: indices of steps in the pipeline whose output is not looked at.
+        patience_seconds: see ``check_output_of_run``.
 
     Raises:
         CkptError: see ``check_output_of_run``.
     """
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
+    files: int | None = None
+    for index, step in enumerate(executor.pipeline):
+        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None and index not in without:
             if (root := checkpoints_here(executor, step)) is None:
                 continue  # what the output is compared with is on other nodes
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
             here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
             first = getattr(executor, "local_rank_offset", 0)
-            check_output_of_run(
+            files = (files or 0) + check_output_of_run(
                 step.output_writer,
                 root,
                 executor.logging_dir.resolve_paths(""),
                 executor.world_size,
                 first_starts=range(first, first + executor.local_tasks) if here else (),
+                patience_seconds=patience_seconds,
             )
+    return files

@@ -5,6 +5,7 @@ The checks change nothing; ``cli/preflight_commands.py`` prints them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,37 @@ from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.generation.document_limit import most_documents
+from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.inference.servers.pool import check_servers
-from datatrove_ckpt.preflight.before_run import check_steps
-from datatrove_ckpt.preflight.checks import PreflightCheck, check_checkpoints, check_local_output, check_remote
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
+from datatrove_ckpt.preflight.before_run import check_steps, committed_here
+from datatrove_ckpt.preflight.checks import PreflightCheck, check_checkpoints, check_local_output, check_remote, within
+from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
 from datatrove_ckpt.preflight.input_checks import Sample, check_input
 from datatrove_ckpt.preflight.inputs import waits
 from datatrove_ckpt.preflight.job_checks import check_earlier_runs, check_endpoints, check_open_files
+from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.shares import check_workers, workers_of
 from datatrove_ckpt.preflight.space import Needs, answer_bytes, check_space, estimate
 from datatrove_ckpt.runner import InferenceRunner
 
 
-def examine(executor: Any) -> list[PreflightCheck]:
-    """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
+def examine(executor: Any, documents_per_second: float | None = None) -> list[PreflightCheck]:
+    """Runs all checks for everything that the executor and its steps name. A check that fails is a problem.
+
+    Args:
+        documents_per_second: of one task, for the room that it needs while the hub refuses commits.
+    """
     checks = _guarded("pipeline", lambda: _check_steps(executor))
     checks += _guarded("logging_dir", lambda: [check_remote("logging_dir", executor.logging_dir)])
     sample = Sample()
+    unreachable = []
     several = sum(isinstance(step, InferenceRunner) for step in executor.pipeline) > 1
     for index, step in enumerate(executor.pipeline):
         place = f"pipeline[{index}] " if several else ""
@@ -43,9 +55,12 @@ def examine(executor: Any) -> list[PreflightCheck]:
             checks += found
             sample = sample if sample.number else first
         if isinstance(step, InferenceRunner):
-            checks += _check_runner(place, step, sample, executor, index)
+            found = _check_runner(place, step, sample, executor, index)
+            unreachable += [index] if _is_unreachable(f"{place}output", found) else []
+            checks += found
+            checks += _check_hub(place, step, sample, executor, documents_per_second)
     checks += _guarded("job", lambda: check_workers("job", executor))
-    return [*checks, *_guarded("job", lambda: check_earlier_runs(executor))]
+    return [*checks, *_guarded("job", lambda: check_earlier_runs(executor, unreachable))]
 
 
 def _guarded(subject: str, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
@@ -57,6 +72,10 @@ def _guarded(subject: str, check: Callable[[], list[PreflightCheck]]) -> list[Pr
         return [PreflightCheck("problem", subject, "checked", f"this could not be checked: {error_text(error)}.")]
 
 
+def _is_unreachable(subject: str, checks: list[PreflightCheck]) -> bool:
+    return any((check.state, check.subject, check.what) == ("problem", subject, "reachable") for check in checks)
+
+
 def _check_steps(executor: Any) -> list[PreflightCheck]:
     check_steps(executor)
     return []
@@ -65,14 +84,16 @@ def _check_steps(executor: Any) -> list[PreflightCheck]:
 def _check_runner(place: str, step: InferenceRunner, sample: Sample, executor: Any, index: int) -> list[PreflightCheck]:
     server, checkpoints, output = f"{place}server", f"{place}checkpoints", f"{place}output"
     checks = _guarded(server, lambda: _check_server(server, step.config))
-    moves, ranks = not isinstance(executor, LocalPipelineExecutor), workers_of(executor)
+    ranks, moves = workers_of(executor), _moves(executor)
     checks += _guarded(checkpoints, lambda: _check_checkpoints(checkpoints, step, sample, ranks, moves))
-    checks += _guarded(output, lambda: _check_output(output, step, sample, ranks, moves))
+    checks += _guarded(output, lambda: _check_output(output, step, sample, ranks, executor))
     if step.output_writer.output_folder.is_local() and sample.documents:
         checks += _guarded(output, lambda: [_check_space(output, step, sample, executor, index)])
-    remote = step.checkpoints_remote_dir
+    remote, monitoring = step.checkpoints_remote_dir, step.monitoring
     if remote is not None:
         checks += _guarded(f"{place}mirror", lambda: [_check_mirror(f"{place}mirror", remote)])
+    if monitoring.wants_metrics or monitoring.wants_tracking:
+        checks += _guarded(f"{place}monitoring", lambda: [_check_monitoring(f"{place}monitoring", monitoring)])
     return checks
 
 
@@ -107,13 +128,57 @@ def _check_checkpoints(
     return check_checkpoints(subject, folder, step.sync_seconds, need, step.checkpoints_remote_dir is not None, moves)
 
 
-def _check_output(subject: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool) -> list[PreflightCheck]:
+def _check_output(
+    subject: str, step: InferenceRunner, sample: Sample, ranks: int, executor: Any
+) -> list[PreflightCheck]:
     output = step.output_writer.output_folder
+    if (hub := hub_folder_of(step.output_writer)) is not None:
+        return [_check_access(subject, step, hub, executor)]
     if not output.is_local():
         return [check_remote(subject, output)]
     folder = Path(output.resolve_paths("")).absolute()
     template = step.output_writer.output_filename.template
-    return check_local_output(subject, folder, template, _needs(step, sample, ranks).output, moves)
+    return check_local_output(subject, folder, template, _needs(step, sample, ranks).output, _moves(executor))
+
+
+def _moves(executor: Any) -> bool:
+    """Whether a task may restart on another node."""
+    return not isinstance(executor, LocalPipelineExecutor)
+
+
+def _check_hub(
+    place: str, step: InferenceRunner, sample: Sample, executor: Any, documents_per_second: float | None
+) -> list[PreflightCheck]:
+    """What the hub's rules mean for a job whose output is there."""
+    if (hub := hub_folder_of(step.output_writer)) is None:
+        return []
+    checkpoints, output, ranks = f"{place}checkpoints", f"{place}output", workers_of(executor)
+    checks = []
+    if not hub.is_bucket:
+        checks.append(check_commits(output, ranks, executor.world_size, step.hub_pace))
+    if sample.documents:
+        tasks, records = executor.world_size, step.records_per_chunk
+        chunks = tasks * math.ceil(sample.documents / tasks / records)
+        checks.append(check_files(output, step.output_writer, chunks, tasks, records))
+    if step.checkpoints_local_dir is not None:
+        given = documents_per_second
+
+        def refusals() -> list[PreflightCheck]:
+            rate = observed_rate(executor.logging_dir) if given is None else Rate(given, "as given")
+            folder = step.checkpoints_root
+            return [check_refusals(checkpoints, folder, sample, answer_bytes(step), ranks, rate)]
+
+        checks += _guarded(checkpoints, refusals)
+    return checks
+
+
+def _check_access(subject: str, step: InferenceRunner, hub: HubFolder, executor: Any) -> PreflightCheck:
+    private, committed = private_if_made(step.output_writer), committed_here(executor, step)
+    try:
+        found = within(REMOTE_SECONDS, lambda: check_access(hub, private, only_look=True, committed=committed), hub.url)
+    except CkptError as error:
+        return PreflightCheck("problem", subject, "reachable", str(error))
+    return PreflightCheck("ok", subject, "reachable", found)
 
 
 def _check_space(subject: str, step: InferenceRunner, sample: Sample, executor: Any, index: int) -> PreflightCheck:
@@ -130,6 +195,16 @@ def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
     except (ImportError, ValueError, OSError) as error:  # no such protocol, or its library is not installed
         return PreflightCheck("problem", subject, "reachable", f"checkpoints_remote_dir: {remote}: {error}")
     return check_remote(subject, folder, deletes=True)
+
+
+def _check_monitoring(subject: str, config: MonitoringConfig) -> PreflightCheck:
+    check_monitoring(config)
+    if config.metrics_file is not None:
+        folder = expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0")).parent
+        if not folder.is_dir():
+            text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
+            return PreflightCheck("warning", subject, "ready", text)
+    return PreflightCheck("ok", subject, "ready", "everything that it needs is installed here.")
 
 
 def check_server(subject: str, config: Any) -> PreflightCheck:

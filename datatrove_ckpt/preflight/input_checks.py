@@ -12,13 +12,15 @@ from typing import Any
 
 from datatrove.pipeline.readers.base import BaseDiskReader
 
-from datatrove_ckpt.documents import encode
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import byte_size, error_text, plural
+from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.preflight.checks import PreflightCheck, within
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
 from datatrove_ckpt.preflight.requirements import check_codecs
 from datatrove_ckpt.preflight.shares import COMPRESSED, check_shares, grown
+from datatrove_ckpt.readers import HuggingFaceDatasetReader
+from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
 from datatrove_ckpt.readers.no_documents import FirstRow, NoDocument, explain, first_row
 from datatrove_ckpt.readers.sampling import list_input
 
@@ -72,11 +74,15 @@ def check_input(
         text = "is not read: only readers of files are tested."
         return [PreflightCheck("ok", subject, "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
+    is_dataset, whole = isinstance(reader, HuggingFaceDatasetReader), reader
+    if is_dataset:
+        reader = reader.preview()
     try:
         names, sizes = within(REMOTE_SECONDS, lambda: _list(reader), where)
         check_codecs(where, reader, names)
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names, sizes), where)
-        _refuse_tasks_without_documents(sample, len(names), tasks)
+        if not is_dataset:
+            _refuse_tasks_without_documents(sample, len(names), tasks)
     except (RemoteFailed, CkptError) as error:
         return [PreflightCheck("problem", subject, "readable", str(error))], Sample()
     except Exception as error:  # whatever a reader, an adapter or a file system raises
@@ -92,8 +98,12 @@ def check_input(
     text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
     # With a limit, a task reads as many documents of a large file as of a small one.
     known = sizes if len(sizes) == len(names) and reader.limit < 0 else None
-    checks = [PreflightCheck("ok", subject, "readable", text), check_shares(subject, names, known, tasks, workers)]
-    return [*checks, *_name_refused(subject, names, sample)], sample
+    if is_dataset and whole.shares_rows(len(names)):
+        equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
+        shares = PreflightCheck("ok", subject, "shares", equal)
+    else:
+        shares = check_shares(subject, names, known, tasks, workers)
+    return [PreflightCheck("ok", subject, "readable", text), shares, *_name_refused(subject, names, sample)], sample
 
 
 def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
@@ -115,10 +125,14 @@ def _name_refused(subject: str, names: list[str], sample: Sample) -> list[Prefli
 
 def _list(reader: Any) -> tuple[list[str], list[int]]:
     """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
-    if not reader.paths_file and not reader.data_folder.isdir(""):
-        raise ConfigError(f"{reader.data_folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
+    folder = reader.data_folder
+    is_listed = not reader.paths_file and not isinstance(reader, HuggingFaceDatasetReader)
+    if is_listed and not is_on_hub(folder) and not folder.isdir(""):
+        raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
     inputs = list_input(reader)
     names = list(inputs.names)
+    if is_listed and is_on_hub(folder) and not names:
+        raise no_files(folder)
     measured = range(min(len(names), _MEASURED_FILES) if reader.paths_file else len(names))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sizes") as threads:
         return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
@@ -161,7 +175,7 @@ def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: d
 
 
 def _take(sizes: list[int], document: Any, deadline: float) -> bool:
-    sizes.append(len(encode(document)))
+    sizes.append(len(as_read(document).data))
     return len(sizes) < _SAMPLE_DOCUMENTS and time.monotonic() <= deadline
 
 

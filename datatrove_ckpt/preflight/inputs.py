@@ -17,12 +17,17 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import checkpoints_here
-from datatrove_ckpt.readers.inputs import shuffled_names
+from datatrove_ckpt.generation.rank_share import read_shares
+from datatrove_ckpt.readers import HuggingFaceDatasetReader
+from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
+from datatrove_ckpt.readers.positions import Reading
+from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.shares import Shares
 from datatrove_ckpt.readers.steps import describe_pipeline, describe_step, differences
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -51,16 +56,20 @@ def note_steps(executor: Any) -> None:
             before.append(step)
 
 
-def check_inputs_unchanged(executor: Any) -> None:
+def check_inputs_unchanged(executor: Any) -> int:
     """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
 
+    Returns the number of files that were compared.
+
     Says nothing of ranks that an earlier release finished, of ranks of a run with another number of tasks, and of
-    sources that are no files. A retry of dead letters does not need the input, so that may be gone as a whole.
+    sources that are no files. A retry of dead letters does not need the input: it may be gone as a whole, and a
+    dataset is not opened.
 
     Raises:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a step before the runner.
         OSError: the input cannot be listed.
     """
+    compared = 0
     before: list[Any] = []  # since the last runner, which passes no documents on
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
@@ -73,14 +82,21 @@ def check_inputs_unchanged(executor: Any) -> None:
             records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
             skip = step.retry_dead_letters or executor.skip_completed  # a retry does not read the input
             resuming = set(executor.get_incomplete_ranks(skip_completed=skip)) if records else set()
-            for number, reader in enumerate(readers):
-                if records and step.retry_dead_letters and not list_input(reader).names:
-                    logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
-                    continue
-                _check_reader(executor, reader, {rank: record.readers[number] for rank, record in records}, resuming)
+            root = checkpoints_here(executor, step) if records else None
+            shares = read_shares(root) if root else None
+            with Reading(revisions=Revisions(root) if root else None):  # a dataset is listed as the ranks read it
+                for number, reader in enumerate(readers):
+                    if step.retry_dead_letters and isinstance(reader, HuggingFaceDatasetReader):
+                        continue  # a listing would open the dataset
+                    if records and step.retry_dead_letters and _is_gone(reader):
+                        logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
+                        continue
+                    read = {rank: record.readers[number] for rank, record in records}
+                    compared += _check_reader(executor, reader, read, resuming, shares)
             before = []
         else:
             before.append(step)
+    return compared
 
 
 def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecord]]:
@@ -131,10 +147,19 @@ class _Changes:
     options: dict[str, str] = field(default_factory=dict)
 
 
-def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]) -> None:
+def _check_reader(
+    executor: Any,
+    reader: BaseDiskReader,
+    records: dict[int, ReaderRecord],
+    resuming: set[int],
+    shares: Shares | None = None,
+) -> int:
+    """Returns the number of files that were compared."""
     if not records:
-        return
-    inputs = list_input(reader)
+        return 0
+    inputs = _list(reader, records)
+    if shares is not None:
+        shares.of(0).check_input(inputs.names)
     then = {file.name: file for record in records.values() for file in record.files}
     now = {file.name: file for file in sample_files(inputs, [i for i, name in enumerate(inputs.names) if name in then])}
     changes = _Changes()
@@ -147,7 +172,10 @@ def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, Read
     for rank, record in records.items():
         if rank in resuming:
             continue
-        names = inputs.names[rank :: executor.world_size]
+        if shares is None:
+            names = inputs.of_rank(rank, executor.world_size).names
+        else:
+            names = [file.name for file in record.files]
         seed = getattr(reader, "shuffle_seed", None)
         _compare(rank, record, names if seed is None else shuffled_names(names, seed), options_of(reader), changes)
     if changes.ranks:
@@ -159,6 +187,35 @@ def _check_reader(executor: Any, reader: BaseDiskReader, records: dict[int, Read
             f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the time of the last "
             "change is another, size and samples of the content are the same. They are taken as unchanged."
         )
+    return len(then)
+
+
+def _is_gone(reader: BaseDiskReader) -> bool:
+    try:
+        return not _list(reader, {}).names
+    except (FileNotFoundError, InputError):  # such as a repository on the hub
+        return True
+
+
+def _list(reader: BaseDiskReader, records: dict[int, ReaderRecord]) -> Inputs:
+    """The input as it is now. Of a dataset that would be downloaded, its name stands for it, and its commit is kept."""
+    if isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole:
+        return _Unchanged(next((record.files for record in records.values()), [FileRecord(reader.dataset, 0, "", 0.0)]))
+    return list_input(reader)
+
+
+class _Unchanged(Inputs):
+    """The files of a record, for an input that is not listed."""
+
+    def __init__(self, files: Sequence[FileRecord]) -> None:
+        super().__init__(None, [file.name for file in files], {i: {"size": f.size} for i, f in enumerate(files)})
+        self._files = files
+
+    def sample(self, index: int) -> str:
+        return self._files[index].sample
+
+    def of_rank(self, rank: int, world_size: int) -> Inputs:
+        return self
 
 
 def _difference(then: FileRecord, now: FileRecord) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 
 _SHOWN_MODELS = 5
+_PATIENCE_SECONDS = 10.0
 
 
 def check_endpoints(subject: str, config: Any) -> list[PreflightCheck]:
@@ -35,12 +36,12 @@ def _check_answer(subject: str, answer: EndpointAnswer, model: str, silent: Stat
         text = f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
         return PreflightCheck("problem", subject, "endpoint", text)
     if answer.cause:
-        text = f"{answer.url}: {answer.cause}. Start the server, or correct endpoint_url (without /v1)."
+        text = f"{answer.url}: {answer.cause}. Start the server, or correct endpoint_url."
         return PreflightCheck(silent, subject, "endpoint", text)
     if answer.models is None:
         text = (
-            f"{answer.url} answers, and does not list its models. Some gateways have no /v1/models: then all is well. "
-            "Otherwise correct endpoint_url (without /v1)."
+            f"{answer.url} answers, and does not list its models. Some gateways have no such list: then all is well. "
+            "Otherwise correct endpoint_url."
         )
         return PreflightCheck("warning", subject, "endpoint", text)
     if model in answer.models:
@@ -60,21 +61,26 @@ def check_open_files(subject: str, config: Any) -> PreflightCheck:
     return PreflightCheck("ok", subject, "open files", text)
 
 
-def check_earlier_runs(executor: Any) -> list[PreflightCheck]:
-    """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing."""
+def check_earlier_runs(executor: Any, unreachable: Collection[int] = ()) -> list[PreflightCheck]:
+    """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing.
+
+    Args:
+        unreachable: indices of steps whose output folder cannot be reached, which is reported already.
+    """
+    output = partial(check_output, executor, True, unreachable, _PATIENCE_SECONDS)
     return [
         *_compared("job", "earlier runs", partial(check_job, executor, dry_run=True)),
         *_compared("input", "of finished tasks", partial(check_inputs_unchanged, executor)),
-        *_compared("output", "of earlier runs", partial(check_output, executor, before=True)),
+        *_compared("output", "of earlier runs", output),
     ]
 
 
-def _compared(subject: str, what: str, check: Callable[[], list[str] | None]) -> list[PreflightCheck]:
+def _compared(subject: str, what: str, check: Callable[[], list[str] | int | None]) -> list[PreflightCheck]:
     try:
-        found = within(REMOTE_SECONDS, check, subject) or []
+        found = within(REMOTE_SECONDS, check, subject)
     except (CkptError, OSError) as error:
         return [PreflightCheck("problem", subject, what, str(error))]
-    if not found:
+    if not found or isinstance(found, int):
         return [PreflightCheck("ok", subject, what, "nothing differs.")]
     more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
     return [PreflightCheck("warning", subject, what, f"{found[0]} A run removes the marker and runs the task.{more}")]

@@ -11,6 +11,7 @@ from typing import Any
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.inference.servers.pool import check_servers
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.runner import InferenceRunner
@@ -40,5 +41,6 @@ def check_launch(executor: Any) -> None:
         if isinstance(step, InferenceRunner):
             try:
                 check_servers(step.config)
+                check_monitoring(step.monitoring)
             except (ConfigError, ServerStartFailed) as error:
                 raise ConfigError(f"pipeline[{index}] InferenceRunner: {error}") from error

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar, TypeVarTuple
 
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.forks import end_fork
 
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
@@ -58,6 +59,20 @@ def run(main: Awaitable[_Result]) -> _Result:
         raise
     _close(runner, [])
     return result
+
+
+def refuse_nested(what: str) -> None:
+    """``what`` runs an event loop, and this thread has one that runs already, as in a notebook.
+
+    Raises:
+        ConfigError: it says what to call instead.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise ConfigError(
+            f"{what} was called inside a running event loop (a notebook, or an async function), where it cannot run "
+            "another one: call `await runner.run_async(documents, rank, world_size)` there, with the InferenceRunner "
+            "and what its reader yields, or start the pipeline from a script."
+        )
 
 
 def _beat(loop: asyncio.AbstractEventLoop) -> None:

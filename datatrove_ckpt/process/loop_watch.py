@@ -27,6 +27,7 @@ from loguru import logger
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.manager_watch import end_managers
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.terminal import remove_bars
 
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
@@ -103,6 +104,7 @@ class LoopWatch:
         thread.start()
         thread.join(_SAVE)
         end_managers()
+        remove_bars()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()

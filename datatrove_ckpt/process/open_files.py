@@ -80,6 +80,15 @@ def raise_limit(requests: int, servers: int) -> None:
         raise ConfigError(too_low(requests, needed, allowed))
 
 
+def allow_open_files(number: int) -> None:
+    """Raises the soft limit so that so many more files can be open at once, as far as the hard limit lets it."""
+    soft, hard = limits()
+    wanted = min(_open_now() + number + _FILES + _SPARE, hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 def too_low(requests: int, needed: int, allowed: int) -> str:
     """The message for a limit below the need."""
     fitting = allowed - (needed - requests)

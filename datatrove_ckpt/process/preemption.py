@@ -35,6 +35,7 @@ from typing import Self
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.loop_watch import LoopWatch
 from datatrove_ckpt.process.parent_watch import is_pool_worker
 from datatrove_ckpt.process.reraise import raise_again
@@ -106,6 +107,8 @@ class Preemption:
     # set the handlers, restore them, raise again ------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if (host := host_loop()) is not None:
+            host.attach(self.shutdown)
         if threading.current_thread() is not threading.main_thread():
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
             return self
@@ -173,6 +176,9 @@ class Preemption:
         Args:
             save: returns when everything that was handed over is on the disk.
         """
+        if host_loop() is not None:  # the loop and the process are not ours to end
+            yield
+            return
         watch = LoopWatch(self.shutdown, save, self._hand_on)
         with self.shutdown.calling(watch.start):
             try:

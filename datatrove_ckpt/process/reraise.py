@@ -29,6 +29,7 @@ from datatrove_ckpt.process.manager_watch import end_managers, managers_gone
 from datatrove_ckpt.process.parent_watch import is_pool_worker
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted
+from datatrove_ckpt.process.terminal import remove_bars
 
 _DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
 # For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.
@@ -146,6 +147,7 @@ def _leave(number: int) -> None:
 
 
 def _flush() -> None:
+    remove_bars()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

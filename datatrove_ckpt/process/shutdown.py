@@ -43,6 +43,7 @@ class Shutdown:
 
     Attributes:
         cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
+        hurried_by: what ends the drain at once, in words.
         deadline: end of the drain (``time.monotonic``); infinite if no stop is requested.
         is_fast: a second signal came.
         aborted: what is in work is cut off.
@@ -56,6 +57,7 @@ class Shutdown:
     def __init__(self, drain_seconds: float = 0.0) -> None:
         self.drain_seconds = drain_seconds
         self.cause = ""
+        self.hurried_by = "a second signal"
         self.deadline = math.inf
         self.is_fast = False
         self.aborted = False

@@ -14,11 +14,14 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
+import fsspec.asyn
 import multiprocess
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.run_progress import RankProgress
+from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"
@@ -26,6 +29,7 @@ CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own en
 _LENGTH = 8  # bytes
 
 _is_worker = False
+_slot: int | None = None
 
 
 class Work(NamedTuple):
@@ -50,6 +54,13 @@ class Outcome(NamedTuple):
 
     end: Literal["done", "failed", "stopped"]
     value: Any
+
+
+class Reported(NamedTuple):
+    """Where a rank of a worker stands."""
+
+    rank: int
+    progress: RankProgress
 
 
 class Inbox:
@@ -85,24 +96,44 @@ def is_worker() -> bool:
     return _is_worker
 
 
-def work(connection: Any, parent: int, environment: HiddenDict, numbers: Sequence[int], task: Work, slot: int) -> None:
+def worker_slot() -> int | None:
+    """The number of this worker among those that work at the same time, from 0; None if this process is none."""
+    return _slot
+
+
+def work(
+    connection: Any,
+    parent: int,
+    environment: HiddenDict,
+    numbers: Sequence[int],
+    task: Work,
+    slot: int,
+    below_bar: bool,
+) -> None:
     """The main function of a worker process.
 
     Args:
         connection: to the parent.
         parent: process id.
         environment: the parent's, now. A fork server has that of its own start.
-        numbers: signals that ask for a stop. They are blocked when this is called.
+        numbers: signals that ask for a stop. They are blocked when this is called, but not in a process of the fork
+            server; one that came there before has ended the process, without a word.
+        below_bar: the parent shows a bar on the terminal that both have.
     """
-    global _is_worker
-    _is_worker = True
+    global _is_worker, _slot
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    _is_worker, _slot = True, slot
     os.setpgid(0, 0)
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
     _die_with(parent)
-    _Worker(connection, numbers, task, slot).serve()
+    # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
+    fsspec.asyn.get_loop()
+    worker = _Worker(connection, numbers, task, slot)
+    with reporting_to(worker.report, below_bar):
+        worker.serve()
 
 
 class _Worker:
@@ -129,6 +160,12 @@ class _Worker:
             self._work.close()
             with suppress(OSError):
                 self._send(CLOSED)
+
+    def report(self, rank: int, progress: RankProgress) -> None:
+        """Tells the parent where a rank stands, unless that would wait: the parent may be busy."""
+        with suppress(OSError):  # the parent is gone
+            if select.select([], [self._connection.fileno()], [], 0)[1]:
+                self._send(Reported(rank, progress))
 
     def _send(self, message: object) -> None:
         """As ``Inbox`` reads it."""
@@ -179,7 +216,8 @@ def _sendable(error: BaseException, number: int) -> Exception:
         ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:  # anything can go wrong in somebody's __reduce__ or __init__
         return CkptError(f"Task {number} failed with {type(error).__name__}: {error}\n{text}")
-    error.add_note(f"In the worker process of task {number}:\n{text}")
+    if not getattr(error, "__notes__", ()):  # a note says which log has it
+        error.add_note(f"In the worker process of task {number}:\n{text}")
     return error
 
 

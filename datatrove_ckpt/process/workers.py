@@ -4,6 +4,7 @@
     starts it, with signals blocked               ->     sets its handlers, unblocks, leaves the process group
                                                   <-     "ready"
     sends a task                                  ->     runs it in its main thread
+    shows it                                      <-     where its rank stands, once a second
                                                   <-     its outcome
     passes on each signal that asks for a stop    ->     the task drains, or ends; its outcome says so
     sends None                                    ->     ends
@@ -31,11 +32,12 @@ from typing import Any, NoReturn, Self
 
 from loguru import logger
 from multiprocess import connection as connections
-from multiprocess import resource_tracker
+from multiprocess import forkserver, resource_tracker
 
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.process.worker import CLOSED, READY, Inbox, Outcome, Work, work
+from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
+from datatrove_ckpt.process.worker import CLOSED, READY, Inbox, Outcome, Reported, Work, work
 from datatrove_ckpt.redaction import HiddenDict
 
 SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time are the same request to stop
@@ -52,7 +54,7 @@ class Stopped(Exception):
 class _Process:
     """One worker, as its parent sees it."""
 
-    def __init__(self, context: Any, slot: int, task: Work, numbers: list[int]) -> None:
+    def __init__(self, context: Any, slot: int, task: Work, numbers: list[int], below_bar: bool) -> None:
         self.slot = slot
         self.task: int | None = None
         self.is_ready = False  # for a task
@@ -60,7 +62,7 @@ class _Process:
         self.ends_by: float | None = None  # it is killed then
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
-        arguments = (theirs, os.getpid(), HiddenDict(os.environ), numbers, task, slot)
+        arguments = (theirs, os.getpid(), HiddenDict(os.environ), numbers, task, slot, below_bar)
         self.process = context.Process(target=work, args=arguments, daemon=False)
         try:
             self.process.start()
@@ -116,6 +118,7 @@ class Workers:
         numbers: signals that ask for a stop. Those that this process ignores stay ignored.
         max_attempts: how many workers may die of the same task.
         stop_seconds: a worker that takes longer to end its task after a request to stop is killed.
+        screen: shows where the tasks stand.
 
     Attributes:
         lost: the tasks that were given up, and why.
@@ -130,6 +133,7 @@ class Workers:
         numbers: Iterable[int],
         max_attempts: int,
         stop_seconds: float = math.inf,
+        screen: Screen | None = None,
     ) -> None:
         self.lost: dict[int, str] = {}
         self.signal: int | None = None
@@ -139,6 +143,7 @@ class Workers:
         self._numbers = [number for number in sorted(set(numbers)) if _is_handled(number)]
         self._max_attempts = max_attempts
         self._stop_seconds = stop_seconds
+        self._screen = screen
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
         self._attempts: Counter[int] = Counter()
@@ -183,9 +188,9 @@ class Workers:
             self._wait()
             for worker in list(self._workers):
                 yield from self._hear(worker)
-            self._pass_on()
-            self._kill_late()
             self._start()
+            self._pass_on()  # after it: when no worker can be started, the running ones must hear of it
+            self._kill_late()
             self._assign()
         if self.signal is not None:
             raise Stopped
@@ -204,9 +209,14 @@ class Workers:
         while not self._stops and len(self._tasks) > free and len(self._workers) < self._count:
             slot = min(set(range(self._count)) - {worker.slot for worker in self._workers})
             resource_tracker.ensure_running()  # its own start unblocks signals
+            if self._context.get_start_method() == "forkserver":
+                # Before they are blocked here: it serves others, too, and its processes inherit what it has blocked. A
+                # ``Pool.terminate`` of datatrove's would wait for ever for a worker that does not hear SIGTERM.
+                forkserver.ensure_running()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             try:
-                self._workers.append(_Process(self._context, slot, self._work, self._numbers))
+                below_bar = self._screen is not None and self._screen.has_bar
+                self._workers.append(_Process(self._context, slot, self._work, self._numbers, below_bar))
             except (EOFError, ConnectionError):  # the fork server has ended
                 self._error = _cannot_start("the process that starts them has ended")
             finally:
@@ -226,12 +236,15 @@ class Workers:
     def _wait(self) -> None:
         """Until a message has come, a worker has ended, a signal has come, or somebody's time is over."""
         limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
+        limits += [] if self._screen is None else [time.monotonic() + TICK_SECONDS]
         seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT)) if limits else None
         sources = [self._woken, *(worker.sentinel for worker in self._workers)]
         open_ = [worker.connection for worker in self._workers if not worker.inbox.is_closed]
         ready = connections.wait([*sources, *open_], seconds)
         if self._woken in ready:
             os.read(self._woken, 4096)
+        if self._screen is not None:
+            self._screen.tick()
 
     def _hear(self, worker: _Process) -> Iterator[tuple[int, Any]]:
         has_ended = worker.has_ended  # first: what it sent before its end has come then
@@ -241,6 +254,9 @@ class Workers:
                 self._failed_starts = 0
             elif message == CLOSED:
                 worker.ends_by = time.monotonic() + _TO_EXIT
+            elif isinstance(message, Reported):
+                if self._screen is not None:
+                    self._screen.progress.update(*message)
             else:
                 assert worker.task is not None
                 task, worker.task = worker.task, None

@@ -3,12 +3,21 @@
     base.py            SeekingReader: files, resuming, positions, whatever the format; start reading here
     jsonl.py           JsonlReader
     tables.py          ParquetReader, IpcReader
+    huggingface.py     HuggingFaceDatasetReader; dataset_source.py: the dataset as its input
+    revisions.py       the commit of a dataset on the hub that all ranks read
+    retries.py         repeats reads from remote storage
     positions.py       how a position gets from a document to the checkpoint and back
     inputs.py          checks that the input is still the one that the position was made for
+    extent.py          how much of the input is done: for percent and time left
     compressed.py      compressed files as streams; a damaged one is an error
     no_documents.py    explains an input that has rows but no document
+    blocks.py          BlockInput: an input as blocks of rows, for training; block_files.py: what a format gives to it;
+                       parquet_blocks.py, arrow_blocks.py, line_blocks.py: the formats
+    row_counts.py      keeps the rows of files that were counted
+    samples.py         rows of a table as dicts and arrays
+    permutations.py    shuffled orders
 
-This package may import ``errors`` and ``redaction``.
+This package may import ``errors``, ``formatting``, ``backoff``, ``redaction``, ``remote_errors`` and ``config``.
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the
@@ -18,6 +27,7 @@ file, unless it continues the old one: new files after the current one, or a JSO
     JsonlReader    byte offset and line number                    seeking; gzip, zstd...: decompressing, not parsing
     ParquetReader  row group and row                              not reading earlier row groups
     IpcReader      record batch and row                           seeking; with ``stream=True``: not converting
+    HuggingFace... shard and row; index if not streaming          as ParquetReader; other formats: parsing the shard
 
 ``shuffle_seed`` replaces ``shuffle_files``, whose order changes with every start. It orders the files by a hash of seed
 and name, so added files move no other file. Within a file it shuffles the blocks (about 1 MiB of lines, a row group, a
@@ -37,12 +47,14 @@ blank lines are skipped without a warning.
 """
 
 from datatrove_ckpt.readers.base import SeekingReader, Stateful
+from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.jsonl import DamagedLine, JsonlReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 
 __all__ = [
     "DamagedLine",
+    "HuggingFaceDatasetReader",
     "IpcReader",
     "JsonlReader",
     "ParquetReader",

@@ -11,23 +11,22 @@ the state that ``load_state_dict`` left, and forgets where the run before it end
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
-import orjson
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
-from tqdm import tqdm
-from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
-from datatrove_ckpt.readers.inputs import Digest, Inputs, fingerprint, remedy, shorten, shuffled_names
+from datatrove_ckpt.readers.extent import FileExtent, InputExtent
+from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input, no_files
+from datatrove_ckpt.readers.inputs import Digest, Inputs, metadata_hash, remedy, shorten, shuffled_names
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
+from datatrove_ckpt.readers.parts import PartInputs, part_of, until_end
 from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileState,
@@ -38,34 +37,15 @@ from datatrove_ckpt.readers.positions import (
     saved_skipped,
     start_reader,
 )
+from datatrove_ckpt.readers.progress_bars import progress_bars
+from datatrove_ckpt.readers.retries import retrying
+from datatrove_ckpt.readers.rows import ALL_ROWS, FileRead, FileReading, Row, RowShard, ShardKey
 from datatrove_ckpt.readers.sampling import record_reader
+from datatrove_ckpt.readers.saved_state import READER_VERSION as _VERSION
+from datatrove_ckpt.readers.saved_state import USUAL_KEYS, checked_state
 from datatrove_ckpt.readers.shard import Skipped
+from datatrove_ckpt.readers.shares import Share
 from datatrove_ckpt.redaction import check_no_secrets, check_options
-
-_VERSION = 1
-
-Row: TypeAlias = dict[str, Any]
-"""A row of the input, as JSON or Arrow gives it: values of any type."""
-
-Adapter: TypeAlias = Callable[..., Row]
-"""datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
-
-ReadResult: TypeAlias = tuple[Document | Skipped, FilePosition]
-"""A document, or why a line or row is none, and the place in the file right after it."""
-
-FileRead: TypeAlias = Generator[ReadResult, None, int | None]
-"""What a format reads of one file. It returns the size of what it read, if the file may have grown meanwhile."""
-
-RowShard: TypeAlias = tuple[int, int]
-"""(index, count): every ``count``-th line or row of a file, from ``index`` on."""
-
-ALL_ROWS: RowShard = (0, 1)
-
-_KEYS = {"text_key": "text", "id_key": "id"}
-"""The options that decide what a row becomes, and their defaults. A state keeps those that differ."""
-
-ShardKey: TypeAlias = list[int | str]
-"""The part of the input that a run reads, as its state names it: [rank, world_size], or [index, count, "rows"]."""
 
 
 @runtime_checkable
@@ -90,6 +70,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _start_state: State | None = None  # of this run
     _position: Position | None = None  # of this run's last document
     _resolved: tuple[str, str] = ("", "")
+    _file_extent: FileExtent = FileExtent()  # of the file that is read now
+    _file_level: str = "INFO"  # of the log line for each file
 
     def __init__(self, data_folder: DataFolderLike, *arguments: object, **options: object) -> None:
         super().__init__(data_folder, *arguments, **options)
@@ -137,7 +119,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             yield from data
         start = start_reader(self._take_state())
         self._log_limit_scope(rank, world_size)
-        inputs = self._list_inputs(rank, world_size, fresh=start.state is None)
+        shard: ShardKey = [rank, world_size]
+        if start.share is None:
+            inputs = self._list_inputs(rank, world_size, start.state)
+        else:
+            inputs, shard = self.inputs_of_share(start.share, start.state), [*shard, start.share.round]
         if not inputs.names:
             logger.warning(f"No files found on {self.data_folder.path} for {rank=}")
         if start.finished_digest is not None:
@@ -145,18 +131,19 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, int(start.finished_digest.partition(":")[0]))
         else:
-            yield from self._documents(inputs, start, [rank, world_size], ALL_ROWS)
+            yield from self._documents(inputs, start, shard, inputs.row_shard)
 
-    def shard(self, index: int, count: int) -> Iterator[Document]:
-        """One of ``count`` shards of the whole input: every ``count``-th file, or row if there are fewer files.
+    def shard(self, index: int, count: int, by: str = "") -> Iterator[Document]:
+        """One of ``count`` shards of all files: every ``count``-th file or row, see ``Inputs.are_dealt_out``.
 
         Resumes from the state that ``load_state_dict`` got. The state is taken by this call, not at the first document.
         """
         state = self._take_state()
         start = ReaderStart(state=state, skipped=saved_skipped(state))
-        inputs = self._list_inputs(0, 1, fresh=state is None)
-        if len(inputs.names) >= count:
-            inputs = Inputs(self.data_folder, inputs.names[index::count])
+        inputs = self._list_inputs(0, 1, state)
+        self._file_level = "DEBUG"  # of each worker of a training loop, in each epoch
+        if inputs.are_dealt_out(count, by):
+            inputs = inputs.shard(index, count)
             return self._documents(inputs, start, [index, count], ALL_ROWS)
         return self._documents(inputs, start, [index, count, "rows"], (index, count))
 
@@ -198,41 +185,50 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._start_state, self._next_state = self._next_state, None
         return self._start_state
 
-    def _list_inputs(self, rank: int, world_size: int, fresh: bool) -> Inputs:
+    def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         if self.paths_file:
             names = list(get_shard_from_paths_file(self.paths_file, rank, world_size))
         else:
-            if not fresh:
+            if state is not None:
                 self.data_folder.invalidate_cache()  # this process may have an old listing
-            names = self.data_folder.get_shard(
-                rank, world_size, recursive=self.recursive, glob_pattern=self.glob_pattern
-            )
-            if names is None:
+            with naming_hub_input(self.data_folder):
+                found = self._list_files(rank, world_size)
+            if found is None and is_on_hub(self.data_folder):
+                raise no_files(self.data_folder)
+            if found is None:
                 raise RuntimeError(f"No files found on {self.data_folder.path}!")
+            names = found
         if self.shuffle_seed is not None:
             names = shuffled_names(names, self.shuffle_seed)
         return Inputs(self.data_folder, names)
+
+    def _list_files(self, rank: int, world_size: int) -> list[str] | None:
+        options = {"recursive": self.recursive, "glob_pattern": self.glob_pattern}
+        ask = partial(self.data_folder.get_shard, rank, world_size, **options)
+        found: list[str] | None = ask() if self.data_folder.is_local() else retrying(ask, self.data_folder.path)
+        return found
 
     def _documents(
         self, inputs: Inputs, start: ReaderStart, shard: ShardKey, row_shard: RowShard
     ) -> Iterator[Document]:
         self._start_state = start.state
-        state = self._check_state(start.state, shard)
+        state = checked_state(self, start.state, shard, self._reader_state(0))
         digest, file_position = self._check_read_files(inputs, state)
         documents, passed = (state["documents"], self.skip) if state else (0, 0)
-        found, skipped_lines = state is not None, {}
-        with self._progress_bars(len(inputs.names)) as (documents_bar, files_bar):
+        found, extent = state is not None, self._input_extent(inputs)
+        with progress_bars(self, len(inputs.names)) as (documents_bar, files_bar):
             for index in range(digest.files, len(inputs.names)):
-                name, size = inputs.names[index], inputs.size(index)
-                if self.limit != -1 and documents >= self.limit:
+                before = start.first_in_file(documents) if file_position else documents
+                if self._is_limit(documents):
                     if file_position:  # the limit was reached in this file
-                        digest.add(name, size)
+                        self._end_file(inputs, index, digest, documents - before)
                     break
-                self.stat_update("input_files")
-                logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
-                file = self._file_state(start, shard, digest, inputs, index)
-                before, skipped_before, in_file = documents, start.skipped, file_position != ()
-                reading = _FileReading(self._read(name, size, file_position, row_shard))
+                if not file_position:  # else an earlier attempt has counted it
+                    self.stat_update("input_files")
+                file = self._begin_file(start, shard, digest, inputs, index, extent, before)
+                skipped_before, in_file = start.skipped, file_position != ()
+                place = int(shard[0]), documents + passed
+                reading = FileReading(self._read_part(inputs, index, file_position, row_shard, place))
                 for document, after in reading:
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
@@ -248,31 +244,45 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     documents_bar.update()
                     if documents == self.limit:
                         break
-                if start.skipped != skipped_before:
-                    skipped_lines[name] = start.skipped.damaged > skipped_before.damaged
-                    if not in_file and row_shard == ALL_ROWS:
-                        start.skipped = start.skipped.plus_file(name)
-                        logger.warning(f"The input file {name!r} gave no document: no line or row of it is one.")
+                is_part = row_shard != ALL_ROWS or not part_of(inputs, index).is_whole
+                start.note_skipped(inputs.names[index], skipped_before, in_file or is_part)
                 files_bar.update()
-                self.stat_update("documents", value=documents - before, unit="input_file")
-                if self._may_grow(name):
-                    inputs.note_size(index, reading.size)
-                digest.add(name, inputs.size(index))
+                self._end_file(inputs, index, digest, documents - before, reading)
                 file_position = ()
         start.earlier.append(str(digest))
-        limited = self.limit != -1 and documents >= self.limit
-        start.record = partial(record_reader, self, inputs, digest.files, limited)
-        if not found and row_shard == ALL_ROWS:
-            for name, damaged in skipped_lines.items():
-                refuse_file_without_documents(self, name, damaged)
+        start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
+        if not found and row_shard == ALL_ROWS and start.share is None:
+            for name, damaged in start.skipped_in.items():
+                self._refuse_without_documents(name, damaged)
 
-    @contextmanager
-    def _progress_bars(self, files: int) -> Iterator[tuple[tqdm, tqdm]]:
-        limit = self.limit if self.limit != -1 else None
-        documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress)
-        files_bar = tqdm(total=files, desc="File progress", unit="file", disable=not self.file_progress)
-        with closing(documents_bar), closing(files_bar):
-            yield documents_bar, files_bar
+    def _is_limit(self, documents: int) -> bool:
+        return bool(self.limit != -1 and documents >= self.limit)
+
+    def _begin_file(
+        self,
+        start: ReaderStart,
+        shard: ShardKey,
+        digest: Digest,
+        inputs: Inputs,
+        index: int,
+        extent: InputExtent,
+        documents: int,
+    ) -> FileState:
+        logger.log(self._file_level, f"Reading input file {inputs.names[index]}, {index + 1}/{len(inputs.names)}")
+        file = self._file_state(start, shard, digest, inputs, index)
+        file.shared["file"]["first"] = documents
+        file.input, file.file = extent, extent.file(index, inputs.bytes_before(index, digest.bytes), inputs.size(index))
+        file.file.begin = part_of(inputs, index).begin
+        self._file_extent = file.file
+        return file
+
+    def _end_file(
+        self, inputs: Inputs, index: int, digest: Digest, documents: int, reading: FileReading | None = None
+    ) -> None:
+        self.stat_update("documents", value=documents, unit="input_file")
+        if reading is not None and self._may_grow(inputs.names[index]):
+            inputs.note_size(index, reading.size)
+        digest.add(inputs.names[index], inputs.size(index))
 
     # States --------------------------------------------------------------------------------------------------------
 
@@ -284,52 +294,19 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         name, size = inputs.names[index], inputs.size(index)
         current = {"name": shorten(name), "size": size}
         if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
-            current["hash"] = fingerprint(self.data_folder, name, size, whole=True)
+            current["hash"] = inputs.fingerprint(index, size, whole=True)
         read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
         return FileState(self._reader_state(start.number) | read)
 
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}
-        options |= {key: getattr(self, key) for key, usual in _KEYS.items() if getattr(self, key) != usual}
-        options["default_metadata"] = _short_hash(self.default_metadata)
+        options |= {key: getattr(self, key) for key, usual in USUAL_KEYS.items() if getattr(self, key) != usual}
+        options["default_metadata"] = metadata_hash(self.default_metadata)
         return {
             key: shorten(value) if isinstance(value, str) else value
             for key, value in options.items()
             if value is not None
         }
-
-    def _check_state(self, state: State | None, shard: ShardKey) -> State | None:
-        """Returns the state, or None if it is the state before the first document.
-
-        Raises:
-            CheckpointMismatch: the state was made by another reader, with other options or for another shard.
-        """
-        if state is None:
-            return None
-        where = f"The saved position in {self.data_folder.path}"
-        made_by = (state.get("reader"), state.get("version"))
-        if made_by != (self._format, _VERSION):
-            raise CheckpointMismatch(
-                f"{where} was made by reader {made_by[0]!r} (version {made_by[1]}), and this is {self._format!r} "
-                f"(version {_VERSION}). {remedy()}"
-            )
-        then = state["options"] | ({"shard": state["shard"]} if "shard" in state else {})
-        now = self._options() | ({"shard": shard} if "shard" in state else {})
-        for key in then | now:
-            old, new = then.get(key, _KEYS.get(key)), now.get(key, _KEYS.get(key))
-            if key == "default_metadata":
-                if old not in (None, new):  # None: an earlier release made it
-                    raise CheckpointMismatch(
-                        f"{where} was made with another {key}, now {self.default_metadata}. {remedy()}"
-                    )
-            elif old != new and not (key in _KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
-                raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. {remedy()}")
-        if 0 <= self.limit < state.get("documents", 0):
-            raise CheckpointMismatch(
-                f"{where} comes after {state['documents']} documents, and limit is now {self.limit}. "
-                + remedy(f"Set limit to at least {state['documents']}")
-            )
-        return state if "file" in state else None
 
     def _check_read_files(self, inputs: Inputs, state: State | None) -> tuple[Digest, FilePosition]:
         """The files that were read to their end, and the place in the one after them. Raises as ``run`` does."""
@@ -345,7 +322,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if may_grow and self._check_read_part(name, file_position):
             return
         kept = size >= then["size"] if may_grow else size == then["size"]
-        same = kept and fingerprint(self.data_folder, name, then["size"], whole=not may_grow) == then["hash"]
+        same = kept and inputs.is_same(index, then["size"], not may_grow, then["hash"])
         if same or (not may_grow and self._check_read_part(name, file_position)):
             return
         what = f"had {then['size']} bytes, and has {size}" if not kept else "has changed"
@@ -364,7 +341,41 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 f"new, renamed or resized. {remedy()}"
             )
 
+    def _refuse_without_documents(self, name: str, damaged: bool) -> None:
+        refuse_file_without_documents(self, name, damaged)
+
+    def _input_extent(self, inputs: Inputs) -> InputExtent:
+        return InputExtent(inputs, self.limit, is_near=self.data_folder.is_local())
+
     # Formats -------------------------------------------------------------------------------------------------------
+
+    def _read_input(
+        self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
+    ) -> FileRead:
+        """``_read``, for the file of this index. ``number``: of the rank, and of its documents so far."""
+        return self._read(inputs.names[index], inputs.size(index), file_position, row_shard)
+
+    def _read_part(
+        self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
+    ) -> FileRead:
+        """``_read_input``, from the beginning of the part to its end, if only a part of the file is read."""
+        part = part_of(inputs, index)
+        if part.is_whole:
+            return self._read_input(inputs, index, file_position, row_shard, number)
+        if not file_position and part.begin:
+            self._check_current_file(inputs, index, {"size": part.size, "hash": part.hash}, part.begin)
+        at = file_position or part.begin
+        return until_end(self._read_input(inputs, index, at, row_shard, number), part, at)
+
+    def inputs_of_share(self, share: Share, state: State | None) -> PartInputs:
+        """The files of a share.
+
+        Raises:
+            CheckpointMismatch: the input has files that no share has, or has lost some.
+        """
+        inputs = self._list_inputs(0, 1, state)
+        share.check_input(inputs.names)
+        return PartInputs(inputs, share.parts, [self._may_grow(part.name) for part in share.parts])
 
     @abstractmethod
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
@@ -381,20 +392,3 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         then be the same as a whole.
         """
         return False
-
-
-def _short_hash(metadata: Row | None) -> str:
-    text = orjson.dumps(metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    return str(xxh3_64_hexdigest(text)[:8])
-
-
-class _FileReading:
-    """Keeps what a format returns when it has read a file to its end."""
-
-    def __init__(self, rows: FileRead) -> None:
-        self._rows = rows
-        self.size: int | None = None
-        """None before the end."""
-
-    def __iter__(self) -> Iterator[ReadResult]:
-        self.size = yield from self._rows

@@ -12,20 +12,30 @@ are not read again: on resume that would cost what seeking saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
 
+import orjson
 from datatrove.io import DataFolder
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import State, in_pipeline
+from datatrove_ckpt.readers.retries import retrying
 
 _GROUPS = 32
 _NAME_BYTES = 64
+_NAMED = 5
+_TRIED = 500
+_UNEVEN = 0.01
 _SAMPLE = 2**16
+# What file systems call a value that changes with a file's content.
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256", "checksum", "generation")
 
 
+_Result = TypeVar("_Result")
 _Entries: TypeAlias = list[tuple[str, int]]
 """Files by name and size in bytes."""
 
@@ -46,6 +56,9 @@ class Inputs:
         infos: what a listing has told, by the index of the name.
     """
 
+    row_shard: tuple[int, int] = (0, 1)
+    """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index`` on."""
+
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[int, dict[str, Any]] | None = None
     ) -> None:
@@ -56,11 +69,20 @@ class Inputs:
     def info(self, index: int) -> dict[str, Any]:
         """What fsspec tells of the file: size, time of change, ETag..., depending on the file system."""
         if index not in self._infos:
-            self._infos[index] = self.folder.info(self.names[index])
+            self._infos[index] = self._remote(lambda: self.folder.info(self.names[index]))
         return self._infos[index]
 
     def size(self, index: int) -> int:
         return int(self.info(index)["size"] or 0)
+
+    def size_for_people(self, index: int) -> int:
+        """The size, in any thread and at any time: what is looked up for this is not kept."""
+        info = self._infos.get(index) or self._remote(lambda: self.folder.info(self.names[index]))
+        return int(info["size"] or 0)
+
+    def bytes_before(self, index: int, read: int) -> int:
+        """About how many bytes of the input come before this file. ``read``: bytes of the files before it."""
+        return read
 
     def note_size(self, index: int, size: int | None) -> None:
         """Takes the size of what was read instead of the one before, for a file that grew while it was read.
@@ -71,11 +93,58 @@ class Inputs:
             info = self.folder.info(self.names[index])
             self._infos[index] = info if size is None else {**info, "size": size}
 
+    def fingerprint(self, index: int, size: int, whole: bool) -> str:
+        """``fingerprint`` of the file, or what the hub calls its content, which costs no download."""
+        if is_on_hub(self.folder) and (known := self.info(index).get("blob_id")):
+            return str(known)
+        return self._content_fingerprint(index, size, whole)
+
+    def is_same(self, index: int, size: int, whole: bool, kept: str) -> bool:
+        """Whether a fingerprint is that of the file. Earlier releases took it from the content on the hub, too."""
+        if kept == self.fingerprint(index, size, whole):
+            return True
+        return is_on_hub(self.folder) and kept == self._content_fingerprint(index, size, whole)
+
+    def _content_fingerprint(self, index: int, size: int, whole: bool) -> str:
+        return self._remote(lambda: fingerprint(self.folder, self.names[index], size, whole))
+
+    def _remote(self, call: Callable[[], _Result]) -> _Result:
+        """The result of a call that may ask a server."""
+        if self.folder.is_local():
+            return call()
+        with naming_hub_input(self.folder, missing=False):
+            return retrying(call, self.folder.path)
+
+    def sample(self, index: int) -> str:
+        """A value that changes with the file's content; empty if the file system tells none, or if it is gone."""
+        info, size = self.info(index), self.size(index)
+        if not self.folder.is_local():
+            return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
+        with suppress(FileNotFoundError):  # removed since it was read
+            return self.fingerprint(index, size, whole=True)
+        return ""
+
+    def of_rank(self, rank: int, world_size: int) -> Inputs:
+        """What datatrove's reader reads of this input in one rank."""
+        return self.shard(rank, world_size)
+
     def shard(self, rank: int, world_size: int) -> Inputs:
-        """The files that datatrove gives to one rank."""
+        """Every ``world_size``-th file, from ``rank`` on."""
         indices = range(len(self.names))[rank::world_size]
         infos = {new: self._infos[old] for new, old in enumerate(indices) if old in self._infos}
         return Inputs(self.folder, self.names[rank::world_size], infos)
+
+    def are_dealt_out(self, count: int, by: str = "") -> bool:
+        """Whether ``count`` shards get whole files, and not rows of all.
+
+        ``by``: "files"; "rows"; "auto": if the shards' bytes differ by 1 % at most; else if there are enough files.
+        """
+        if by in ("files", "rows"):
+            return by == "files"
+        if by == "auto" and 1 < count <= len(self.names):
+            sums = [sum(map(self.size, range(index, len(self.names), count))) for index in range(count)]
+            return max(sums) - min(sums) <= _UNEVEN * max(sums)
+        return len(self.names) >= count
 
     def digest(self, count: int) -> Digest:
         """The digest of the first ``count`` files."""
@@ -83,6 +152,21 @@ class Inputs:
         for index in range(count):
             digest.add(self.names[index], self.known_size(index))
         return digest
+
+    def check_all(self, before: State) -> None:
+        """Checks that these are exactly the files of a digest's state, also those that were not read yet.
+
+        ``before`` may lack ``groups``, which costs time and names if there are many files and some have changed.
+
+        Raises:
+            CheckpointMismatch: some are gone, new, renamed or resized. The message names them as far as it can.
+        """
+        if before.items() <= self.digest(len(self.names)).state().items():
+            return
+        entries = [(name, self.known_size(index)) for index, name in enumerate(self.names)]
+        changes = "".join(_describe_all_changes(entries, before))
+        advice = remedy("Take what is new out" if " new" in changes else "Restore it")
+        raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
 
     def known_size(self, index: int) -> int:
         """The size of a file that existed when the state was made.
@@ -173,6 +257,12 @@ def shorten(name: str) -> str:
     return f"{xxh3_64_hexdigest(encoded)}...{encoded[-160:].decode(errors='ignore')}"
 
 
+def metadata_hash(metadata: dict[str, Any] | None) -> str:
+    """A short hash of a reader's ``default_metadata``, for its state."""
+    text = orjson.dumps(metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return str(xxh3_64_hexdigest(text)[:8])
+
+
 def _entry(index: int, name: str, size: int) -> int:
     # The index makes the order count, which XOR ignores.
     return int(xxh3_64_intdigest(f"{index}/{size}/{name}".encode()))
@@ -216,6 +306,41 @@ def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[s
     yield f"{before['files']} files were read before {current!r}, and they are not the {current_index} before it now; "
     yield f"the first difference is {'at' if per_group == 1 else f'among the {per_group} files from'} {first}"
     yield "" if per_group == 1 else " on"
+
+
+def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
+    """The parts of one sentence about files of which all matter, read or not."""
+    kept = before.get("groups", "")
+    groups = [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)]
+    per_group, low = min(len(entries) + 1, _TRIED), 0
+    if kept:
+        per_group = 1
+        while before["files"] > per_group * _GROUPS:
+            per_group *= 2
+        low = min(_first_difference(entries, groups, per_group) * per_group, len(entries))
+    for change, old in _single_changes(entries, low, per_group, before):
+        if _total_hash(old) == before["all"]:
+            yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
+            return
+    if per_group == 1 and (new := _new_files(entries, groups)):
+        more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+        yield f"{', '.join(map(repr, new[:_NAMED]))}{more} {'are' if len(new) > 1 else 'is'} new; "
+    first = f"; the first difference is at {entries[low][0]!r}" if kept and low < len(entries) else ""
+    yield f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
+    yield f"{sum(size for _, size in entries)} bytes{first}"
+
+
+def _new_files(entries: _Entries, groups: list[int]) -> list[str]:
+    """The files that were not there, if each of those before has a hash of its own. Others may be gone."""
+    new, place = [], 0
+    for name, size in entries:
+        later = range(place, len(groups))
+        found = next((old for old in later if _short_hash(_entry(old, name, size)) == groups[old]), None)
+        if found is None:
+            new.append(name)
+        else:
+            place = found + 1
+    return new
 
 
 def _index_of_current(inputs: Inputs, current: str, expected: int) -> int | None:
@@ -268,9 +393,3 @@ def _total_hash(entries: _Entries) -> str:
     for index, (name, size) in enumerate(entries):
         result ^= _entry(index, name, size)
     return f"{result:016x}"
-
-
-def permutation(count: int, seed: int, *key: object) -> list[int]:
-    """The numbers below ``count`` in an order that depends on the arguments only, not on Python's version."""
-    salt = xxh3_64_intdigest("/".join(map(str, (seed, *key))).encode())
-    return sorted(range(count), key=lambda number: xxh3_64_intdigest(number.to_bytes(8, "little"), salt))

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import base64
 import codecs
+import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from typing import IO, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal
 
 import orjson
 from datatrove.data import Document
@@ -32,11 +33,14 @@ from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
-from datatrove_ckpt.readers.base import Adapter, FileRead, Row, RowShard, SeekingReader
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
-from datatrove_ckpt.readers.inputs import permutation, remedy
+from datatrove_ckpt.readers.hub_messages import naming_hub_input
+from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.no_documents import refuse_array
+from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition
+from datatrove_ckpt.readers.rows import Adapter, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped
 
 _BLOCK = 2**20
@@ -103,9 +107,12 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         self.stop_on_bad_line = stop_on_bad_line
 
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+        extent, is_plain = self._file_extent, self._codec(name) is None
+        extent.scale = "content" if not is_plain else "byte" if self.shuffle_seed is None else "block"
+        extent.block = _BLOCK
         if self.shuffle_seed is None:
             return self._read_in_order(name, file_position, row_shard)
-        if self._codec(name) is None:
+        if is_plain:
             return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
         return self._read_shuffled_compressed(name, file_position, row_shard, self.shuffle_seed)
 
@@ -120,6 +127,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 offset += len(late_line_end)
             head_hash = head.intdigest()
             for lines in _line_blocks(file):
+                self._note_stored(file, offset + sum(map(len, lines)))
                 for line in lines:
                     start = offset
                     offset += len(line)
@@ -139,7 +147,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     ) -> FileRead:
         """Plain files. A position is (blocks started, lines yielded of the last of them)."""
         blocks_started, lines_done = file_position or (1, 0)
-        order = permutation(-(-size // _BLOCK), seed, name)
+        order = permutation(-(-size // _BLOCK), seed, name).tolist()
         with self._open(name) as file:
             for turn in range(blocks_started - 1, len(order)):
                 start, lines = _block(file, order[turn])
@@ -160,6 +168,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         with self._open(name) as file:
             self._skip(file, offset, name)
             for lines in _line_blocks(file):
+                self._note_stored(file, offset + sum(map(len, lines)))
                 key = (seed, offset)
                 for document, after in self._shuffle_lines(lines, name, offset, key, lines_done, row_shard):
                     yield document, (offset, after)
@@ -172,7 +181,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     ) -> Iterator[tuple[Document | Skipped, int]]:
         """The block's documents in shuffled order, each with the number of lines that are done then."""
         offsets = list(accumulate(map(len, lines), initial=start))
-        order = permutation(len(lines), key[0], name, key[1])
+        order = permutation(len(lines), key[0], name, key[1]).tolist()
         index, count = row_shard
         for turn in range(lines_done, len(order)):
             line = order[turn]
@@ -182,8 +191,13 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             if document is not None:
                 yield document, turn + 1
 
-    def _parse(self, line: bytes, name: str, id_in_file: int | str) -> Document | Skipped | None:
-        """The document of a line, or why it has none; None for a blank line."""
+    def parse_row(self, line: bytes, name: str, id_in_file: int | str) -> Row | None:
+        """The object of a line; None if the line is blank or damaged. A damaged one is counted as in ``run``."""
+        parsed = self._parse(line, name, id_in_file, lambda row, *_: row)
+        return parsed if isinstance(parsed, dict) else None
+
+    def _parse(self, line: bytes, name: str, id_in_file: int | str, make: Callable[..., Any] | None = None) -> Any:
+        """The document of a line, or why it has none; None for a blank line. ``make``: of a row, instead of this."""
         with self.track_time():
             try:
                 data = orjson.loads(line)
@@ -195,16 +209,22 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 for media in data.get("media", []):
                     if media["media_bytes"] is not None:
                         media["media_bytes"] = base64.decodebytes(media["media_bytes"].encode("ascii"))
-                return self.get_document_from_dict(data, name, id_in_file) or Skipped.WITHOUT_TEXT
+                return (make or self.get_document_from_dict)(data, name, id_in_file) or Skipped.WITHOUT_TEXT
             except (EOFError, orjson.JSONDecodeError) as error:
                 if not line.strip():
                     return None
                 if line.startswith(codecs.BOM_UTF8):  # of the file, or of one that was appended to it
-                    return self._parse(line.removeprefix(codecs.BOM_UTF8), name, id_in_file)
+                    return self._parse(line.removeprefix(codecs.BOM_UTF8), name, id_in_file, make)
                 if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                     refuse_array(self, name)
                 self._damaged(name, id_in_file, error)
                 return Skipped.DAMAGED
+
+    def without_documents(self) -> JsonlReader:
+        """This reader, but it makes no documents: the fastest way to the places in a file."""
+        fast = copy.copy(self)
+        fast.__class__ = _LineReader
+        return fast
 
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> None:
         self.stat_update("damaged_lines")
@@ -226,13 +246,19 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         """The decompressed file."""
         codec = self._codec(name)
         with ExitStack() as stack:
+            # The adapter runs inside, and may ask others than the hub.
+            stack.enter_context(naming_hub_input(self.data_folder, name, False, ("huggingface_hub",)))
             file = stack.enter_context(self.data_folder.open(name, "rb", compression=None))
             if codec is not None and file.read(1):
                 file.seek(0)
                 stack.enter_context(naming_damage(name))
                 # Decompressors may return less than requested, and not all have a readline().
-                file = stack.enter_context(io.BufferedReader(decompressed(file, codec, name), _BLOCK))
+                file = stack.enter_context(_Content(decompressed(file, codec, name), file))
             yield file  # a file of 0 bytes is empty, also where its compression would need a header
+
+    def _note_stored(self, file: IO[bytes], content: int) -> None:
+        if isinstance(file, _Content):
+            self._file_extent.stored, self._file_extent.content = file.stored.tell(), content
 
     def _may_grow(self, name: str) -> bool:
         # Growth would reorder all shuffled blocks, and compressed data does not end at a line's end.
@@ -275,6 +301,21 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         while left > 0:
             left -= len(_read_exactly(file, min(left, _BLOCK), name))
         return head
+
+
+class _LineReader(JsonlReader):
+    """Yields the place after each line that this module's reader yields, without parsing it."""
+
+    def _parse(self, line: bytes, name: str, id_in_file: int | str, make: Callable[..., Any] | None = None) -> Any:
+        return Skipped.WITHOUT_TEXT if line.removeprefix(codecs.BOM_UTF8).strip() else None
+
+
+class _Content(io.BufferedReader):
+    """The content of a compressed file. ``stored``: the file itself."""
+
+    def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
+        super().__init__(content, _BLOCK)
+        self.stored = stored
 
 
 def _holds_objects(data: object) -> bool:

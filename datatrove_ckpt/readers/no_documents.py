@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import orjson
 from datatrove.io import DataFolder
 from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
+from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
@@ -128,7 +129,8 @@ def first_row(reader: BaseDiskReader, name: str) -> FirstRow:
 def _first_text_row(file: Any, reader: BaseDiskReader) -> FirstRow:
     if isinstance(reader, CSVReader):
         return FirstRow(row=next(csv.DictReader(codecs.iterdecode(file, "utf-8", "replace")), None))
-    while line := file.readline(_BLOCK):
+    at_most = () if isinstance(file, AbstractBufferedFile) else (_BLOCK,)  # fsspec's readline takes no size
+    while line := file.readline(*at_most):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             break

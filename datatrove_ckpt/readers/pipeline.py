@@ -78,6 +78,11 @@ class PipelineReaders:
             for step, names in reversed(found)
         ]
 
+    @property
+    def count(self) -> int:
+        """How many readers of files there are; 1 if none is known, because a step may hide it."""
+        return max(1, len(self._readers))
+
     def start(self) -> None:
         """Notes the files of the readers that do not seek. To be called before anything is read.
 

@@ -18,9 +18,13 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from datatrove.data import Document
+from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
+from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord, SkippedLines
+from datatrove_ckpt.readers.shares import Share
 
 State: TypeAlias = dict[str, Any]
 """The state of a reader: plain JSON values."""
@@ -33,9 +37,14 @@ FilePosition: TypeAlias = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class FileState:
-    """The part of a state that all documents of one file in one run share."""
+    """The part of a state that all documents of one file in one run share.
+
+    ``input`` and ``file``: how large they are, for people; None: not known.
+    """
 
     shared: State
+    input: InputExtent | None = None
+    file: FileExtent | None = None
 
     def state(self, position: Position) -> State:
         """The reader's state at the position, which is in this file."""
@@ -43,8 +52,22 @@ class FileState:
         at = [number & PLAIN_INTEGER for number in file_position]
         return self.shared | {"documents": documents, "at": at, "skipped": skipped.to_json()}
 
+    def reached(self, position: Position) -> Reached:
+        """How much of the reader's input comes before the position, which is in this file."""
+        if self.input is None or self.file is None:
+            return UNKNOWN
+        return self.input.reached(self.file, position[3], position[1])
+
+    @property
+    def is_measuring(self) -> bool:
+        """How large the input is may be known soon."""
+        return self.input is not None and self.input.is_measuring
+
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self
+
+    def __reduce__(self) -> tuple[type[FileState], tuple[State]]:
+        return FileState, (self.shared,)
 
 
 Position: TypeAlias = tuple[int, int, FileState, FilePosition, SkippedLines]
@@ -83,10 +106,16 @@ class Reading:
 
     Args:
         state: where to resume, from ``position_state``; None to start at the beginning.
+        revisions: the commits of datasets that the job reads; None outside of a job.
+        share: what the rank reads; None: what datatrove deals out to it.
     """
 
-    def __init__(self, state: State | None = None) -> None:
+    def __init__(
+        self, state: State | None = None, revisions: Revisions | None = None, share: Share | None = None
+    ) -> None:
         self._state = state
+        self.revisions = revisions
+        self._share = share
         self.starts: list[ReaderStart] = []
         self._skipped_a_reader = False
         self._resumed = False
@@ -118,8 +147,21 @@ class Reading:
         state = self._state if number == resuming else None
         start = ReaderStart(number, state, self._earlier, self._finished_digest(number, resuming))
         start.skipped = saved_skipped(state) if state is not None else self.skipped
+        start.share = self._share
         self.starts.append(start)
         return start
+
+    def check_share(self) -> None:
+        """Checks that the rank's one reader reads its share. To be called once something was read.
+
+        Raises:
+            CheckpointMismatch: it reads what datatrove deals out.
+        """
+        if self._share is not None and len(self.starts) != 1:
+            raise CheckpointMismatch(
+                "The input of this run was dealt out anew by `datatrove-ckpt reshard`, which only one reader of "
+                f"datatrove_ckpt.readers follows. This pipeline has {len(self.starts)} of them. Restore the pipeline."
+            )
 
     @property
     def skipped(self) -> SkippedLines:
@@ -152,7 +194,9 @@ class ReaderStart:
         earlier: the digest of what each reader before this one has read. A reader adds its own when it has finished.
         finished_digest: the digest of what this reader read, if it had finished before the state was saved; else None.
         skipped: lines skipped so far by this reader and those before it. The reader adds to it.
+        skipped_in: files in which this reader has skipped lines, and whether one of them was damaged.
         record: makes the record of what the reader has read; None before it has finished.
+        share: what the reader reads; None: what datatrove deals out to the rank.
     """
 
     number: int = 0
@@ -160,7 +204,22 @@ class ReaderStart:
     earlier: list[str] = field(default_factory=list)
     finished_digest: str | None = None
     skipped: SkippedLines = field(default_factory=SkippedLines)
+    skipped_in: dict[str, bool] = field(default_factory=dict)
     record: Callable[[], ReaderRecord] | None = None
+    share: Share | None = None
+
+    def first_in_file(self, documents: int) -> int:
+        """How many documents come before the state's file; ``documents`` if an earlier release made the state."""
+        return int((self.state or {}).get("file", {}).get("first", documents))
+
+    def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:
+        """Called at the end of a file, with what was skipped before it. Says it of a file that gave no document."""
+        if self.skipped == before:
+            return
+        self.skipped_in[name] = self.skipped.damaged > before.damaged
+        if not has_documents:
+            self.skipped = self.skipped.plus_file(name)
+            logger.warning(f"The input file {name!r} gave no document: no line or row of it is one.")
 
 
 def start_reader(loaded: State | None) -> ReaderStart:
@@ -171,6 +230,11 @@ def start_reader(loaded: State | None) -> ReaderStart:
     if loaded is not None and start.state is None and start.finished_digest is None:
         start.state, start.skipped = loaded, saved_skipped(loaded)
     return start
+
+
+def job_revisions() -> Revisions | None:
+    """The commits that the job reads for which this thread reads."""
+    return _thread.readings[-1].revisions if _thread.readings else None
 
 
 def in_pipeline() -> bool:

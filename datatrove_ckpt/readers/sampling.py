@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from glob import has_magic
 from typing import Any
@@ -12,21 +11,20 @@ from typing import Any
 from datatrove.io import get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 
-from datatrove_ckpt.readers.inputs import Inputs, fingerprint
+from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input
+from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.steps import plain_settings
 
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
 _THREADS = 16
-# What file systems call a value that changes with a file's content.
-_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256", "checksum", "generation")
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 
 def options_of(reader: BaseDiskReader) -> dict[str, Any]:
     """The arguments of a reader that decide what it makes of its files."""
-    options = {name: getattr(reader, name) for name in _OPTIONS}
+    options = {name: getattr(reader, name) for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))}
     return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
 
 
@@ -44,17 +42,13 @@ def sample_files(inputs: Inputs, indices: Sequence[int]) -> list[FileRecord]:
 
 
 def _record(inputs: Inputs, index: int) -> FileRecord:
-    folder, name, sample = inputs.folder, inputs.names[index], ""
+    name = inputs.names[index]
     try:
         info, size = inputs.info(index), inputs.size(index)
     except FileNotFoundError:
         return FileRecord(name, MISSING, "", 0.0)
     modified = info.get("mtime")
-    if folder.is_local():
-        with suppress(FileNotFoundError):  # removed since it was read
-            sample = fingerprint(folder, name, size, whole=True)
-    else:
-        sample = next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
+    sample = inputs.sample(index)
     return FileRecord(name, size, sample, float(modified) if isinstance(modified, int | float) else 0.0)
 
 
@@ -68,15 +62,19 @@ def list_input(reader: BaseDiskReader) -> Inputs:
         OSError: the folder or the list cannot be read.
     """
     folder, pattern = reader.data_folder, reader.glob_pattern
+    if hasattr(reader, "list_dataset"):  # HuggingFaceDatasetReader
+        found: Inputs = reader.list_dataset()
+        return found
     if reader.paths_file:
         return Inputs(folder, list(get_shard_from_paths_file(reader.paths_file, 0, 1)))
     folder.invalidate_cache()
     options: dict[str, Any] = {"maxdepth": None if reader.recursive else 1, "detail": True}
-    if "hf" in folder.fs.protocol:
+    if is_on_hub(folder):
         options["expand_info"] = False  # as DataFolder.list_files: one request instead of one per file
-    if pattern:
-        found = folder.glob(pattern if has_magic(pattern) else f"*{pattern}", **options)
-    else:
-        found = folder.find("", **options)
-    names = sorted(name for name, info in found.items() if info["type"] != "directory")
-    return Inputs(folder, names, {index: found[name] for index, name in enumerate(names)})
+    with naming_hub_input(folder):
+        if pattern:
+            listed = folder.glob(pattern if has_magic(pattern) else f"*{pattern}", **options)
+        else:
+            listed = folder.find("", **options)
+    names = sorted(name for name, info in listed.items() if info["type"] != "directory")
+    return Inputs(folder, names, {index: listed[name] for index, name in enumerate(names)})

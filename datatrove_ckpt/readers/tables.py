@@ -5,25 +5,35 @@ number of documents is needed because datatrove's default id counts documents wi
 position are not read (those of an IPC stream are read, but not converted). In the position's own group, earlier rows
 are decoded and dropped.
 
-With ``shuffle_seed`` a position is (groups started, rows of the last of them). Groups come in a shuffled order. Each is
-read as a whole into Arrow's memory, and its rows are taken from there in shuffled order.
+Rows become Python objects a thousand at a time, because a record batch may be a whole file. Local Arrow files are
+mapped into memory, so a batch costs what is used of it.
+
+With ``shuffle_seed`` a position is (groups started, rows of the last of them). Groups come in a shuffled order, and so
+do the rows of each. Of a large row group, only the next ``_HELD_BYTES`` in that order are kept while it is decoded, so
+it is decoded several times. A resume keeps only rows that are still to come.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, ClassVar, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.readers.base import ALL_ROWS, Adapter, FileRead, Row, RowShard, SeekingReader
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.inputs import permutation
+from datatrove_ckpt.readers.hub_messages import naming_hub_input
+from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import FilePosition
+from datatrove_ckpt.readers.retries import RetryingFile, retrying
+from datatrove_ckpt.readers.rows import ALL_ROWS, Adapter, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped
 
 if TYPE_CHECKING:
@@ -32,18 +42,55 @@ if TYPE_CHECKING:
 
     Batch: TypeAlias = pa.RecordBatch | pa.Table
 
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
 _CONVERTED_ROWS = 1000
+_SKIPPED_ROWS = 2**13
+_PICKED_ROWS = 2**13
+_HELD_BYTES = 2**27
+"""The most that is kept of a shuffled row group at once, uncompressed."""
+_BUFFER_BYTES = 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+class _Group(NamedTuple):
+    """One group of a shuffled file.
+
+    Attributes:
+        turn: groups started, with this one.
+        group: its number in the file.
+        rows: how many it has.
+        held: how many may be in memory at once.
+        pick: reads the rows with these numbers: a batch, and for each of them its place there.
+    """
+
+    turn: int
+    group: int
+    rows: int
+    held: int
+    pick: Callable[[Numbers], tuple[Batch, Numbers]]
+
+
 class _TableReader(SeekingReader):
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[IO[bytes]]:
+        """The file, whose reads are repeated if it is a remote one."""
+        local = self.data_folder.is_local()
+        with naming_hub_input(self.data_folder, name):
+            opened = self.data_folder.open(name, "rb") if local else retrying(self._open_remote(name), name)
+        with closing(opened), naming_hub_input(self.data_folder, name):
+            yield opened if local else cast("IO[bytes]", RetryingFile(opened, name))
+
+    def _open_remote(self, name: str) -> Callable[[], Any]:
+        return lambda: self.data_folder.open(name, "rb")
+
     @abstractmethod
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         """From (group, row) on: group, number of the batch's first row in it, batch. No batch spans two groups."""
 
     @abstractmethod
-    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
-        """From the ``started``-th group in shuffled order on: groups started, group, all its rows."""
+    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
+        """From the ``started``-th group in shuffled order on."""
 
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         if self.shuffle_seed is None:
@@ -66,16 +113,18 @@ class _TableReader(SeekingReader):
     def _read_shuffled(self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int) -> FileRead:
         started, done = file_position or (1, 0)
         index, count = row_shard
-        for turn, group, table in self._shuffled_groups(name, started, seed):
-            order = permutation(table.num_rows, seed, name, group)
-            for start in range(done, len(order), _CONVERTED_ROWS):
-                rows: Sequence[int] = order[start : start + _CONVERTED_ROWS]
-                done_after = {row: start + number for number, row in enumerate(rows, start=1)}
-                if count > 1:
-                    rows = [row for row in rows if (group + row) % count == index]
-                documents = self._convert(_take(table, rows), rows, name, group, None)
-                for document, row in documents:
-                    yield document, (turn, done_after[row])
+        for turn, group, length, held, pick in self._shuffled_groups(name, started, seed):
+            for first in range(done, length, max(1, held)):
+                order = permutation(length, seed, name, group, first=first, last=first + held)
+                mine = np.flatnonzero((group + order) % count == index)
+                table, places = pick(order[mine])
+                for start in range(0, len(mine), _CONVERTED_ROWS):
+                    turns = mine[start : start + _CONVERTED_ROWS]
+                    rows = order[turns].tolist()
+                    done_after = dict(zip(rows, (first + 1 + turns).tolist(), strict=True))
+                    found = _take(table, places[start : start + _CONVERTED_ROWS])
+                    for document, row in self._convert(found, rows, name, group, None):
+                        yield document, (turn, done_after[row])
             done = 0
         return None
 
@@ -149,7 +198,9 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _open(self, name: str) -> Iterator[pq.ParquetFile]:
         import pyarrow.parquet as pq
 
-        with naming_damage(name), self.data_folder.open(name, "rb") as file, pq.ParquetFile(file) as parquet_file:
+        # Without a buffer, all of a row group's column is read at once; of a remote file, this saves requests.
+        size = _BUFFER_BYTES if self.data_folder.is_local() else 0
+        with naming_damage(name), self._opened(name) as file, pq.ParquetFile(file, buffer_size=size) as parquet_file:
             yield parquet_file
 
     @property
@@ -159,29 +210,54 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
             rows_of = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            self._file_extent.scale = "group"
+            self._file_extent.set_groups(rows_of)
             if group < len(rows_of) and row == rows_of[group]:
                 group, row = group + 1, 0
             current, start = group, 0
             # All groups in one call, although a batch may then span two: one call per tiny group would be slow.
+            size = max(self.batch_size, _SKIPPED_ROWS) if row else self.batch_size  # large ones pass `row` faster
             for batch in file.iter_batches(
-                batch_size=self.batch_size, row_groups=list(range(group, len(rows_of))), columns=self._columns
+                batch_size=size, row_groups=list(range(group, len(rows_of))), columns=self._columns
             ):
                 offset = 0
                 while offset < batch.num_rows:
                     while start == rows_of[current]:
                         current, start = current + 1, 0
                     length = min(batch.num_rows - offset, rows_of[current] - start)
-                    skipped = max(0, min(length, row - start)) if current == group else 0
-                    if skipped < length:
-                        yield current, start + skipped, batch.slice(offset + skipped, length - skipped)
+                    if current == group and start < row:
+                        length = min(length, row - start)
+                    else:
+                        length = min(length, self.batch_size)
+                        yield current, start, batch.slice(offset, length)
                     offset += length
                     start += length
 
-    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
+    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
         with self._open(name) as file:
-            order = permutation(file.num_row_groups, seed, name)
+            order = permutation(file.num_row_groups, seed, name).tolist()
+            groups = [file.metadata.row_group(number) for number in order]
+            self._file_extent.scale = "turn"
+            self._file_extent.set_groups([group.num_rows for group in groups])
             for turn in range(started, len(order) + 1):
-                yield turn, order[turn - 1], file.read_row_group(order[turn - 1], columns=self._columns)
+                group = groups[turn - 1]
+                held = max(_CONVERTED_ROWS, group.num_rows * _HELD_BYTES // max(1, group.total_byte_size))
+                pick = partial(self._pick, file, order[turn - 1], group.num_rows)
+                yield _Group(turn, order[turn - 1], group.num_rows, held, pick)
+
+    def _pick(self, file: pq.ParquetFile, group: int, length: int, rows: Numbers) -> tuple[Batch, Numbers]:
+        """These rows of a group in the order of the file, and where each of them is there."""
+        import pyarrow as pa
+
+        wanted = np.zeros(length, dtype=np.bool_)
+        wanted[rows] = True
+        at, parts = 0, []
+        for batch in file.iter_batches(_PICKED_ROWS, row_groups=[group], columns=self._columns):
+            chosen = np.flatnonzero(wanted[at : at + batch.num_rows])
+            parts.append(batch if len(chosen) == batch.num_rows else batch.take(pa.array(chosen)))
+            at += batch.num_rows
+        # Rows of several chunks would be taken from a copy of all of them, each time.
+        return pa.Table.from_batches(parts).combine_chunks(), (np.cumsum(wanted) - 1)[rows]
 
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]
@@ -232,33 +308,56 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         )
         self._set_shuffle(shuffle_files, shuffle_seed)
 
+    @contextmanager
+    def _mapped(self, name: str) -> Iterator[Any]:
+        """The file. A local one as memory: of a batch, only what is used is read."""
+        import pyarrow as pa
+
+        if self.data_folder.is_local():
+            with closing(pa.memory_map(self.data_folder.resolve_paths(name))) as file:
+                yield file
+        else:
+            with self._opened(name) as file:
+                yield file
+
     def _groups(self, name: str, first: int, seed: int | None) -> Iterator[tuple[int, int, Batch]]:
         """From the ``first``-th turn on, counted from 0: turn, number of the record batch, record batch."""
         import pyarrow as pa
 
-        with naming_damage(name), self.data_folder.open(name, "rb") as file:
+        with naming_damage(name), self._mapped(name) as file:
+            extent = self._file_extent
+            extent.scale = "group" if seed is None else "turn"
             if self.stream:
+                extent.starts = [0.0]
                 with pa.ipc.open_stream(file) as stream:
                     for number, batch in enumerate(stream):
+                        extent.starts.append(file.tell() / max(1.0, extent.size))
+                        extent.lengths[number] = batch.num_rows
                         if number >= first:
                             yield number, number, batch
                     _check_end_of_stream(file)
                 return
             with pa.ipc.open_file(file) as reader:
                 count = reader.num_record_batches
-                order = range(count) if seed is None else permutation(count, seed, name)
+                order = range(count) if seed is None else permutation(count, seed, name).tolist()
+                extent.set_equal_groups(count)
                 for turn in range(first, count):
-                    yield turn, order[turn], reader.get_batch(order[turn])
+                    batch = reader.get_batch(order[turn])
+                    extent.lengths[turn] = batch.num_rows
+                    yield turn, order[turn], batch
 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         for _, number, batch in self._groups(name, group, None):
-            skipped = row if number == group else 0
-            if skipped < batch.num_rows:
-                yield number, skipped, batch.slice(skipped)
+            for start in range(row if number == group else 0, batch.num_rows, _CONVERTED_ROWS):
+                yield number, start, batch.slice(start, _CONVERTED_ROWS)
 
-    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[tuple[int, int, Batch]]:
+    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
         for turn, number, batch in self._groups(name, started - 1, seed):
-            yield turn + 1, number, batch
+            yield _Group(turn + 1, number, batch.num_rows, batch.num_rows, partial(_pick_all, batch))
+
+
+def _pick_all(batch: Batch, rows: Numbers) -> tuple[Batch, Numbers]:
+    return batch, rows
 
 
 def _check_end_of_stream(file: IO[bytes]) -> None:
@@ -278,7 +377,7 @@ def _take_shard(rows: Sequence[int], batch: Batch, group: int, row_shard: RowSha
     return chosen, _take(batch, range(first, len(rows), count))
 
 
-def _take(table: Batch, rows: Sequence[int]) -> Batch:
+def _take(table: Batch, rows: Sequence[int] | Numbers) -> Batch:
     import pyarrow as pa
 
     return table.take(pa.array(rows, type=pa.int64()))

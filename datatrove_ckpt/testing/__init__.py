@@ -1,8 +1,9 @@
-"""For tests: a server that counts requests, and disks that crash a job at every point where it can crash.
+"""For tests: a server that counts requests, disks that crash a job wherever it can crash, and loaders that stop.
 
 This room is public, so that users can test their own rollouts, adapters and writers. It may import ``checkpoint`` and
 ``mirror``, whose effects it replaces; nothing in the package imports it. Start at ``crashes``
-(``assert_same_output_after_crash``), then ``disks`` (what a crash leaves behind) and ``server`` (``FakeServer``).
+(``assert_same_output_after_crash``), then ``disks`` (what a crash leaves behind), ``server`` (``FakeServer``) and
+``resume`` (``assert_resume_is_exact``, for any data loader).
 """
 
 from datatrove_ckpt.testing.crashes import (
@@ -21,6 +22,7 @@ from datatrove_ckpt.testing.disks import (
     crash_at,
     disk_in_place,
 )
+from datatrove_ckpt.testing.resume import ResumeReport, assert_resume_is_exact
 from datatrove_ckpt.testing.server import FakeServer
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "FailingDisk",
     "FakeServer",
     "PowerLossDisk",
+    "ResumeReport",
     "SimulatedCrash",
+    "assert_resume_is_exact",
     "assert_same_output_after_crash",
     "assert_same_output_after_disk_errors",
     "crash_at",

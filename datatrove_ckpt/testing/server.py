@@ -36,10 +36,12 @@ class FakeServer:
         hold_after: int | None = None,
     ) -> None:
         self.asked: Counter[str] = Counter()
-        """Number of requests by question, which is the last message or the prompt."""
+        """Number of requests by question: the last message's text or the prompt, as JSON if it is more than text."""
         self.payloads: list[Payload] = []
         self.error = "refused"
         """The message of answers with another status than 200."""
+        self.finish_reason: str | None = "stop"
+        """``finish_reason`` of each answer."""
         self.usage: Payload | None = None
         """``usage`` of each answer. None: counts of words."""
         self._answer = answer or (lambda payload, times: f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
@@ -98,7 +100,7 @@ class FakeServer:
 
     async def _complete(self, request: web.Request) -> web.Response:
         payload = orjson.loads(await request.read())
-        question = payload["messages"][-1]["content"] if "messages" in payload else payload["prompt"]
+        question = _question(payload)
         times = self.asked[question]
         self.asked[question] += 1
         self.payloads.append(payload)
@@ -109,8 +111,15 @@ class FakeServer:
         if status is not None:
             return web.json_response({"error": {"message": f"{self.error} with {status}"}}, status=status)
         text = self._answer(payload, times)
-        choice: Payload = {"index": 0, "finish_reason": "stop"}
+        choice: Payload = {"index": 0, "finish_reason": self.finish_reason}
         choice |= {"message": {"role": "assistant", "content": text}} if "messages" in payload else {"text": text}
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
         body = orjson.dumps({"id": "fake", "choices": [choice], "usage": self.usage or usage})
         return web.Response(body=body, content_type="application/json")
+
+
+def _question(payload: Payload) -> str:
+    asked = payload["messages"][-1].get("content") if "messages" in payload else payload["prompt"]
+    if isinstance(asked, list) and asked and all(isinstance(part, dict) and "text" in part for part in asked):
+        return "".join(part["text"] for part in asked)
+    return asked if isinstance(asked, str) else orjson.dumps(asked).decode()

@@ -7,21 +7,33 @@ never meet a count that is a string, 2^64 or NaN, or a text that no encoding can
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 import orjson
-from loguru import logger
 
+_ABORTED = ("abort", "aborted", "canceled", "cancelled")
 # In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
 # servers will think of.
-_UNFINISHED = ("", "abort", "aborted", "canceled", "cancelled", "error", "timeout")
+_UNFINISHED = (
+    *_ABORTED,
+    "error",
+    "failed",
+    "in_progress",
+    "incomplete",
+    "interrupted",
+    "none",
+    "null",
+    "timeout",
+    "unknown",
+)
+# Parts of a content that are no part of the text.
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 _BUSY = (502, 503, 504, 529)
 _SHOWN_BYTES = 200  # of an answer that is no JSON
 _LIMITED = (429, 503, 529)
@@ -36,14 +48,19 @@ class Completion:
     """One answer.
 
     Attributes:
+        text: a list if the content has parts that are no text, such as images; then they are as the server sent them.
+        finish_reason: None or empty if the server gives none, which may mean that it cut the answer off: see
+            ``client.py``.
         usage: token counts as the server sent them, without those that are no counts; empty if it sent none.
         reasoning: empty if the server does not separate it from the text.
+        seconds: from sending the request to this answer.
     """
 
-    text: str
-    finish_reason: str
+    text: str | list[object]
+    finish_reason: str | None
     usage: JsonObject
     reasoning: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 class RetryableError(Exception):
@@ -53,13 +70,30 @@ class RetryableError(Exception):
         retry_after: seconds the server asks us to wait.
         unreachable: there was no complete HTTP answer.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
+        timed_out: neither a connection nor an answer came in time.
     """
 
-    def __init__(self, cause: str, retry_after: float = 0.0, *, unreachable: bool = False, status: int = 0) -> None:
+    def __init__(
+        self,
+        cause: str,
+        retry_after: float = 0.0,
+        *,
+        unreachable: bool = False,
+        status: int = 0,
+        timed_out: bool = False,
+    ) -> None:
         super().__init__(cause)
+        self.timed_out = timed_out
         self.retry_after = retry_after
         self.unreachable = unreachable
         self.status = status
+
+    @property
+    def kind(self) -> str:
+        """A word or two, to be counted."""
+        if self.status:
+            return f"HTTP {self.status}"
+        return "timeout" if self.timed_out else "connection" if self.unreachable else "bad answer"
 
     @property
     def server_is_well(self) -> bool:
@@ -77,11 +111,12 @@ class RetryableError(Exception):
         return self.status in _BUSY
 
 
-def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
+def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
     """An answer of /v1/chat/completions.
 
     Args:
         redact: hides secrets in what an error message quotes.
+        body: the request, whose ``stop`` may hold any word.
 
     Raises:
         RetryableError: it is no finished completion.
@@ -91,10 +126,10 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     if not isinstance(message, dict):
         raise RetryableError("the answer's choice has no message")
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    return _completion(_joined(message.get("content") or ""), choice, usage, _joined(reasoning))
+    return _completion(_joined(message.get("content") or ""), choice, usage, _joined(reasoning), body)
 
 
-def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
+def parse_completion(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
     """An answer of /v1/completions.
 
     Raises:
@@ -103,28 +138,50 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completi
     choice, usage = _first_choice(raw, redact)
     if "text" not in choice:
         raise RetryableError("the answer's choice has no text")
-    return _completion(choice["text"] or "", choice, usage, "")
+    return _completion(choice["text"] or "", choice, usage, "", body)
 
 
-def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object) -> Completion:
-    finish_reason = choice.get("finish_reason")
-    if finish_reason is None or (isinstance(finish_reason, str) and finish_reason.strip().lower() in _UNFINISHED):
-        raise RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
-    if not (isinstance(text, str) and isinstance(finish_reason, str) and isinstance(reasoning, str)):
+def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object, body: bytes) -> Completion:
+    reason = choice.get("finish_reason")
+    if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
+        raise unfinished(reason)
+    word = choice.get("stop_reason")
+    # vLLM gives there the stop string that ended the text. Inside a text of the request, quotes would be escaped.
+    if isinstance(word, str) and word.strip().lower() in _ABORTED and json.dumps(word).encode() not in body:
+        raise RetryableError(f"the answer is not finished (stop_reason {word!r})")
+    if not (isinstance(text, str | list) and isinstance(reason, str | None) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
-    return Completion(_encodable(text), _encodable(finish_reason), usage, _encodable(reasoning))
+    if not reason and not text and not usage:
+        raise unfinished(reason)
+    cleaned = _encodable(text) if isinstance(text, str) else [_clean(part) for part in text]
+    return Completion(cleaned, reason and _encodable(reason), usage, _encodable(reasoning))
+
+
+def is_ending(finish_reason: object) -> bool:
+    """Whether an answer with this finish_reason is finished, as far as the reason says that."""
+    return isinstance(finish_reason, str) and finish_reason.strip().lower() not in ("", *_UNFINISHED)
+
+
+def unfinished(finish_reason: str | None) -> RetryableError:
+    """The error for an answer that its server did not finish."""
+    return RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
 
 
 def _joined(content: object) -> object:
-    """The text of a content that is a list of parts; any other content as it is."""
+    """The text of a content that is a list of parts; any other content as it is, and one whose parts are not all text.
+
+    Returns None for a list that holds no parts.
+    """
     if not isinstance(content, list):
         return content
-    texts: list[str] = []
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(text := part.get("text", ""), str):
-            return content
-        texts += [text] if part.get("type", "text") == "text" else []
-    return "".join(texts) if texts else content
+    parts = [{"text": part} if isinstance(part, str) else part for part in content]
+    if not all(isinstance(part, dict) and isinstance(part.get("type", ""), str) for part in parts):
+        return None
+    texts = [part.get("text", "") for part in parts if part.get("type", "text") == "text"]
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    others = [part for part in parts if part.get("type", "text") not in ("text", *_THOUGHTS)]
+    return "".join(texts) if texts and not others else content
 
 
 def _encodable(text: str) -> str:
@@ -176,12 +233,17 @@ def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject,
     """The answer's choice with index 0, or the first if none has that index, and its token counts."""
     try:
         answer = _parse(raw)
+    except UnicodeDecodeError:
+        # Replaced, they would be wrong characters in a text that looks complete.
+        raise RetryableError("the answer holds bytes that are not UTF-8, which JSON must be") from None
     except (ValueError, RecursionError):
         text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
         raise RetryableError(f"the answer is not JSON: {text!r}") from None
     if not isinstance(answer, dict):
         raise RetryableError("the answer is no JSON object")
     _refuse_error("the answer", answer.get("error"), redact)
+    if answer.get("object") == "error":
+        _refuse_error("the answer", answer.get("message") or "error", redact)
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")
@@ -205,18 +267,8 @@ def _parse(raw: bytes) -> object:
     try:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
-        # Python's parser takes more: NaN, a lone surrogate as an escape, bytes that are no UTF-8.
-        try:
-            text = bytes(raw).decode()
-        except UnicodeDecodeError:
-            text = bytes(raw).decode(errors="replace")
-            _warn_of_replaced_bytes()
-        return json.loads(text)
-
-
-@functools.cache  # once in each process
-def _warn_of_replaced_bytes() -> None:
-    logger.warning("An answer holds bytes that are not UTF-8. Each is replaced by U+FFFD; this is not said again.")
+        # Python's parser takes more: NaN, a lone surrogate as an escape.
+        return json.loads(bytes(raw).decode())
 
 
 def parse_retry_after(value: str) -> float:

@@ -4,7 +4,9 @@
     400, 413, 414, 422, 431                                          RequestRejected: this request never succeeds
     408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried; ``patience.py`` says how long; at the end
     timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request is answered), or
-    finish_reason null, "abort", "error"                             RequestFailed (others are); both stop the run
+    finish_reason null, "abort", "error" and the like                RequestFailed (others are); both stop the run
+    finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
+    never sent another one                                           an answer
     401, 402, 403, 404 and any other 4xx, any 3xx                    ServerRefused: no request of this run succeeds
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
@@ -16,6 +18,10 @@ Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as lon
 and never beyond the patience). A sleeping request holds no slot. There is no task and no log line per request: each
 costs about 0.1 ms of CPU, and at thousands of requests per second the event loop has no more than that.
 
+Every known engine gives a finish_reason, and an answer that was cut off may lack it. So null means that the answer is
+cut off. Some gateways and scripts never send one. We do not guess which, because a server that stops looks the same:
+``accept_null_finish_reason`` says it. ``generate.py`` stops the rank if such a server sends one after all.
+
 An answer from a server that was given up is thrown away, however complete it looks: servers that were asked to stop
 have answered 200 with half a text.
 """
@@ -25,8 +31,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -39,7 +46,13 @@ from datatrove_ckpt.errors import (
     RequestRejected,
     ServerRefused,
 )
-from datatrove_ckpt.inference.client.answers import Completion, RetryableError, parse_chat, parse_completion
+from datatrove_ckpt.inference.client.answers import (
+    Completion,
+    RetryableError,
+    parse_chat,
+    parse_completion,
+    unfinished,
+)
 from datatrove_ckpt.inference.client.patience import Outage, RequestClock
 from datatrove_ckpt.inference.client.routing import (
     FIRST_LIMIT,
@@ -62,6 +75,17 @@ _MAX_BACKOFF = 30.0  # seconds
 # Seconds during which other URLs are preferred after a connection failed. Without it all requests would go to a dead
 # server: it fails at once, so it always has the fewest requests in flight.
 _COOLDOWN = 5.0
+# Seconds. A server that is stopping is away by then: Slurm kills after 30.
+_STOPPING = 60.0
+
+OnServer = Callable[[str, str, str | None, str], None]
+"""Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the server's name within the
+rank, its URL without secrets or None, and why it died or ""."""
+
+_HINT = (
+    "If this server never gives one, and its answers are complete, set accept_null_finish_reason to true; otherwise "
+    "see why it cuts answers off."
+)
 
 
 @dataclass(slots=True)
@@ -73,14 +97,20 @@ class ClientStats:
         retries: attempts that failed, and whose request was sent again.
         resent: attempts that were lost with their server, and whose request was sent again.
         answers: completions received.
+        without_reason: those of them that had no finish_reason.
         in_flight: attempts under way now.
+        cancelled: attempts that their rollout, or the end of the event loop, has cut off.
+        errors: attempts without an answer, by kind.
     """
 
     requests: int = 0
     retries: int = 0
     resent: int = 0
     answers: int = 0
+    without_reason: int = 0
     in_flight: int = 0
+    cancelled: int = 0
+    errors: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def lost(self) -> int:
@@ -93,7 +123,7 @@ class CompletionClient:
 
     Args:
         config: timeouts, attempts, slots; ``use_chat`` chooses the path.
-        urls: base URLs, without /v1, of servers that are always there. Servers that we launch come with ``add`` and
+        urls: base URLs of servers that are always there. Servers that we launch come with ``add`` and
             ``mark_up``, and go with ``mark_dead``.
         api_key: bearer token for ``urls``, or None.
         sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
@@ -104,6 +134,7 @@ class CompletionClient:
         stats: counters.
         router: which servers are up, and which requests wait.
         outage: since when no request is answered.
+        on_server: gets what happens to servers that we launch: what, name, URL, why.
 
     Raises:
         ConfigError: a URL that cannot be used.
@@ -122,10 +153,11 @@ class CompletionClient:
         self.stats = ClientStats()
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers), shutdown)
         self.outage = Outage(config.server_patience_seconds, clock)
+        self.on_server: OnServer = lambda what, name, url, why: None
         self._config = config
         self._sleep = sleep
         self._parse = parse_chat if config.use_chat else parse_completion
-        self._path = "v1/chat/completions" if config.use_chat else "v1/completions"
+        self._path = "chat/completions" if config.use_chat else "completions"
         self._fixed = [HiddenUrl.wrap(url) for url in urls]
         self._proxied = config.server_type == "endpoint" and needs_proxy(self._fixed)
         self._key = Key.wrap(api_key)
@@ -158,7 +190,7 @@ class CompletionClient:
     def mark_up(self, target: Target, url: str | HiddenUrl, api_key: Key | None) -> None:
         """Send requests to this URL from now on. A restarted server has another port and another key."""
         # One transport per server: it is closed with its server, and it holds the key, so that no call has to.
-        target.url = HiddenUrl.wrap(url).join(self._path)
+        target.url = HiddenUrl.wrap(url).api(self._path)
         timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
         target.transport = make_transport(target.url, api_key, timeout, self._proxied)
         target.limit = FIRST_LIMIT if self._config.max_concurrent_generations == "auto" else math.inf
@@ -203,8 +235,13 @@ class CompletionClient:
                 if was_quarantined and alone and not self.router.closed:
                     raise self._poisoned(request) from None
                 self.stats.resent += 1
+                self.stats.errors["server lost"] += 1
                 continue
+            except RequestRejected as error:
+                self.stats.errors[f"HTTP {error.status}"] += 1
+                raise
             except RetryableError as error:
+                self.stats.errors[error.kind] += 1
                 if self.router.closed:  # a cluster stops our servers together with us: the request is not at fault
                     self.stats.resent += 1
                     continue
@@ -257,26 +294,32 @@ class CompletionClient:
         self.stats.requests += 1
         try:
             async with attempt.scope:
-                answer = await self._send(target, body, attempt.started_at)
+                answer = await self._send(target, request, body, attempt.started_at)
         except (TimeoutError, RetryableError, CkptError):
             if attempt.lost:
                 raise AttemptLost from None
+            raise
+        except asyncio.CancelledError:
+            self.stats.cancelled += 1
             raise
         finally:
             target.attempts.discard(attempt)
             self.stats.in_flight -= 1
         if attempt.lost:
             raise AttemptLost
+        answer.seconds = time.monotonic() - attempt.started_at
         self.stats.answers += 1
+        self.stats.without_reason += not answer.finish_reason
         self.outage.answered()
         return answer
 
-    async def _send(self, target: Target, body: bytes, started_at: float) -> Completion:
+    async def _send(self, target: Target, request: Request, body: bytes, started_at: float) -> Completion:
         assert target.transport is not None
         assert target.url is not None
         try:
             raw = await post(target.transport, target.url, body, self._config.model_name_or_path)
-            answer = self._parse(raw, target.transport.redact)
+            answer = self._parse(raw, target.transport.redact, body)
+            self._check_reason(answer, target, request)
             target.mark_alive(started_at)
             return answer
         except (RequestRejected, ServerRefused):
@@ -291,6 +334,32 @@ class CompletionClient:
             if target.probe is not None and not failure.server_is_well:
                 await target.probe(started_at, not failure.server_is_busy)
             raise
+
+    def _check_reason(self, answer: Completion, target: Target, request: Request) -> None:
+        """An answer without a finish_reason may be cut off.
+
+        Raises:
+            RetryableError: it must be asked for again.
+            ServerRefused: this server gives no finish_reason, as far as can be told.
+        """
+        if answer.finish_reason:
+            target.gives_reasons = True
+            return
+        if self._config.accept_null_finish_reason and answer.text and not target.gives_reasons:
+            return
+        now = self.outage.clock()
+        if not request.without_reason:
+            request.without_reason_since = now
+        request.without_reason += 1
+        if target.gives_reasons or not self._config.may_lack_finish_reason or not answer.text:
+            raise unfinished(answer.finish_reason)
+        lasts = now - request.without_reason_since >= _STOPPING
+        if lasts and request.without_reason >= self._config.request_max_attempts:
+            raise ServerRefused(
+                f"{target.url} has answered one request {request.without_reason} times without a finish_reason, for "
+                f"{now - request.without_reason_since:.0f} s. {_HINT}"
+            )
+        raise RetryableError(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 
 
 async def _close(target: Target) -> None:

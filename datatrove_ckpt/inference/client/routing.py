@@ -65,13 +65,17 @@ class Request:
     Attributes:
         deaths: the deaths of servers at which it was in flight.
         age: seconds it had been in flight at the first of them.
+        without_reason: answers that it got without a finish_reason, and that were not believed.
+        without_reason_since: when the first of them came.
     """
 
-    __slots__ = ("age", "deaths")
+    __slots__ = ("age", "deaths", "without_reason", "without_reason_since")
 
     def __init__(self) -> None:
         self.deaths: list[Death] = []
         self.age = 0.0
+        self.without_reason = 0
+        self.without_reason_since = 0.0
 
     @property
     def is_quarantined(self) -> bool:
@@ -127,6 +131,7 @@ class Target:
         alive_at: when the server last showed that it works, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
         probe: see ``HealthProbe``.
+        gives_reasons: an answer of it had a finish_reason.
     """
 
     def __init__(self, probe: HealthProbe | None = None) -> None:
@@ -141,6 +146,7 @@ class Target:
         self.alive_at = 0.0
         self.accepted_at = 0.0
         self.probe = probe
+        self.gives_reasons = False
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
@@ -169,6 +175,11 @@ class Quarantine:
         self._group_limit = 1
         self._peak = 0
         self._runs_alone = False
+
+    @property
+    def waiting(self) -> int:
+        """How many wait, with those that were cancelled just now."""
+        return len(self._waiting)
 
     def has_waiting(self) -> bool:
         while self._waiting and self._waiting[0][3].done():  # cancelled
@@ -238,6 +249,11 @@ class Router:
     def in_flight(self) -> int:
         """Attempts under way at all targets together."""
         return self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a target."""
+        return len(self._waiting) + self._quarantine.waiting
 
     @property
     def capacity(self) -> int:

@@ -116,7 +116,7 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
             response = await transport.post(body)
     except TimeoutError as error:
         kind = "connection" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
-        raise RetryableError(f"no {kind} in time from {url}", unreachable=True) from None
+        raise RetryableError(f"no {kind} in time from {url}", unreachable=True, timed_out=True) from None
     except (aiohttp.ClientError, OSError) as error:
         if is_caused_by_limit(error):
             raise limit_reached(f"No connection to {url}") from None
@@ -151,7 +151,7 @@ def _hint(status: int) -> str:
         return "Check api_key or api_key_env, that the key may use this model, and proxies."
     if status == 402:
         return "The account of this key has no credit left."
-    return "Check model_name_or_path, endpoint_url (without /v1) and use_chat."
+    return "Check model_name_or_path, endpoint_url and use_chat."
 
 
 def redacted_error(error: Exception) -> str:

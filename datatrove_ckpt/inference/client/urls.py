@@ -6,6 +6,7 @@ would show whole.
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Iterable
 from typing import Self
@@ -18,6 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import HiddenDict, Redactor
 
 _PUBLIC_QUERY = "api-version"
+_VERSION = re.compile(r"v\d+[a-z0-9]*")
 
 
 class HiddenUrl:
@@ -47,6 +49,26 @@ class HiddenUrl:
         """``path`` below this URL. Keeps the query, which some gateways need."""
         return HiddenUrl(self._url.joinpath(*path.split("/")).with_query(self._url.query))
 
+    def api(self, path: str) -> HiddenUrl:
+        """``path`` of the OpenAI API at this URL: "models", "completions", "chat/completions".
+
+        A URL without a path gets /v1, any other one is taken as given. It may also be the whole address of the
+        completions.
+        """
+        names = [name for name in self._url.raw_parts if name.strip("/")]
+        if not names:
+            names = ["v1"]
+        elif names[-1] == "completions":
+            names = names[: -2 if names[-2:-1] == ["chat"] else -1]
+        url = self._url.with_path("/" + "/".join([*names, *path.split("/")]), encoded=True)
+        return HiddenUrl(url.with_query(self._url.query))
+
+    @property
+    def may_lack_version(self) -> bool:
+        """It has a path without a version: the API may be right below it, or below its /v1."""
+        names = [name for name in self._url.raw_parts if name.strip("/")]
+        return bool(names) and names[-1] != "completions" and not any(map(_VERSION.fullmatch, names))
+
     @property
     def has_credentials(self) -> bool:
         return self._url.user is not None or self._url.password is not None
@@ -69,13 +91,16 @@ def _secrets_of(url: URL) -> Iterable[str]:
 
 
 def _parsed(url: str) -> URL:
-    """The URL; an empty one if the text is none."""
+    """The URL; an empty one if the text is none of a web server."""
     if "@" in url.partition("?")[0].partition("://")[2].partition("/")[2]:
         return URL()  # a "/" in a password made the rest of it, and the host, a path
+    if any(map(str.isspace, url.partition("?")[0])):
+        return URL()
     try:
-        return URL(url)
+        parsed = URL(url)
     except ValueError:
         return URL()
+    return parsed if parsed.scheme in ("http", "https") else URL()
 
 
 def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:

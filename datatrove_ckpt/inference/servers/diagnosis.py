@@ -18,6 +18,8 @@ _SEARCHED_BYTES = 256 * 1024
 _FLAG = re.compile(r"--([\w-]+)(=|$)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _EXTRAS = {"xllamacpp": "llamacpp", "vllm": "vllm", "sglang": "sglang"}
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_SHOWN_LINE = 200  # characters
 _EXIT_NOT_FOUND = 127
 _EXIT_KILLED = 137
 
@@ -113,6 +115,15 @@ def read_log(path: Path, start: int) -> str:
             return log.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def last_line(log: str) -> str:
+    """The last line that says something, made fit for a terminal; of a progress bar its last state. "" if none does."""
+    for line in reversed(log.replace("\r", "\n").split("\n")):
+        shown = "".join(part if part.isprintable() else " " for part in _ESCAPE.sub("", line)).strip()
+        if shown:
+            return shown if len(shown) <= _SHOWN_LINE else f"{shown[:_SHOWN_LINE]}..."
+    return ""
 
 
 def report(what: str, argv: tuple[str, ...], log_path: Path, log: str, cause: Cause | None = None) -> str:

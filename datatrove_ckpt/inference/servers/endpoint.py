@@ -28,6 +28,7 @@ _FIRST_DELAY = 0.25  # seconds
 _MAX_DELAY = 5.0  # seconds
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _SAY_AGAIN = 60.0  # seconds
+_SILENT = 3.0  # seconds
 
 
 class ExternalServers(Server):
@@ -43,9 +44,9 @@ class ExternalServers(Server):
         self.api_key = config.endpoint_api_key()
 
     async def start(self) -> None:
-        """Wait until one of the URLs answers GET /v1/models.
+        """Wait until one of the URLs answers GET /v1/models, or /models below its own path.
 
-        Every status except 401, 403 and 5xx counts as an answer: some gateways have no /v1/models (404), and the first
+        Every status except 401, 403 and 5xx counts as an answer: some gateways do not list models (404), and the first
         request will show whether they work.
 
         Raises:
@@ -53,7 +54,7 @@ class ExternalServers(Server):
             ServerRefused: a server answered 401 or 403.
             ServerStartFailed: no server answered within that window.
         """
-        targets = [url.join("v1/models") for url in self.urls]
+        targets = [url.api("models") for url in self.urls]
         window = ready_window(self.config)
         started = time.monotonic()
         said_at = started - _SAY_AGAIN
@@ -65,13 +66,18 @@ class ExternalServers(Server):
             while True:
                 causes = await asyncio.gather(*(_probe(session, target, headers) for target in targets))
                 if None in causes:
-                    return self._warn_of_silent(causes)
+                    if said_at >= started:
+                        logger.info(f"An endpoint answers, after {time.monotonic() - started:.0f} s.")
+                    self._warn_of_silent(causes)
+                    self.urls = list(await asyncio.gather(*(_api_of(session, url, headers) for url in self.urls)))
+                    return
                 failures += 1
                 delay = backoff_seconds(failures, _FIRST_DELAY, _MAX_DELAY)
                 now = time.monotonic()
                 if now + delay > started + window:
                     raise ServerStartFailed(self._none_answered(causes, window))
-                if failures > 1 and now >= said_at + _SAY_AGAIN:
+                # One that refuses connections is tried again at once; one that is silent has taken its time already.
+                if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
                     said_at = now
                     cause = f"{self.urls[0]}: {causes[0]}"
                     logger.warning(waiting(cause, True, now - started, window))
@@ -86,7 +92,7 @@ class ExternalServers(Server):
         each = "\n".join(f"  {url}: {cause}" for url, cause in zip(self.urls, causes, strict=True))
         return (
             f"No endpoint answered within {window:g} s:\n{each}\n"
-            "Check that the server runs, that this machine can reach it, and endpoint_url (without /v1)."
+            "Check that the server runs, that this machine can reach it, and endpoint_url."
         )
 
     async def watch(self) -> NoReturn:
@@ -127,9 +133,10 @@ async def ask_endpoints(config: InferenceConfig) -> list[EndpointAnswer]:
     """
     servers = ExternalServers(config)
     headers = servers.api_key.headers() if servers.api_key is not None else None
-    targets = [url.join("v1/models") for url in servers.urls]
     timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=needs_proxy(servers.urls)) as session:
+        urls = await asyncio.gather(*(_api_of(session, url, headers) for url in servers.urls))
+        targets = [url.api("models") for url in urls]
         return list(await asyncio.gather(*(_ask(session, target, headers) for target in targets)))
 
 
@@ -149,6 +156,28 @@ async def _ask(session: aiohttp.ClientSession, target: HiddenUrl, headers: Hidde
     return EndpointAnswer(shown, models=_listed(body) if status == 200 else None)
 
 
+async def _api_of(session: aiohttp.ClientSession, url: HiddenUrl, headers: HiddenDict | None) -> HiddenUrl:
+    """The URL, or its /v1 if the models are listed there only.
+
+    datatrove appends /v1 to the URL of a local server, and nothing to another one.
+    """
+    if not url.may_lack_version:
+        return url
+    below = url.join("v1")
+    statuses = await asyncio.gather(*(_status(session, one.api("models"), headers) for one in (url, below)))
+    return below if [status == 200 for status in statuses] == [False, True] else url
+
+
+async def _status(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> int:
+    """The HTTP status of a GET; 0 if there is no answer."""
+    try:
+        with frames_cut():
+            async with session.get(target.reveal(), headers=headers, allow_redirects=False) as response:
+                return response.status
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return 0
+
+
 def _listed(body: bytes) -> list[str] | None:
     """The names in the answer to GET /v1/models; None if it lists none."""
     try:
@@ -162,7 +191,7 @@ def _listed(body: bytes) -> list[str] | None:
 
 
 def _with_environment(url: str) -> HiddenUrl:
-    """The URL with each ``${NAME}`` replaced by that environment variable.
+    """The URL with each ``${NAME}`` replaced by that environment variable, without spaces around its value.
 
     Raises:
         ConfigError: a variable is not set, or this is no URL.
@@ -174,7 +203,7 @@ def _with_environment(url: str) -> HiddenUrl:
                 "tasks run."
             )
     try:
-        return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]], url))
+        return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url))
     except ConfigError:
         raise ConfigError(
             f"endpoint_url: {url} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a password or a "

@@ -5,7 +5,8 @@ of vLLM 0.33 and SGLang 0.5.23 accept. Three rules hold for every engine:
 
 - it listens on 127.0.0.1, on a port that we choose;
 - its API key is passed in the environment, never in argv, which every user of the machine can read;
-- ``model_kwargs`` come last and override our flags, except for the address and the key, which they may not name.
+- ``model_kwargs`` come last and override our flags, except for the address and the key, which they may not name. On
+  several nodes, vLLM's ``distributed-executor-backend: ray`` is left out.
 
 SGLang has no environment variable for its key, and prints its arguments into its log: ``sglang_launch.py`` passes the
 key instead. With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
@@ -19,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
@@ -39,6 +42,10 @@ API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_LLAMACPP_SLOTS = 8
 _RESERVED = ("host", "port", "api-key")
+_DUMMY_FLAGS = ("latency-ms",)
+# datatrove connects several nodes by Ray, so its scripts ask vLLM for Ray. Ours are connected by vLLM's own flags,
+# beside which vLLM refuses Ray.
+_RAY = ("distributed-executor-backend", "ray")
 
 # ``model_kwargs``. ``Any``, because its values are what users wrote in Python or YAML.
 Kwargs = Mapping[str, Any]
@@ -69,6 +76,8 @@ def engine_command(config: InferenceConfig, port: int, api_key: Key, nodes: Node
     if config.server_python is not None:
         require_interpreter(config.server_python)
     if config.server_type == "vllm":
+        if nodes.count > 1 and _asks_for_ray(config):
+            logger.info(f"{_RAY[0]}: ray is left out: vLLM's own {nodes.count} nodes need no Ray cluster.")
         return vllm_command(config, port, api_key, find_vllm(config.server_python), nodes)
     if config.server_type == "sglang":
         if config.server_python is None:
@@ -120,7 +129,14 @@ def vllm_command(
         VLLM_API_KEY=api_key.reveal(),
     )
     start = _vllm_start(config, vllm_executable, nodes)
-    return EngineCommand((*start, config.model_name_or_path, *_arguments(flags, config)), env)
+    given = dict(_dashed_kwargs(config))
+    if nodes.count > 1 and _asks_for_ray(config):
+        del given[_RAY[0]]
+    return EngineCommand((*start, config.model_name_or_path, *_arguments(flags, given)), env)
+
+
+def _asks_for_ray(config: InferenceConfig) -> bool:
+    return str(_dashed_kwargs(config).get(_RAY[0])).lower() == _RAY[1]
 
 
 def _vllm_start(config: InferenceConfig, vllm_executable: str | None, nodes: Nodes) -> tuple[str, ...]:
@@ -153,7 +169,7 @@ def sglang_command(config: InferenceConfig, port: int, api_key: Key, nodes: Node
     given = _dashed_kwargs(config)
     takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
     env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1", **(_key_in_environment(api_key) if takes_key else {}))
-    return EngineCommand((*start, *_arguments(flags, config)), env, takes_key)
+    return EngineCommand((*start, *_arguments(flags, given)), env, takes_key)
 
 
 def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_path: Path, cores: int) -> EngineCommand:
@@ -171,7 +187,7 @@ def llamacpp_command(config: InferenceConfig, port: int, api_key: Key, model_pat
         "parallel": _llamacpp_slots(config),
         "threads": max(1, cores // config.replicas),
     }
-    return EngineCommand((*start, *_arguments(flags, config)), _key_in_environment(api_key))
+    return EngineCommand((*start, *_arguments(flags, _dashed_kwargs(config))), _key_in_environment(api_key))
 
 
 def _llamacpp_slots(config: InferenceConfig) -> int:
@@ -180,9 +196,14 @@ def _llamacpp_slots(config: InferenceConfig) -> int:
 
 
 def dummy_command(config: InferenceConfig, port: int, api_key: Key) -> EngineCommand:
-    """The server of canned answers, ``datatrove_ckpt.inference.servers.dummy``, which binds to 127.0.0.1 only."""
+    """The server of canned answers, ``datatrove_ckpt.inference.servers.dummy``, which binds to 127.0.0.1 only.
+
+    A script is tried out with it as it is, so the flags of its true engine are ignored.
+    """
     start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy")
-    return EngineCommand((*start, *_arguments({"port": port}, config)), _key_in_environment(api_key))
+    given = {_dashed(name): value for name, value in (config.model_kwargs or {}).items()}
+    flags = {name: given[name] for name in _DUMMY_FLAGS if name in given}
+    return EngineCommand((*start, *_arguments({"port": port}, flags)), _key_in_environment(api_key))
 
 
 def custom_command(config: InferenceConfig, port: int, api_key: Key) -> EngineCommand:
@@ -229,9 +250,8 @@ def _dashed_kwargs(config: InferenceConfig) -> Kwargs:
     return {_dashed(name): value for name, value in _kwargs(config).items()}
 
 
-def _arguments(flags: Mapping[str, object], config: InferenceConfig) -> tuple[str, ...]:
+def _arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:
     """Our flags, except those that the user sets, and then the user's."""
-    given = _dashed_kwargs(config)
     ours = [part for name, value in flags.items() if name not in given for part in _flag(name, value)]
     users = [part for name, value in given.items() for part in _flag(name, value, joined=True)]
     return (*ours, *users)

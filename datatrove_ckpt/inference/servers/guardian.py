@@ -216,6 +216,7 @@ class Guardian:
             self._reap()
             running = [process for process in descendants(os.getpid()) if not process.zombie]
             if not running and self.server_status is not None:
+                self._reap()  # those that have ended since, and are nobody's else
                 return
             for process in running:
                 _kill(process.pid, signal.SIGKILL)

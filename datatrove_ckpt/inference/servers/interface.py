@@ -15,7 +15,7 @@ class Server(ABC):
     """A server, or several, that requests can be sent to. ``async with`` starts and stops it.
 
     Attributes:
-        urls: base URLs, without /v1.
+        urls: base URLs.
         api_key: bearer token for all of them, or None.
     """
 

@@ -43,6 +43,7 @@ from datatrove_ckpt.inference.servers.node_link import (
 )
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.process.shutdown import Shutdown
 
 _START, _DIED = b"start\n", b"died\n"
 _RETRY_DELAY = 0.5  # seconds
@@ -155,6 +156,22 @@ class HeadNode:
                 f"Refused a connection from {host} to port {self._port} ({self._refusals} so far): its other end is no "
                 f"node of this task, or did not prove that it knows this task's {LINK_KEY_VARIABLE}."
             )
+
+
+async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown: Shutdown) -> None:
+    """Serves until the head node ends. On a stop request, the head node needs this one during its drain.
+
+    Raises:
+        ServerStartFailed: see ``run_worker_node``.
+    """
+    serving = asyncio.create_task(run_worker_node(config, rank, nodes))
+    stopping = asyncio.create_task(shutdown.requested())
+    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        await shutdown.wait_for(asyncio.wait([serving]))
+        serving.cancel()
+    stopping.cancel()
+    await asyncio.gather(serving, return_exceptions=shutdown.is_requested)
 
 
 async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> None:

@@ -19,7 +19,7 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import CompletionClient, OnServer
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
 from datatrove_ckpt.inference.servers.engines import engine_command
 from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
@@ -48,7 +48,7 @@ def check_servers(config: InferenceConfig) -> None:
 
 @asynccontextmanager
 async def connect(
-    config: InferenceConfig, rank: int, shutdown: Shutdown | None = None
+    config: InferenceConfig, rank: int, shutdown: Shutdown | None = None, on_server: OnServer | None = None
 ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
     """The client of a rank's servers, ready for requests, and a coroutine function that raises when none is left.
 
@@ -56,6 +56,7 @@ async def connect(
 
     Args:
         shutdown: of the rank; None: of nobody.
+        on_server: gets what happens to servers; None: nobody does.
 
     Raises:
         ServerStartFailed, ServerRefused, ConfigError: see ``Server.start``.
@@ -66,13 +67,15 @@ async def connect(
             ExternalServers(config) as servers,
             CompletionClient(config, servers.urls, servers.api_key, shutdown=shutdown) as client,
         ):
+            client.on_server = on_server or client.on_server
+            for index, url in enumerate(servers.urls):
+                client.on_server("ready", str(index), str(url), "")
             yield client, servers.watch
     else:
-        async with (
-            CompletionClient(config, [], None, shutdown=shutdown) as client,
-            ServerPool(config, rank, client, shutdown) as pool,
-        ):
-            yield client, pool.watch
+        async with CompletionClient(config, [], None, shutdown=shutdown) as client:
+            client.on_server = on_server or client.on_server
+            async with ServerPool(config, rank, client, shutdown) as pool:
+                yield client, pool.watch
 
 
 class ServerPool:

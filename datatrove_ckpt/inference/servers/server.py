@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,6 +41,7 @@ from datatrove_ckpt.inference.servers.health import answers, request_health
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.servers.leftovers import ServerRecord
 from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
+from datatrove_ckpt.inference.servers.starting import starting_line, wait_for_first
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor
 
@@ -266,7 +268,7 @@ class InferenceServer(Server):
         answer = asyncio.create_task(self._wait_until_answering())
         try:
             # Whichever is first decides: after a crash there is no wait for the rest of the window.
-            await asyncio.wait((exit_code, answer), timeout=window, return_when=asyncio.FIRST_COMPLETED)
+            await wait_for_first((exit_code, answer), window, partial(self._starting_line, window))
             seconds = time.monotonic() - started_at
             if exit_code.done():
                 code = exit_code.result()
@@ -281,6 +283,11 @@ class InferenceServer(Server):
             answer.cancel()
             await asyncio.gather(exit_code, answer, return_exceptions=True)
         logger.info(f"{self.config.server_type} server ready on {self.url} after {seconds:.1f} s")
+
+    def _starting_line(self, window: float, waited: float) -> str:
+        assert self._log_path is not None
+        redact = Redactor(*self.headers.values())
+        return starting_line(self.config.server_type, waited, window, self._log_path, self._log_start, redact)
 
     async def _wait_until_answering(self) -> None:
         longest, failures = self.config.server_ready_delay_sec, 0

@@ -79,6 +79,7 @@ class ServerSupervisor:
         self.shutdown = shutdown
         self.target = client.add(self.probe)
         self.restarts = 0
+        self._index = index
         self._name = f"Server {index} of rank {rank}" if config.replicas > 1 else f"The server of rank {rank}"
         self._death = Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -88,10 +89,18 @@ class ServerSupervisor:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        if not await self.server.take_over(self.config, self.rank):
+        if await self.server.take_over(self.config, self.rank):
+            self._tell("reused")
+        else:
+            self._tell("restart" if self.restarts else "start")
             await self.server.start()
+            self._tell("ready")
         self._death_cause = asyncio.get_running_loop().create_future()
         self.client.mark_up(self.target, self.server.url, self.server.api_key)
+
+    def _tell(self, what: str, why: str = "") -> None:
+        url = self.server.url if what in ("ready", "reused") else None
+        self.client.on_server(what, str(self._index), url, why.partition("\n")[0])
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)
@@ -106,6 +115,7 @@ class ServerSupervisor:
         """
         while True:
             cause = await self._until_death()
+            self._tell("death", cause)
             await self.client.disconnect(self.target)
             if self.shutdown.is_requested:
                 # A cluster signals the server, too, so it may end before we do.

@@ -1,0 +1,77 @@
+"""How long a rank took, over all attempts.
+
+Commits and journals hold the rank's seconds so far, not those of their own. So the highest numbers that survived are
+the truth, and a kill loses only the time after the last line that was written.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from datatrove_ckpt.checkpoint.lines import is_seconds
+
+
+class Seconds(NamedTuple):
+    """Seconds of all attempts so far. ``inference``: with servers that were ready. ``total``: since the starts."""
+
+    inference: float = 0.0
+    total: float = 0.0
+
+    @classmethod
+    def from_json(cls, values: Sequence[float]) -> Seconds:
+        """Raises TypeError or ValueError if they are no seconds."""
+        seconds = cls(*values)
+        if not all(is_seconds(value) for value in seconds):
+            raise ValueError("seconds are missing or negative")
+        return seconds
+
+    def or_later(self, other: Seconds) -> Seconds:
+        return Seconds(max(self.inference, other.inference), max(self.total, other.total))
+
+
+NO_SECONDS = Seconds()
+_monotonic: Callable[[], float] = time.monotonic
+_wall: Callable[[], float] = time.time
+
+
+@contextmanager
+def stopped() -> Iterator[None]:
+    """Inside the block no time passes, so that tests can compare what attempts write."""
+    global _monotonic, _wall
+    _monotonic = _wall = lambda: 0.0
+    try:
+        yield
+    finally:
+        _monotonic, _wall = time.monotonic, time.time
+
+
+def unix_seconds() -> float:
+    """Now, for people: it may jump, and nothing is decided by it."""
+    return round(_wall(), 3)
+
+
+class RankClock:
+    """Measures this attempt, and adds it to the earlier ones.
+
+    Args:
+        earlier: what the earlier attempts took.
+    """
+
+    def __init__(self, earlier: Seconds = NO_SECONDS) -> None:
+        self._earlier = earlier
+        self._started = _monotonic()
+        self._serving = math.inf
+
+    def serving(self) -> None:
+        """The servers are ready."""
+        self._serving = min(self._serving, _monotonic())
+
+    def now(self) -> Seconds:
+        """The seconds of all attempts up to now."""
+        now = _monotonic()
+        inference, total = self._earlier
+        return Seconds(round(inference + max(0.0, now - self._serving), 3), round(total + now - self._started, 3))

@@ -1,0 +1,164 @@
+"""HistoryLog: appends to ``history.jsonl`` of one rank, and bounds its size. The storage thread alone uses it.
+
+The records are described in ``history_records``. A line is one write, so a kill tears the last one at most, which the
+next attempt cuts off before it appends. Nothing else of the file is repaired: a damaged line is left out by readers,
+and goes when the log is thinned.
+
+When the log would grow beyond ``MAX_BYTES``, it is replaced by a copy with fewer progress lines: the older they are,
+the fewer, and never without the first and the last one of an attempt. So a week of minute lines stays below a megabyte,
+and so does a year. If starts and ends alone are too many, the oldest lines go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.history_records import (
+    InputPosition,
+    Progress,
+    Record,
+    Spread,
+    WorkCounts,
+    is_progress_line,
+    parse_line,
+)
+
+MAX_BYTES = 900_000
+_THINNED_BYTES = MAX_BYTES // 2
+# A file of ours is smaller. Of one that is not, only the end is read.
+_READ_BYTES = 4 * MAX_BYTES
+
+_HOUR = 3600.0
+# Of progress lines older than this, one is kept for so many seconds.
+_STEPS = ((48 * _HOUR, 900.0), (6 * _HOUR, 300.0), (0.0, 0.0))
+# If that is not enough, steps are made longer, up to this factor.
+_LONGEST = 2**10
+
+
+class HistoryLog:
+    """``history.jsonl`` of one rank. Opening it cuts off a torn tail.
+
+    Args:
+        attempt: number of this process's attempt.
+
+    Attributes:
+        earlier: what all attempts did until the last progress line that was there.
+        position: the input's position in that line.
+        unsynced: whether power loss may cost a line.
+        generation: how often the file was replaced. It counts before that is done, so that whoever has opened the file
+            and then finds the same number has the file of that number.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self.path = path
+        self._attempt = attempt
+        self.earlier, self.position = WorkCounts(), InputPosition()
+        content = self._read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            files.disk.truncate(path, path.stat().st_size - len(content) + whole)
+        self._look_back(content[:whole])
+        self._file = files.AppendFile(path)
+        self.unsynced = False
+        self.generation = 0
+
+    def _read(self) -> bytes:
+        if not self.path.exists():
+            return b""
+        with explained("read", self.path), self.path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
+            return file.read()
+
+    def _look_back(self, content: bytes) -> None:
+        for line in reversed(content.splitlines(keepends=True)):
+            record = parse_line(line) if is_progress_line(line) else None
+            if isinstance(record, Progress):
+                self.earlier, self.position = record.total, record.position
+                return
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._file.size
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Appends the records with one write. Sets their attempt, and the totals of progress."""
+        lines = []
+        for record in records:
+            record.attempt = self._attempt
+            if isinstance(record, Progress):
+                record.total = self.earlier.plus(record.own)
+            lines.append(record.to_line())
+        data = b"".join(lines)
+        if self.size and self.size + len(data) > MAX_BYTES:
+            self._thin()
+        self._file.append(data)
+        self.unsynced = True
+
+    def sync(self) -> None:
+        """Everything appended so far survives power loss from here on."""
+        if self.unsynced:
+            self._file.sync()
+            self.unsynced = False
+
+    def _thin(self) -> None:
+        content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
+        self.generation += 1
+        files.disk.replace(self.path, b"".join(content))
+        files.disk.forget(self.path)  # the descriptor is that of the old file
+        self._file = files.AppendFile(self.path)
+
+
+def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
+    """The lines, in their order, without some of them: at most so many bytes. Damaged lines are left out first."""
+    found = [(line, record) for line in lines if (record := parse_line(line)) is not None]
+    fixed = _fixed([record for _, record in found])
+    newest = max((record.at for _, record in found), default=0.0)
+    factor = 1
+    while True:
+        kept = list(_less_often(found, fixed, newest, factor))
+        if sum(map(len, kept)) <= most:
+            return kept
+        if factor >= _LONGEST:
+            return _newest(kept, most)
+        factor *= 2
+
+
+def _fixed(records: Sequence[Record]) -> set[int]:
+    """Indices of the lines that stay: the first and last progress of each attempt, its last histograms, its events."""
+    fixed: set[int] = set()
+    first: dict[int, int] = {}
+    last: dict[tuple[int, str], int] = {}
+    for index, record in enumerate(records):
+        if isinstance(record, Progress | Spread):
+            last[record.attempt, record.KIND] = index
+            if isinstance(record, Progress):
+                first.setdefault(record.attempt, index)
+        else:
+            fixed.add(index)
+    return fixed | set(first.values()) | set(last.values())
+
+
+def _less_often(found: Sequence[tuple[bytes, Record]], fixed: set[int], newest: float, factor: int) -> Iterator[bytes]:
+    before: tuple[float, int] | None = None
+    for index, (line, record) in enumerate(found):
+        if index in fixed:
+            yield line
+        elif isinstance(record, Progress):
+            step = next(step for age, step in _STEPS if newest - record.at >= age / factor) * factor
+            here = step, int(record.at // step) if step else index
+            if here != before:
+                yield line
+            before = here
+
+
+def _newest(lines: Sequence[bytes], most: int) -> list[bytes]:
+    size, start = 0, len(lines)
+    while start and size + len(lines[start - 1]) <= most:
+        start -= 1
+        size += len(lines[start])
+    return list(lines[start:])

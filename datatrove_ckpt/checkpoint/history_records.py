@@ -1,0 +1,380 @@
+"""The records in ``history.jsonl``: what the attempts of a rank did, and when, one line per event.
+
+For people, ``status`` and ``report``. Recovery does not need it, so damage costs the line and never the run.
+
+Each line has a checksum (``lines``) and is a JSON object with the key "k", the kind of the line, "at", Unix seconds,
+and "n", the number of the attempt, from 1. This number is the owner's fence in ``run.json``, so it counts every start
+that took the rank over, also one that left no line here.
+
+    k           keys
+    start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our version)
+    server      what, name, url (without secrets, or null), why
+    progress    s, d, c, all, own, err, own_err, q, pos: see ``Progress``
+    spread      ms, pt, ct: see ``Spread``
+    end         why, what
+
+Keys and kinds that are not known here are ignored: a later release may have written them. Lines are in the order in
+which they were written. The log is bounded (``history_log``): of older attempts and hours, some lines are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
+from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
+
+import orjson
+
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, is_count, is_seconds, seal, unseal
+
+ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
+"""A server: is started; answers; was started for an earlier rank of this process, and answers; died or was given up; is
+started again."""
+EndWhy = Literal["done", "stopped", "error"]
+"""An attempt: every document is in the output; was asked to stop, and saved its work; failed."""
+
+_MAX_TEXT = 1000
+_MAX_KINDS = 64
+_MAX_BUCKET = 400  # 2^100
+_PROGRESS = b'"k":"progress"'
+
+
+class InputPosition(NamedTuple):
+    """How much of its input a rank has behind it.
+
+    ``done``, ``total``: in ``unit``, "bytes" or "rows". ``total`` is None if the input's size is not known; ``unit`` is
+    None if not even the position is, and then ``done`` is 0.
+    """
+
+    done: int = 0
+    total: int | None = None
+    unit: Literal["bytes", "rows"] | None = None
+
+    @property
+    def share(self) -> float | None:
+        """From 0 to 1; None if it is not known. An empty input is done."""
+        if self.unit is None or self.total is None:
+            return None
+        return min(1.0, self.done / self.total) if self.total else 1.0
+
+    @classmethod
+    def from_json(cls, values: Sequence[object]) -> Self:
+        done, total, unit = values
+        if not is_count(done) or not (total is None or is_count(total)) or unit not in (None, "bytes", "rows"):
+            raise ValueError("a position is damaged")
+        return cls(done, total, unit)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class WorkCounts:
+    """What attempts did. Unlike the counts of documents, this does not survive a kill: the last minute is not here.
+
+    Attributes:
+        documents: finished.
+        requests: requests that a server answered.
+        failed: requests without an answer at the end: rejected, or given up.
+        prompt_tokens, completion_tokens: of the answers, as the server counts them.
+        cached: requests that were answered from the request cache.
+        sent: attempts of requests that were sent to a server.
+        retries: of these, those that failed and whose request was sent again.
+        resent: of these, those that were lost with their server and whose request was sent again.
+        restarts: of servers.
+        errors: failed attempts of requests, by kind, such as "timeout", "connection" or "HTTP 503".
+    """
+
+    documents: int = 0
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached: int = 0
+    sent: int = 0
+    retries: int = 0
+    resent: int = 0
+    restarts: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def plus(self, other: WorkCounts) -> WorkCounts:
+        """The sum of both."""
+        names = dict.fromkeys([*self.errors, *other.errors])
+        errors = {name: self.errors.get(name, 0) + other.errors.get(name, 0) for name in names}
+        return WorkCounts(**{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS}, errors=errors)
+
+    def known_sent(self, requests: int) -> int:
+        """How many requests were sent at least: a history is up to a minute older than the files.
+
+        Args:
+            requests: of the documents that the files hold.
+        """
+        return max(self.sent, requests - self.cached)
+
+    def numbers(self) -> list[int]:
+        """All but the errors, in the order of the attributes."""
+        return [getattr(self, name) for name in _WORK_NUMBERS]
+
+    @classmethod
+    def from_json(cls, numbers: Sequence[object], errors: object) -> Self:
+        if not isinstance(errors, dict) or not all(map(is_count, [*numbers, *errors.values()])):
+            raise ValueError("a number is missing or negative")
+        shown = {_text(name): count for name, count in list(errors.items())[:_MAX_KINDS]}
+        found = cls(errors=shown)
+        for name, number in zip(_WORK_NUMBERS, numbers, strict=False):
+            setattr(found, name, number)
+        return found
+
+
+_WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.name != "errors")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line."""
+
+    KIND: ClassVar[str]
+    at: float = 0.0
+    attempt: int = 0
+
+    def to_json(self) -> Json:
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, data: Json) -> _Record:
+        """Raises KeyError, TypeError or ValueError if it is none."""
+        raise NotImplementedError
+
+    def to_line(self) -> bytes:
+        """The line with its checksum."""
+        head = {"k": self.KIND, "at": round(self.at, 3), "n": self.attempt}
+        return seal(orjson.dumps(head | self.to_json()))
+
+
+@dataclass(slots=True, kw_only=True)
+class Start(_Record):
+    """An attempt starts: it has the rank's lock, and its checkpoint is open.
+
+    Attributes:
+        job: of Slurm, as its commands name it; None outside of Slurm.
+        slot: of the executor's worker, from 0; None without workers.
+        version: of this package.
+    """
+
+    KIND = "start"
+    host: str
+    pid: int
+    job: str | None = None
+    slot: int | None = None
+    version: str = ""
+
+    def to_json(self) -> Json:
+        return {"host": self.host, "pid": self.pid, "job": self.job, "slot": self.slot, "v": self.version}
+
+    @classmethod
+    def read(cls, data: Json) -> Start:
+        slot, job = data.get("slot"), data.get("job")
+        if not is_count(data["pid"]) or not (slot is None or is_count(slot)):
+            raise ValueError("pid or slot is damaged")
+        return cls(
+            host=_text(data["host"]),
+            pid=data["pid"],
+            job=None if job is None else _text(job),
+            slot=slot,
+            version=_text(data.get("v", "")),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerEvent(_Record):
+    """Something happened to a server.
+
+    Attributes:
+        name: of the server within the rank, such as "0".
+        url: without secrets; None if it has none yet.
+        why: of a death, one line; else empty.
+    """
+
+    KIND = "server"
+    what: ServerWhat
+    name: str = ""
+    url: str | None = None
+    why: str = ""
+
+    def to_json(self) -> Json:
+        return {"what": self.what, "name": self.name, "url": self.url, "why": self.why[:_MAX_TEXT]}
+
+    @classmethod
+    def read(cls, data: Json) -> ServerEvent:
+        if data["what"] not in get_args(ServerWhat):
+            raise ValueError("no such event")
+        url = data.get("url")
+        url = None if url is None else _text(url)
+        return cls(what=data["what"], name=_text(data.get("name", "")), url=url, why=_text(data.get("why", "")))
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress(_Record):
+    """Where the rank stands: written at the start of an attempt, after ten seconds, each minute, and at its end.
+
+    Attributes:
+        seconds: of all attempts up to now ("s").
+        documents: all documents that are finished, in a commit or a journal, over all attempts, with their requests and
+            tokens, answers from the cache included ("d"). Exact, however many attempts were killed.
+        chunks: committed, over all attempts ("c").
+        total: what all attempts did ("all" and "err"); of one that was killed, its last minute is missing.
+        own: what this attempt did ("own" and "own_err").
+        in_flight: requests that a server has now ("q", with the next two).
+        waiting: requests that wait for a server or a free slot.
+        in_work: documents that are in work.
+        position: how much of the input is done ("pos").
+    """
+
+    KIND = "progress"
+    seconds: Seconds = NO_SECONDS
+    documents: DocumentCounts = field(default_factory=DocumentCounts)
+    chunks: int = 0
+    total: WorkCounts = field(default_factory=WorkCounts)
+    own: WorkCounts = field(default_factory=WorkCounts)
+    in_flight: int = 0
+    waiting: int = 0
+    in_work: int = 0
+    position: InputPosition = field(default_factory=InputPosition)
+
+    def to_json(self) -> Json:
+        return {
+            "s": list(self.seconds),
+            "d": astuple(self.documents),
+            "c": self.chunks,
+            "all": self.total.numbers(),
+            "own": self.own.numbers(),
+            "err": self.total.errors,
+            "own_err": self.own.errors,
+            "q": (self.in_flight, self.waiting, self.in_work),
+            "pos": list(self.position),
+        }
+
+    @classmethod
+    def read(cls, data: Json) -> Progress:
+        in_flight, waiting, in_work = data["q"]
+        documents = DocumentCounts(*data["d"][:7])
+        numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:7])  # astuple is slow: it copies deeply
+        if not all(is_count(number) for number in numbers):
+            raise ValueError("a number is missing or negative")
+        return cls(
+            seconds=Seconds.from_json(data["s"]),
+            documents=documents,
+            chunks=data["c"],
+            total=WorkCounts.from_json(data["all"], data.get("err", {})),
+            own=WorkCounts.from_json(data["own"], data.get("own_err", {})),
+            in_flight=in_flight,
+            waiting=waiting,
+            in_work=in_work,
+            position=InputPosition.from_json(data["pos"]),
+        )
+
+
+class Buckets(dict[int, int]):
+    """A histogram: how many values lie in each bucket. Bucket 0 is for values below 1.
+
+    Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each power of two.
+    """
+
+    def count(self, value: float, times: int = 1) -> None:
+        """Adds a value."""
+        bucket = int(math.log2(value) * 4) + 1 if value >= 1 else 0
+        self[bucket] = self.get(bucket, 0) + times
+
+    @staticmethod
+    def lower(bucket: int) -> float:
+        """The smallest value of a bucket."""
+        return 2.0 ** ((bucket - 1) / 4) if bucket > 0 else 0.0
+
+    def to_json(self) -> list[list[int]]:
+        return sorted([bucket, count] for bucket, count in self.items())
+
+    @classmethod
+    def from_json(cls, pairs: Sequence[Sequence[int]]) -> Self:
+        if not all(is_count(bucket) and is_count(count) and bucket < _MAX_BUCKET for bucket, count in pairs):
+            raise ValueError("a histogram is damaged")
+        return cls((bucket, count) for bucket, count in pairs)
+
+
+@dataclass(slots=True, kw_only=True)
+class Spread(_Record):
+    """The requests of this attempt that servers answered, as histograms. The last one of an attempt has all of them.
+
+    Written every ten minutes and at the end.
+
+    Attributes:
+        milliseconds: from sending to the answer ("ms").
+        prompt_tokens, completion_tokens: of each answer ("pt", "ct").
+    """
+
+    KIND = "spread"
+    milliseconds: Buckets = field(default_factory=Buckets)
+    prompt_tokens: Buckets = field(default_factory=Buckets)
+    completion_tokens: Buckets = field(default_factory=Buckets)
+
+    def to_json(self) -> Json:
+        found = {"ms": self.milliseconds, "pt": self.prompt_tokens, "ct": self.completion_tokens}
+        return {name: buckets.to_json() for name, buckets in found.items()}
+
+    @classmethod
+    def read(cls, data: Json) -> Spread:
+        milliseconds, prompt, completion = (Buckets.from_json(data[name]) for name in ("ms", "pt", "ct"))
+        return cls(milliseconds=milliseconds, prompt_tokens=prompt, completion_tokens=completion)
+
+
+@dataclass(slots=True, kw_only=True)
+class End(_Record):
+    """An attempt ended, and could say so. One that was killed, or lost its node, has no such line.
+
+    Attributes:
+        what: "" if it is done; what asked it to stop, such as "SIGTERM"; or the error, one line without secrets.
+    """
+
+    KIND = "end"
+    why: EndWhy
+    what: str = ""
+
+    def to_json(self) -> Json:
+        return {"why": self.why, "what": self.what[:_MAX_TEXT]}
+
+    @classmethod
+    def read(cls, data: Json) -> End:
+        if data["why"] not in get_args(EndWhy):
+            raise ValueError("no such end")
+        return cls(why=data["why"], what=_text(data.get("what", "")))
+
+
+Record: TypeAlias = Start | ServerEvent | Progress | Spread | End
+_KINDS: dict[str, type[Record]] = {kind.KIND: kind for kind in (Start, ServerEvent, Progress, Spread, End)}
+
+
+def parse_line(line: bytes) -> Record | None:
+    """The record in a line; None if it is damaged, or of a kind that is not known here."""
+    body = unseal(line)
+    if body is None:
+        return None
+    try:
+        data = orjson.loads(body)
+        record = _KINDS[data["k"]].read(data)
+        if not is_seconds(data["at"]) or not is_count(data["n"]):
+            return None
+        record.at, record.attempt = data["at"], data["n"]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return record
+
+
+def is_progress_line(line: bytes) -> bool:
+    """Whether a line seems to hold ``Progress``; without parsing it."""
+    return line.startswith(_PROGRESS, BODY_AT)
+
+
+def _text(value: object) -> str:
+    """A text of a file, made fit for a terminal: anybody may have written it."""
+    if not isinstance(value, str):
+        raise TypeError("a text is missing")
+    return "".join(character if character.isprintable() else " " for character in value[:_MAX_TEXT])

@@ -1,0 +1,106 @@
+"""When the files of a published chunk are in place for good: at once, or later.
+
+On a disk and on S3 a file is in place when it is published. On the Hugging Face hub its content is uploaded first, and
+named later, by a commit that carries the files of many chunks. The chunk's commit line follows that commit; until then
+its journal and its staged files stay.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from loguru import logger
+
+from datatrove_ckpt.formatting import byte_size, plural
+
+RESERVE_SHARE = 0.05
+RESERVE_BYTES = 10 * 2**30
+LEAST_RESERVE_BYTES = 64 * 2**20
+"""A disk is nearly full when less than this share of it is free, but at most and at least so many bytes. The least is
+for what the share of a small disk has no room for, as SQLite's log; it is never more than half of the disk."""
+
+_LOOK_SECONDS = 1.0
+_ROOM_AGAIN = 1.1  # times the reserve, so that the run does not stop and go on every second
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingChunk:
+    """A chunk whose files are written, and not in place yet.
+
+    Attributes:
+        check: raises Fenced if another process has taken the rank over. To be called before its files are put in place.
+        done: to be called once they are in place, in any thread.
+        failed: to be called with the error if they cannot be, in any thread.
+    """
+
+    check: Callable[[], None]
+    done: Callable[[], None]
+    failed: Callable[[BaseException], None]
+
+
+class Placement:
+    """Puts the files of published chunks in place: here they are already. The base of those that do it later."""
+
+    is_later = False
+    """Chunks may wait for long, so only the room on the disk limits how many do."""
+
+    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
+        """Takes a chunk that was written. Called in the publisher's thread."""
+        waiting.done()
+
+    def hurry(self) -> None:
+        """Nothing is gained by waiting from now on: the rank has no more chunks, or will end soon. Returns at once."""
+
+
+class DiskRoom:
+    """Whether the disk of a rank's checkpoint is nearly full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next_look = 0.0
+        self._waiting = 0
+        self._is_low = False
+
+    def holds_up(self, waiting: int, few: int, unwritten: int = 0) -> bool:
+        """Whether no document should be started. Looks at the disk once a second and with each chunk that comes or
+        goes, and logs each change.
+
+        Args:
+            waiting: chunks that wait to be put in place.
+            few: with so many of them, the room is not theirs, and waiting for them would not bring it back.
+            unwritten: bytes that documents in work may still write.
+        """
+        was_low = self._is_low
+        if waiting <= few:
+            self._is_low = False
+        elif (now := time.monotonic()) >= self._next_look or waiting != self._waiting:
+            self._next_look, self._waiting = now + _LOOK_SECONDS, waiting
+            needed = (reserve_bytes(self._folder) + unwritten) * (_ROOM_AGAIN if was_low else 1)
+            self._is_low = free_bytes(self._folder) < needed
+        if self._is_low and not was_low:
+            reserve = reserve_bytes(self._folder) + unwritten
+            logger.warning(
+                f"{self._folder}: only {byte_size(free_bytes(self._folder))} are free, less than the reserve of "
+                f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No new document is started "
+                "until there is room; those in work go on."
+            )
+        elif was_low and not self._is_low:
+            logger.info(f"{self._folder}: {byte_size(free_bytes(self._folder))} are free. New documents are started.")
+        return self._is_low
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write to the folder's file system."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def reserve_bytes(folder: Path) -> int:
+    """With less than this free, no document is started while chunks wait for the hub."""
+    status = os.statvfs(folder)
+    disk = status.f_blocks * status.f_frsize
+    return min(max(LEAST_RESERVE_BYTES, min(RESERVE_BYTES, int(disk * RESERVE_SHARE))), disk // 2)

@@ -1,0 +1,137 @@
+"""What a rank's documents took, over all attempts: requests, tokens and rollouts.
+
+Each commit holds the sums of its chunk, so a kill loses both or neither. The sums are integers (number, total, squares,
+lowest, highest), from which mean and variance are computed once, at the end. Of what an earlier release has finished,
+only totals are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.lines import Json, is_count
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums of whole numbers. ``low`` and ``high`` are None before the first number, and if they are not known."""
+
+    n: int = 0
+    total: int = 0
+    squares: int = 0
+    low: int | None = None
+    high: int | None = None
+
+    def count(self, value: int) -> None:
+        """Adds one number."""
+        self.n += 1
+        self.total += value
+        self.squares += value * value
+        if self.low is None or self.high is None:
+            self.low = value if self.low is None else min(self.low, value)
+            self.high = value if self.high is None else max(self.high, value)
+        elif value < self.low:
+            self.low = value
+        elif value > self.high:
+            self.high = value
+
+    def count_total(self, n: int, total: int) -> None:
+        """Adds ``n`` numbers of which only the total is known, as if they were equal."""
+        self.n += n
+        self.total += total
+        self.squares += total * total // max(n, 1)
+
+    def add(self, other: Sums) -> None:
+        self.n += other.n
+        self.total += other.total
+        self.squares += other.squares
+        self.low = min((low for low in (self.low, other.low) if low is not None), default=None)
+        self.high = max((high for high in (self.high, other.high) if high is not None), default=None)
+
+    @classmethod
+    def from_json(cls, values: Sequence[int | None]) -> Sums:
+        """Raises TypeError or ValueError if they are no sums."""
+        sums = cls(*values)  # type: ignore[arg-type]  # checked in the next line
+        known = [number for number in (sums.low, sums.high) if number is not None]
+        if not all(is_count(number) for number in (sums.n, sums.total, sums.squares, *known)):
+            raise ValueError("a sum is missing or negative")
+        return sums
+
+    def to_json(self) -> list[int | None]:
+        return [self.n, self.total, self.squares, self.low, self.high]
+
+
+_SUMS = ("prompt_tokens", "completion_tokens", "requests", "successful_rollouts", "failed_rollouts")
+
+
+@dataclass(slots=True)
+class WorkStats:
+    """What documents took. Their answers in the request cache count with the document that used them.
+
+    Attributes:
+        prompt_tokens, completion_tokens: of each answer.
+        requests: of each rollout.
+        successful_rollouts, failed_rollouts: of each document.
+        failed_requests: requests that were rejected or given up.
+        unsplit: documents of an earlier release of which only totals are known.
+    """
+
+    prompt_tokens: Sums = field(default_factory=Sums)
+    completion_tokens: Sums = field(default_factory=Sums)
+    requests: Sums = field(default_factory=Sums)
+    successful_rollouts: Sums = field(default_factory=Sums)
+    failed_rollouts: Sums = field(default_factory=Sums)
+    failed_requests: int = 0
+    unsplit: int = 0
+
+    def count(self, finished: Finished) -> None:
+        """Adds one document."""
+        work = finished.work
+        if work is not None:
+            self._count_rollouts(work.rollouts, work.kept)
+            self.failed_requests += work.failed
+            for index in range(0, len(work.tokens), 2):
+                self.prompt_tokens.count(work.tokens[index])
+                self.completion_tokens.count(work.tokens[index + 1])
+        elif finished.requests <= 1:
+            self._count_rollouts([finished.requests], int(finished.outcome == "written"))
+            if finished.requests:
+                self.prompt_tokens.count(finished.prompt_tokens)
+                self.completion_tokens.count(finished.completion_tokens)
+        else:
+            self.count_unsplit(1, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+
+    def _count_rollouts(self, requests: Sequence[int], kept: int) -> None:
+        for number in requests:
+            self.requests.count(number)
+        self.successful_rollouts.count(kept)
+        self.failed_rollouts.count(len(requests) - kept)
+
+    def count_unsplit(self, documents: int, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
+        """Adds documents of an earlier release."""
+        self.unsplit += documents
+        self.requests.count_total(documents, requests)
+        self.prompt_tokens.count_total(requests, prompt_tokens)
+        self.completion_tokens.count_total(requests, completion_tokens)
+
+    def add(self, other: WorkStats) -> None:
+        for name in _SUMS:
+            getattr(self, name).add(getattr(other, name))
+        self.failed_requests += other.failed_requests
+        self.unsplit += other.unsplit
+
+    @classmethod
+    def from_json(cls, content: Json) -> WorkStats:
+        """Raises AttributeError, KeyError, TypeError or ValueError if it is none."""
+        failed, unsplit = content["failed_requests"], content.get("unsplit", 0)
+        if not (is_count(failed) and is_count(unsplit)):
+            raise ValueError("a number is missing or negative")
+        sums = {name: Sums.from_json(content[name]) for name in _SUMS}
+        return cls(**sums, failed_requests=failed, unsplit=unsplit)
+
+    def to_json(self) -> Json:
+        content: Json = {name: getattr(self, name).to_json() for name in _SUMS}
+        unsplit = {"unsplit": self.unsplit} if self.unsplit else {}
+        return content | {"failed_requests": self.failed_requests} | unsplit

@@ -1,0 +1,168 @@
+"""``datatrove-ckpt migrate``: takes over a run of datatrove's own runner, and says what becomes of each document.
+
+Exit codes: 0 taken over, or with --dry-run could be; 1 it cannot be; 2 a mistake in the file or on the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import orjson
+
+from datatrove_ckpt.cli.main import fail
+from datatrove_ckpt.cli.os_errors import explain
+from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.cli.preflight_commands import quiet
+from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.formatting import plural, safe_repr, safe_text
+from datatrove_ckpt.preflight.migration.findings import LACKS, NOT_PROVED, Chunk, Findings, Left, Rank
+from datatrove_ckpt.preflight.migration.job import Migration
+from datatrove_ckpt.preflight.migration.job import migrate as take_over
+
+_SHOWN = 5
+_SHOWN_RANKS = 20
+
+
+def migrate(arguments: argparse.Namespace) -> int:
+    """Prints what is done, or would be. Returns the exit code."""
+    executor = make_executor(arguments)
+    migration = Migration(
+        executor,
+        Path(arguments.folder).expanduser(),
+        arguments.logging_dir,
+        arguments.same_model,
+        arguments.lacking_are_dropped,
+        arguments.any_text,
+    )
+    try:
+        with quiet():
+            findings = take_over(migration, arguments.dry_run)
+    except ConfigError:
+        raise
+    except CkptError as error:
+        return fail(error, 1)
+    except OSError as error:
+        if (explained := explain(error, executor)) is None:
+            raise
+        return fail(explained, 1)
+    if arguments.json:
+        text = orjson.dumps({"dry_run": arguments.dry_run, **findings.to_json()}, option=orjson.OPT_INDENT_2).decode()
+    else:
+        text = "\n".join([*_lines(findings), *_closing(findings, arguments)])
+    write_out(f"{text}\n")
+    return 0
+
+
+def _lines(findings: Findings) -> Iterator[str]:
+    for rank in findings.ranks:
+        if rank.done:
+            yield f"rank {rank.rank}: taken over before, or started here"
+        else:
+            yield from _rank_lines(rank)
+        if rank.aside:
+            yield f"  moved aside: {plural(len(rank.aside), 'output file')}: {_some(rank.aside)}"
+    yield from _missing_lines(findings)
+    yield from (f"warning: {safe_text(warning)}" for warning in findings.warnings)
+
+
+def _missing_lines(findings: Findings) -> Iterator[str]:
+    if not findings.missing:
+        return
+    ranks = sorted(findings.missing)
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (
+        f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    )
+    noun, whose = ("rank", "its") if len(ranks) == 1 else ("ranks", "their")
+    yield f"no trace of {noun} {shown} (tasks={findings.tasks}): the next run begins with {whose} first document"
+    for rank, names in sorted(findings.missing.items()):
+        if names:
+            yield (
+                f"  but rank {rank} has {plural(len(names), 'output file')}, and run will refuse to write beside them: "
+                f"{_some(names)}. Take over the folder with its checkpoint, too, or move them away"
+            )
+
+
+def _rank_lines(rank: Rank) -> Iterator[str]:
+    finished = [chunk for chunk in rank.chunks if chunk.finished]
+    written, dropped = (sum(getattr(chunk.counts, name) for chunk in finished) for name in ("written", "dropped"))
+    if finished:
+        yield (
+            f"rank {rank.rank}: {plural(len(finished), 'finished chunk')} with {plural(written + dropped, 'document')} "
+            f"({written} written, {dropped} dropped) {'stays as it is' if len(finished) == 1 else 'stay as they are'}"
+        )
+    else:
+        yield f"rank {rank.rank}: no finished chunk"
+    for chunk in rank.chunks:
+        if not chunk.finished and _is_begun(chunk):
+            yield from _chunk_lines(chunk)
+    for why, number in rank.unused_answers.items():
+        yield f"  {plural(number, 'answer')} not used: {why}"
+
+
+def _is_begun(chunk: Chunk) -> bool:
+    return bool(chunk.kept or chunk.problems or chunk.answers or chunk.redone)
+
+
+def _chunk_lines(chunk: Chunk) -> Iterator[str]:
+    new = len(chunk.left) - len(chunk.redone)
+    yield (
+        f"  chunk {chunk.index}: {chunk.kept} of {plural(chunk.counts.read, 'document')} kept, {new} not finished, "
+        f"{len(chunk.redone)} processed again; {plural(len(chunk.answers), 'answer')} kept"
+    )
+    yield from (f"    {safe_text(problem)}" for problem in chunk.problems)
+    yield from (f"    again: {_named(left)}: {left.why}" for left in chunk.redone)
+
+
+def _named(left: Left) -> str:
+    return f"document {left.ordinal} {safe_repr(left.id)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(safe_text, names[:_SHOWN])) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
+
+
+def _closing(findings: Findings, arguments: argparse.Namespace) -> Iterator[str]:
+    command = shlex.join(["datatrove-ckpt", "run", arguments.config, *arguments.overrides])
+    new = [rank for rank in findings.ranks if not rank.done]
+    if new:
+        yield from _sums(findings, new)
+    elif any(rank.aside for rank in findings.ranks):
+        yield "Every rank was taken over before; output was left to be moved aside."
+    else:
+        yield "Every rank was taken over before: there is nothing to do."
+    yield "Nothing was changed (--dry-run)." if arguments.dry_run else f"To continue: {command}"
+
+
+def _sums(findings: Findings, new: Sequence[Rank]) -> Iterator[str]:
+    chunks = [chunk for rank in new for chunk in rank.chunks]
+    again, answers = sum(len(chunk.redone) for chunk in chunks), sum(len(chunk.answers) for chunk in chunks)
+    yield (
+        f"{plural(len(new), 'rank')}: {plural(findings.kept, 'document')} and {plural(answers, 'answer')} kept, "
+        f"{plural(again, 'document')} processed again{' for the reasons above' if again else ''}"
+    )
+    if findings.kept:
+        yield from _made_with(findings)
+    yield "Requests that were in flight when datatrove's run ended left no trace there, and are sent again."
+    unused = {why for rank in new for why in rank.unused_answers}
+    if findings.why_no_answers and unused & {NOT_PROVED, findings.why_not_same}:
+        yield f"No saved answer is used: {findings.why_no_answers}."
+    if any(left.why.startswith(LACKS) for chunk in chunks for left in chunk.redone):
+        yield "If your rollout drops documents (it returns None), --lacking-are-dropped counts them as dropped."
+
+
+def _made_with(findings: Findings) -> Iterator[str]:
+    documents = plural(findings.kept, "kept document")
+    were = "was" if findings.kept == 1 else "were"
+    if not findings.other_settings:
+        if findings.why_not_same:
+            yield f"No file says with which model and parameters {documents} {were} made."
+        else:
+            yield f"{documents} {were} made with the model and parameters of CONFIG."
+    for name, (theirs, ours) in findings.other_settings.items():
+        yield f"{documents} {were} made with {name} {safe_repr(theirs)}; CONFIG has {safe_repr(ours)}."

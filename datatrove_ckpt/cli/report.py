@@ -1,0 +1,69 @@
+"""``datatrove-ckpt report``: writes one HTML page about a run. Imports no datatrove.
+
+Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
+from datatrove_ckpt.maintenance.report.gather import gather
+from datatrove_ckpt.maintenance.report.page import page
+from datatrove_ckpt.maintenance.report.prices import Prices
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Writes the page. Returns the exit code."""
+    target: str = arguments.output
+    if Path(target).is_dir():
+        raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
+    prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
+    with place_of(arguments, wanted_files) as place:
+        state = read_run_state(place)
+        content = gather(state, prices, place.config)
+    text = page(content).encode()
+    if target == "-":
+        write_out(text.decode())
+    else:
+        _write(Path(target), text)
+        number = plural(len(state.ranks), "rank")
+        write_out(f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n")
+    return 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replaces the file in one step: a browser that loads it again never sees half a page."""
+    path = path.resolve()  # of a link, the file that it names
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+            path.write_bytes(content)
+            return
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            Path(name).chmod(0o666 & ~_umask())
+            Path(name).replace(path)
+        except BaseException:
+            with suppress(OSError):
+                Path(name).unlink()
+            raise
+    except OSError as error:
+        raise StorageFailed(
+            f"--output: {path} cannot be written: {error.strerror or error}. Give another file with -o."
+        ) from error
+
+
+def _umask() -> int:
+    found = os.umask(0o077)
+    os.umask(found)
+    return found

@@ -1,0 +1,20 @@
+"""WHAT on the command line: the place that a command looks at."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from datatrove_ckpt.maintenance.where import Place, is_config, open_place
+
+
+def place_of(
+    arguments: argparse.Namespace, wanted: Callable[[str, int], bool] = lambda name, size: True, trusted: bool = False
+) -> AbstractContextManager[Place]:
+    """The place that ``arguments.what`` names, with the overrides if it is a YAML file. See ``open_place``."""
+    if not is_config(arguments.what):
+        return open_place(arguments.what, wanted=wanted, trusted=trusted)
+    from datatrove_ckpt.cli.overrides import read_config  # slow to import
+
+    return open_place(arguments.what, read_config(arguments.what, arguments.overrides), wanted, trusted)

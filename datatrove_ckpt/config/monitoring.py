@@ -1,0 +1,91 @@
+"""MonitoringConfig: what a run tells other systems while it works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.redaction import holds_credentials
+
+
+@dataclass
+class MonitoringConfig:
+    """What a run tells other systems while it works. All of it is off by default, and none of it can stop the run.
+
+    Attributes:
+        run_name: the job's name in all of them. None: the name of the folder with the checkpoints (of the folder above
+            it, if it is called checkpoints), or else of the output folder.
+        metrics_port: port of ``/metrics`` for Prometheus. All ranks of a user on one node share it: one process serves
+            the numbers of all, and if it ends, another one takes over. Needs the extra ``metrics``.
+        metrics_host: the address that the port belongs to. "0.0.0.0" lets other machines read the numbers: there is no
+            password.
+        metrics_file: a file for the textfile collector of Prometheus' node_exporter, ending in ``.prom``. Each rank
+            has a file of its own: ``${rank}`` in the name stands for its number; without it the number is put before
+            ``.prom``. ``~`` and ``$NAME`` are expanded where the task runs. Needs the extra ``metrics``.
+        metrics_file_seconds: time between two versions of that file.
+        mlflow_uri: where MLflow keeps runs: URL of a tracking server, "databricks", a folder, or a database
+            ("sqlite:///...", with all of MLflow installed). The whole job, with all its ranks and attempts, is one run
+            there. Credentials come from the environment, as MLflow's own. Needs checkpoints, and the extra ``mlflow``.
+        mlflow_experiment: name of the experiment, which is made if there is none.
+        wandb_project: "project" or "team/project" at Weights & Biases. The whole job is one run there. The key comes
+            from WANDB_API_KEY or its login. Needs checkpoints, and the extra ``wandb``.
+        tracking_seconds: time between two sendings to MLflow and Weights & Biases.
+        tracking_per_node: put the node's name before each metric there. For nodes with checkpoints on disks of their
+            own: the process that sends sees the ranks of its node only.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    run_name: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_file: str | None = None
+    metrics_file_seconds: float = 15.0
+    mlflow_uri: str | None = None
+    mlflow_experiment: str = "datatrove-ckpt"
+    wandb_project: str | None = None
+    tracking_seconds: float = 60.0
+    tracking_per_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.run_name is not None and not self.run_name.strip():
+            raise ConfigError("monitoring.run_name: is empty; give a name, or leave it out.")
+        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
+            raise ConfigError(f"monitoring.metrics_port: must be from 1 to 65535; it is {self.metrics_port}.")
+        if self.metrics_file is not None and not self.metrics_file.endswith(".prom"):
+            raise ConfigError(
+                f"monitoring.metrics_file: must end in .prom, because node_exporter reads no other file; it is "
+                f"{self.metrics_file!r}."
+            )
+        for name in ("metrics_file_seconds", "tracking_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"monitoring.{name}: must be positive; it is {getattr(self, name)}.")
+        if self.mlflow_uri is not None and holds_credentials(self.mlflow_uri):
+            raise ConfigError(
+                "monitoring.mlflow_uri: holds a user or a password, which would be written to files. Leave them out, "
+                "and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment."
+            )
+
+    @property
+    def wants_metrics(self) -> bool:
+        return self.metrics_port is not None or self.metrics_file is not None
+
+    @property
+    def wants_tracking(self) -> bool:
+        return self.mlflow_uri is not None or self.wandb_project is not None
+
+    def name_of_run(self, checkpoints: Path | None, output: str) -> str:
+        """``run_name``, or the default that its description tells.
+
+        Args:
+            checkpoints: the folder with the checkpoints; None: there are none.
+            output: path or URL of the output folder.
+        """
+        if self.run_name is not None:
+            return self.run_name
+        parts = [part for part in (output if checkpoints is None else str(checkpoints)).split("/") if part]
+        if len(parts) > 1 and parts[-1] in ("checkpoint", "checkpoints"):
+            del parts[-1]
+        return parts[-1] if parts else "run"

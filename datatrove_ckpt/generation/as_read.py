@@ -1,0 +1,182 @@
+"""What a document is identified by before its rollout: its bytes as it was read, whatever it holds.
+
+Only what goes to the output must be writable. A document may come with an image, a tensor or a file that the rollout
+uses and removes. So each value that ``documents.encode`` cannot write is replaced by a text: its type, and a hash of
+its content where the content is known to be the same after each start:
+
+- PIL images: mode, size and pixels. Not the encoded bytes: most images have none any more, and a file that was opened
+  twice is the same image. The first frame counts. Hashing loads an image that was opened and not loaded.
+- numpy arrays of objects or records, torch tensors: type, shape and content
+- bytearray, memoryview, array.array; deques
+- the decoders of videos and sound that ``datasets`` makes: their encoded bytes, or else the name of their file
+
+Of every other object only the type counts, so a changed value is not noticed when a run is resumed. The alternative was
+to hash its attributes. But objects keep addresses, times and counters, and a run that refuses its own input is worse.
+
+For a document that ``encode`` can write the bytes are the same as there, so that checkpoints stay valid.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import sys
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+import xxhash
+from datatrove.data import Document
+
+from datatrove_ckpt.documents import TAG, as_plain, document_fields, dump, trim, wrap_deep
+from datatrove_ckpt.formatting import safe_text
+
+# Below the limits of orjson and of Python's stack.
+_DEEPEST = 50
+# How many items of lists and dicts are looked at again because they are in the document several times.
+_REPEATED_ITEMS = 10_000
+
+
+class AsRead(NamedTuple):
+    """A document as it was read.
+
+    Attributes:
+        data: its fields as JSON, for its fingerprint and a dead letter. A value that cannot be kept is a text in it.
+        size: about how many bytes of memory the document takes, those of images and tensors included.
+    """
+
+    data: bytes
+    size: int
+
+
+def as_read(document: Document) -> AsRead:
+    """Like ``encode``, but for any document: what a step before this one made is not the rollout's fault yet.
+
+    The bytes are the same for equal documents, in any process. Never fails. A lone surrogate survives. A container
+    that holds itself is cut off where it repeats.
+    """
+    describe = _Description()
+    try:
+        data = dump(document_fields(document), describe)
+    except Exception:
+        fields = {name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")}
+        data = trim(orjson.dumps(_AnyWrapper(describe).wrap(fields, _DEEPEST)))
+    return AsRead(data, len(data) + describe.hashed_bytes)
+
+
+class _AnyWrapper:
+    """Plain JSON from anything: surrogates, keys of any type, containers that hold themselves."""
+
+    def __init__(self, describe: _Description) -> None:
+        self._describe = describe
+        self._above: set[int] = set()
+        self._seen: dict[int, object] = {}  # keeps them alive, so that no other object gets their address
+        self._left = _REPEATED_ITEMS
+
+    def wrap(self, value: object, depth: int) -> object:
+        try:
+            plain = as_plain(value)
+            if not isinstance(plain, str | dict | list | tuple):
+                wrapped = wrap_deep(plain, self._describe)
+                orjson.dumps(wrapped)
+                return wrapped
+        except Exception:
+            return _named(value)
+        if isinstance(plain, str):
+            return plain if _is_utf8(plain) else {TAG: ["surrogates", _base64(plain.encode("utf-8", "surrogatepass"))]}
+        if id(value) in self._above:
+            return _named(value, "that holds itself")
+        if depth == 0 or self._is_too_often(value, len(plain)):
+            return _named(value)
+        self._above.add(id(value))
+        wrapped = self._wrap_items(plain, depth - 1)
+        self._above.discard(id(value))
+        return wrapped
+
+    def _wrap_items(self, value: Any, depth: int) -> object:
+        if isinstance(value, dict):
+            return {TAG: ["dict", [[self.wrap(key, depth), self.wrap(item, depth)] for key, item in value.items()]]}
+        return [self.wrap(item, depth) for item in value]
+
+    def _is_too_often(self, value: object, items: int) -> bool:
+        """Containers that hold each other would take for ever: more than n! paths lead through n of them."""
+        if id(value) in self._seen:
+            self._left -= items
+        self._seen[id(value)] = value
+        return self._left < 0
+
+
+class _Description:
+    """What stands for a value that cannot be kept. Called for each such value of one document. Never raises."""
+
+    def __init__(self) -> None:
+        self.hashed_bytes = 0
+        self._inside = False
+
+    def __call__(self, value: object) -> str:
+        try:
+            return _named(value, self._facts(value))
+        except Exception:  # a damaged image, a closed decoder: the rollout may not even look at it
+            return _named(value)
+
+    def _facts(self, value: Any) -> str:
+        if (image := _loaded("PIL.Image")) and isinstance(value, image.Image):
+            return self._image(value)
+        if (torch := _loaded("torch")) and isinstance(value, torch.Tensor):
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            return f"{value.dtype} {tuple(value.shape)} {self._hash(data)}"
+        if isinstance(encoded := getattr(value, "_hf_encoded", None), dict):  # datasets' video and audio decoders
+            if encoded.get("bytes") is not None:
+                return self._hash(encoded["bytes"])
+            # A cache may be elsewhere on the next node.
+            return safe_text(encoded.get("path")).rpartition("/")[2]
+        if isinstance(value, bytearray | memoryview | array.array):
+            view = memoryview(value)
+            return f"{view.format} {view.shape} {self._hash(view.tobytes())}"
+        if isinstance(value, np.ndarray | np.generic):
+            content = self._items(value.ravel().tolist()) if value.dtype.hasobject else self._hash(value.tobytes())
+            return f"{value.dtype} {value.shape} {content}"
+        return self._items(list(value)) if isinstance(value, deque) else ""
+
+    def _image(self, image: Any) -> str:
+        self.hashed_bytes += image.width * image.height * len(image.getbands())
+        digest = xxhash.xxh3_128(image.tobytes())
+        digest.update(bytes(image.getpalette() or b"") if image.mode in ("P", "PA") else b"")
+        return f"{image.mode} {image.width}x{image.height} {digest.hexdigest()}"
+
+    def _items(self, items: list[object]) -> str:
+        if self._inside:  # they may hold each other
+            return ""
+        self._inside = True
+        try:
+            return self._hash(orjson.dumps(_AnyWrapper(self).wrap(items, _DEEPEST)))
+        finally:
+            self._inside = False
+
+    def _hash(self, data: Any) -> str:
+        self.hashed_bytes += len(data)
+        return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def _loaded(module: str) -> Any:
+    """The module if somebody has imported it: otherwise no value is of one of its types."""
+    return sys.modules.get(module)
+
+
+def _named(value: object, facts: str = "") -> str:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"<{safe_text(name)}{' ' if facts else ''}{safe_text(facts)}, which cannot be kept>"
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

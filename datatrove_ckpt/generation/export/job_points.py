@@ -1,0 +1,220 @@
+"""The histories of a job's ranks as points in time: what MLflow and Weights & Biases draw.
+
+Each point is the sum over all ranks. A point belongs to a minute of the histories, not to the moment at which it is
+made: what could not be sent during an outage is sent later, with its own time. A line that comes too late for its
+minute, as of a node whose clock is wrong, counts in the next point.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from datatrove_ckpt.checkpoint.history import parse_history
+from datatrove_ckpt.checkpoint.history_records import End, Progress, Record
+from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder, rank_numbers
+
+POINT_SECONDS = 60.0
+# A rank writes a line each minute. One that is silent for longer was killed, or its node is gone.
+_SILENT_SECONDS = 200.0
+# Of a shorter time, as right before an end, a rate would be chance.
+_RATE_SECONDS = 30.0
+_MAX_RANKS_SHOWN = 64
+# Of a long file the end is read, so that the histories of thousands of ranks take seconds: of one rank all, of 10,000
+# the last hour or more.
+_TAILS_BYTES, _LEAST_TAIL_BYTES = 256 << 20, 32 << 10
+
+
+class Point(NamedTuple):
+    """``at``: Unix seconds. ``values``: by the metric's name."""
+
+    at: float
+    values: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What is known of a rank at a point.
+
+    Attributes:
+        seen_at: Unix seconds of its last line.
+        end: how its last attempt ended; None: it has not.
+    """
+
+    progress: Progress | None = None
+    seen_at: float = 0.0
+    end: End | None = None
+
+    def take(self, record: Record) -> None:
+        self.seen_at = max(self.seen_at, record.at)
+        self.end = record if isinstance(record, End) else None  # an attempt's last line
+        if isinstance(record, Progress):
+            self.progress = record
+
+    def is_running(self, now: float) -> bool:
+        return self.end is None and now - self.seen_at < _SILENT_SECONDS
+
+
+@dataclass
+class JobPoints:
+    """Makes points of records.
+
+    Args:
+        ranks: of the job.
+
+    Attributes:
+        first_at, last_at: Unix seconds of the oldest and the newest record; 0 if there is none.
+    """
+
+    ranks: int
+    first_at: float = 0.0
+    last_at: float = 0.0
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _before: Point | None = None
+
+    def add(self, records: Sequence[tuple[int, Record]], now: float) -> Iterator[Point]:
+        """Yields the points of the minutes that are over.
+
+        Args:
+            records: of any ranks, each with its rank, since the last call.
+            now: Unix seconds.
+        """
+        for rank, record in sorted(records, key=lambda pair: pair[1].at):
+            if self.last_at and record.at >= (end := _minute_after(self.last_at)) and not self._is_sent(end):
+                yield self._point(end)
+            self._ranks.setdefault(rank, _Rank()).take(record)
+            self.first_at = min(self.first_at or record.at, record.at)
+            self.last_at = max(self.last_at, record.at)
+        if self.last_at and now >= (end := _minute_after(self.last_at)) and not self._is_sent(end):
+            yield self._point(end)
+
+    def latest(self) -> Iterator[Point]:
+        """Yields the point of a minute that is not over, if anything is new: the last one before an end."""
+        if self.last_at and not self._is_sent(self.last_at):
+            yield self._point(self.last_at)
+
+    def status(self, now: float) -> str:
+        """RUNNING, FINISHED, FAILED or KILLED: the words of MLflow."""
+        ends = [rank.end for rank in self._ranks.values()]
+        if len(ends) >= self.ranks and all(end is not None and end.why == "done" for end in ends):
+            return "FINISHED"
+        if not self._ranks or any(rank.is_running(now) for rank in self._ranks.values()):
+            return "RUNNING"
+        return "FAILED" if any(end is not None and end.why == "error" for end in ends) else "KILLED"
+
+    def _is_sent(self, at: float) -> bool:
+        return self._before is not None and self._before.at >= at
+
+    def _point(self, at: float) -> Point:
+        values = self._values(at)
+        if (before := self._before) is not None and (seconds := at - before.at) >= _RATE_SECONDS:
+            for name in ("documents", "requests", "completion_tokens"):
+                values[f"{name}_per_second"] = max(0.0, values[name] - before.values[name]) / seconds
+        self._before = Point(at, values)
+        return self._before
+
+    def _values(self, now: float) -> dict[str, float]:
+        found = dict.fromkeys(_SUMS, 0.0)
+        for number, rank in self._ranks.items():
+            running = rank.is_running(now)
+            found["ranks_running"] += running
+            found["ranks_done"] += rank.end is not None and rank.end.why == "done"
+            if rank.progress is not None:
+                _add(found, rank.progress, running)
+                if self.ranks <= _MAX_RANKS_SHOWN:
+                    found[f"rank_{number:05d}/documents"] = rank.progress.documents.read
+                    found[f"rank_{number:05d}/completion_tokens"] = rank.progress.total.completion_tokens
+        shares = [rank.progress.position.share for rank in self._ranks.values() if rank.progress is not None]
+        if shares and len(shares) >= self.ranks and None not in shares:
+            found["input_done_ratio"] = sum(share for share in shares if share is not None) / len(shares)
+        return found
+
+
+_SUMS = (
+    "documents", "documents_written", "documents_dropped", "documents_dead", "chunks", "requests", "failed_requests",
+    "prompt_tokens", "completion_tokens", "cache_hits", "request_attempts", "request_retries", "errors",
+    "server_restarts", "requests_in_flight", "requests_waiting", "ranks_running", "ranks_done",
+)  # fmt: skip
+
+
+def _add(found: dict[str, float], progress: Progress, running: bool) -> None:
+    documents, total = progress.documents, progress.total
+    found["documents"] += documents.read
+    found["documents_written"] += documents.written
+    found["documents_dropped"] += documents.dropped
+    found["documents_dead"] += documents.dead
+    found["chunks"] += progress.chunks
+    found["requests"] += total.requests
+    found["failed_requests"] += total.failed
+    found["prompt_tokens"] += total.prompt_tokens
+    found["completion_tokens"] += total.completion_tokens
+    found["cache_hits"] += total.cached
+    found["request_attempts"] += total.sent
+    found["request_retries"] += total.retries + total.resent
+    found["errors"] += sum(total.errors.values())
+    found["server_restarts"] += total.restarts
+    if running:
+        found["requests_in_flight"] += progress.in_flight
+        found["requests_waiting"] += progress.waiting
+
+
+def _minute_after(at: float) -> float:
+    return (at // POINT_SECONDS + 1) * POINT_SECONDS
+
+
+class JobHistories:
+    """Reads what is new in the histories of a job's ranks.
+
+    A rank's file may be replaced by a shorter one, which has old lines again: those are left out by their time.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+
+    Attributes:
+        whole_from: Unix seconds: of earlier moments, the lines of some rank were not read, because its file is long.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.whole_from = 0.0
+        self._root = root
+        self._read: dict[int, tuple[int, int]] = {}
+        self._newest: dict[int, float] = {}
+
+    def new_records(self) -> list[tuple[int, Record]]:
+        """Those that were not returned before, each with its rank."""
+        found: list[tuple[int, Record]] = []
+        ranks = rank_numbers(self._root)
+        tail = max(_LEAST_TAIL_BYTES, _TAILS_BYTES // max(1, len(ranks)))
+        for rank in ranks:
+            try:
+                records = self._new_of(rank, rank_folder(self._root, rank) / HISTORY, tail)
+            except OSError:  # there is none yet, or the rank was deleted
+                continue
+            for record in records:
+                found.append((rank, record))
+                self._newest[rank] = max(self._newest.get(rank, 0.0), record.at)
+        return found
+
+    def _new_of(self, rank: int, path: Path, tail: int) -> list[Record]:
+        inode, offset = self._read.get(rank, (0, 0))
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            same = status.st_ino == inode and status.st_size >= offset
+            if same and status.st_size == offset:
+                return []
+            offset = offset if same else max(0, status.st_size - tail)
+            file.seek(offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._read[rank] = status.st_ino, offset + end
+        if same:
+            return parse_history(data[:end]).records
+        start = data.find(b"\n") + 1 if offset else 0
+        newest = self._newest.get(rank, 0.0)
+        records = [record for record in parse_history(data[start:end]).records if record.at > newest]
+        if offset and records:
+            self.whole_from = max(self.whole_from, records[0].at)
+        return records

@@ -1,0 +1,132 @@
+"""A rank's numbers as datatrove's stats, under the names that its own runner uses.
+
+They are those of all attempts, of this rank only, with its retries of dead letters: they come from the checkpoint, and
+replace what the step object holds, which may have run another rank before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
+from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
+from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.generation.scheduler import Checkpoint
+from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
+
+
+class RankNumbers:
+    """What the folders of a rank hold: its own and those of its retries. Each document counts once.
+
+    Args:
+        root: ``checkpoints_local_dir``; None: there are no folders.
+        opened: the folder of a checkpoint that is open, which ``fill`` gets.
+
+    Raises:
+        CheckpointCorrupt: a commit of another folder is damaged.
+    """
+
+    def __init__(self, rank: int, root: Path | None = None, opened: Path | None = None) -> None:
+        self.counts, self.work, self.seconds = DocumentCounts(), WorkStats(), NO_SECONDS
+        self._opened = opened
+        self._shard = None if root is None else rank_folder(root, rank) / SHARD
+        folders = [] if root is None else [root, *sorted(root.glob(RETRIES))]
+        for parent in folders:
+            folder = rank_folder(parent, rank)
+            if folder != opened and (parent == root or retry_number(parent.name) is not None):
+                self._add_folder(folder)
+
+    def _add_folder(self, folder: Path) -> None:
+        counts, work, seconds = DocumentCounts(), WorkStats(), NO_SECONDS
+        for commit in read_commits(folder / COMMITS).values():
+            counts.add(commit.counts)
+            work.add(commit.work)
+            seconds = seconds.or_later(commit.seconds)
+        self._add(folder, counts, work, seconds)
+
+    def _add(self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds) -> None:
+        self.counts.add(counts)
+        self.work.add(work)
+        self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
+        if folder is not None and retry_number(folder.parent.name) is not None:
+            self.counts.read -= counts.read  # they were read, and dead letters, before
+            self.counts.dead -= counts.read
+
+    def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
+        """Sets the numbers of a step. ``checkpoint``: the one that was open, closed."""
+        if checkpoint is not None:
+            self._add(self._opened, checkpoint.counts, checkpoint.work, checkpoint.seconds)
+        record = ShardRecord.read(self._shard) if self._shard is not None else None
+        fill_stats(
+            stats, self.counts, self.work, self.seconds, record.skipped if record is not None else SkippedLines()
+        )
+
+
+def fill_stats(
+    stats: Stats,
+    counts: DocumentCounts,
+    work: WorkStats,
+    seconds: Seconds,
+    skipped: SkippedLines = SkippedLines(),  # noqa: B008  # immutable
+) -> None:
+    """Sets the numbers of a step: those of the committed documents, and the time until the last commit.
+
+    Args:
+        skipped: what was no document in the input.
+    """
+    found = {
+        "prompt_tokens": metric(work.prompt_tokens, "request"),
+        "completion_tokens": metric(work.completion_tokens, "request"),
+        "successful_requests": _ones(work.prompt_tokens.n, "request"),
+        "failed_requests": _ones(work.failed_requests, "request"),
+        "requests": metric(work.requests, "rollout"),
+        "successful_rollouts": metric(work.successful_rollouts, "document"),
+        "failed_rollouts": metric(work.failed_rollouts, "document"),
+        "documents_processed": _ones(counts.read - counts.dead, "document"),
+        "skipped_bad_requests": _ones(counts.dead, "document"),
+        "skipped_damaged_lines": _ones(skipped.damaged, "line"),
+        "skipped_rows_without_text": _ones(skipped.without_text, "row"),
+        "files_without_documents": _ones(skipped.files, "file"),
+        "inference_time": timing(seconds.inference, "seconds"),
+    }
+    stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
+    if seconds.total:
+        stats.time_stats = timing(seconds.total, "total")
+    if work.unsplit:
+        logger.warning(
+            f"{plural(work.unsplit, 'document')} of {counts.read} were finished by datatrove's own runner, or by an "
+            "earlier release. Of these, the stats have the totals of requests and tokens only: all their requests "
+            "count as answered, and min, max, variance, rollouts and failed requests are those of the other documents."
+        )
+
+
+def finished_documents(stats: Iterable[Stats]) -> int:
+    """The documents in statistics that ``fill_stats`` has made."""
+    found = [each.stats.get(name) for each in stats for name in ("documents_processed", "skipped_bad_requests")]
+    return sum(int(metric.total) for metric in found if metric is not None)
+
+
+def metric(sums: Sums, unit: str) -> MetricStats:
+    """The statistics that ``MetricStats.update`` computes from the values one by one."""
+    if not sums.n:
+        return MetricStats(unit=unit)
+    mean = sums.total / sums.n
+    # In integers: a difference of large floats would lose the variance.
+    variance = max(0, sums.n * sums.squares - sums.total**2) / sums.n
+    low, high = (mean if end is None else end for end in (sums.low, sums.high))
+    return MetricStats(sums.total, sums.n, mean, low, high, variance, unit)
+
+
+def timing(seconds: float, unit: str) -> TimingStats:
+    """One time, in seconds."""
+    return TimingStats(seconds, 1, seconds, seconds, seconds, 0.0, unit)
+
+
+def _ones(n: int, unit: str) -> MetricStats:
+    return MetricStats(n, n, 1.0, 1, 1, 0.0, unit) if n else MetricStats(unit=unit)

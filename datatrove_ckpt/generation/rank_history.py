@@ -1,0 +1,185 @@
+"""Writes the history of a rank while it runs: a line each minute, what happens to its servers, how the attempt ends.
+
+The first of these lines comes after ten seconds. The counters are plain numbers on the event loop, so a line costs what
+one answer costs. The storage thread adds what it alone knows, and writes the line: see
+``checkpoint/history_records.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Protocol, get_args
+
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.history_records import (
+    Buckets,
+    End,
+    InputPosition,
+    Progress,
+    Record,
+    ServerEvent,
+    ServerWhat,
+    Spread,
+    WorkCounts,
+)
+from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation.input_progress import ReadInput, input_position
+from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.process.shutdown import Shutdown
+
+MINUTE_SECONDS = 60.0
+_FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
+_SPREAD_EVERY = 10
+_RECENT = 4096
+_MAX_MESSAGE = 300
+
+
+class InputSource(ReadInput, Protocol):
+    """See ``DocumentSource``."""
+
+    def why_unknown(self) -> str: ...
+
+
+class NotedCheckpoint(Protocol):
+    """See ``OpenCheckpoint``."""
+
+    resumed: ResumePoint
+
+    last_records: Callable[[bool], Sequence[Record]]
+
+    def note(self, *records: Record) -> None: ...
+
+
+class RankHistory:
+    """One attempt's part of the history. ``progress``, ``spread`` and ``last_records`` may be called in any thread.
+
+    Args:
+        checkpoint: it writes what is noted here, and calls ``last_records`` when it is closed.
+
+    Attributes:
+        own: what this attempt did.
+        position: how much of the input is done.
+    """
+
+    def __init__(self, checkpoint: NotedCheckpoint, shutdown: Shutdown) -> None:
+        self.own = WorkCounts()
+        self.position: Callable[[], InputPosition] = InputPosition
+        self._spread = Spread(milliseconds=Buckets(), prompt_tokens=Buckets(), completion_tokens=Buckets())
+        self._recent: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()  # of these two: metrics are read in other threads
+        self._checkpoint = checkpoint
+        self._shutdown = shutdown
+        self._client: CompletionClient | None = None
+        self._source: InputSource | None = None
+        checkpoint.last_records = self.last_records
+
+    def serving(self, client: CompletionClient) -> None:
+        """Requests go through this client from now on."""
+        self._client = client
+
+    @property
+    def is_serving(self) -> bool:
+        """The servers are ready, or were once."""
+        return self._client is not None
+
+    def answered(self, completion: Completion) -> None:
+        """A server gave an answer."""
+        own = self.own
+        prompt = completion.usage.get("prompt_tokens") or 0
+        answer = completion.usage.get("completion_tokens") or 0
+        own.requests += 1
+        own.prompt_tokens += prompt
+        own.completion_tokens += answer
+        with self._lock:
+            self._recent.append((int(completion.seconds * 1000), prompt, answer))
+            if len(self._recent) >= _RECENT:
+                self._sort_recent()
+
+    def _sort_recent(self) -> None:
+        """Under the lock. Many at once, because most values occur often: so each answer costs little."""
+        spread, (recent, self._recent) = self._spread, (self._recent, [])
+        found = spread.milliseconds, spread.prompt_tokens, spread.completion_tokens
+        for buckets, values in zip(found, zip(*recent, strict=True), strict=False):
+            for value, times in Counter(values).items():
+                buckets.count(value, times)
+
+    def read_from(self, source: InputSource) -> None:
+        """The documents come from there: from now on it is known how much of the input is done."""
+        point, self._source = self._checkpoint.resumed, source
+        before = point.finished.read
+        self.position = lambda: input_position(source, point.next_ordinal, before + self.own.documents)
+
+    def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
+        """Something happened to a server: see ``ServerEvent``."""
+        self.own.restarts += what == "restart"
+        for known in get_args(ServerWhat):
+            if what == known:
+                self._checkpoint.note(ServerEvent(what=known, name=name, url=url, why=why))
+
+    async def keep(self) -> None:
+        """Notes a line after ten seconds and each minute, until it is cancelled."""
+        first = min(_FIRST_SECONDS, MINUTE_SECONDS)
+        for number in count():
+            await asyncio.sleep(MINUTE_SECONDS if number else first)
+            self._say_why_unknown()
+            spread = [self.spread()] if number and number % _SPREAD_EVERY == 0 else []
+            self._checkpoint.note(self.progress(), *spread)
+
+    def _say_why_unknown(self) -> None:
+        if self._source is not None and (why := self._source.why_unknown()):
+            self._source = None
+            logger.info(f"Progress is shown without percent and time left: {why}.")
+
+    def progress(self) -> Progress:
+        """Where the attempt stands. The checkpoint fills in the rest."""
+        own = replace(self.own, errors=dict(self.own.errors))
+        in_flight = waiting = 0
+        if (client := self._client) is not None:
+            stats, router = client.stats, client.router
+            own.sent, own.retries, own.resent, own.errors = (
+                stats.requests,
+                stats.retries,
+                stats.resent,
+                {**stats.errors},
+            )
+            in_flight, waiting = stats.in_flight, router.waiting
+        return Progress(own=own, in_flight=in_flight, waiting=waiting, position=self.position())
+
+    def spread(self) -> Spread:
+        """The histograms now: a copy, because other threads read it later."""
+        with self._lock:
+            self._sort_recent()
+            spread = self._spread
+            found = spread.milliseconds, spread.prompt_tokens, spread.completion_tokens
+            milliseconds, prompt, completion = (Buckets(buckets) for buckets in found)
+        return Spread(milliseconds=milliseconds, prompt_tokens=prompt, completion_tokens=completion)
+
+    def last_records(self, completed: bool) -> Sequence[Record]:
+        """The end of the attempt. Called where it ends, in whichever thread, before its error is handled."""
+        return [self.progress(), self.spread(), self._end(completed)]
+
+    def _end(self, completed: bool) -> End:
+        if completed:
+            return End(why="done")
+        if self._shutdown.is_requested:
+            return End(why="stopped", what=self._shutdown.cause)
+        return End(why="error", what=_described(sys.exception()))
+
+
+def _described(error: BaseException | None) -> str:
+    """One line. The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
+    if error is None:
+        return ""
+    if not isinstance(error, CkptError):
+        return type(error).__name__
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:_MAX_MESSAGE]

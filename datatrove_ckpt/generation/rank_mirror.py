@@ -1,0 +1,56 @@
+"""The mirror of a rank's checkpoint, as its step names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.mirror.changing import upload_finished_ranks
+from datatrove_ckpt.mirror.job import join_mirrored_job
+from datatrove_ckpt.mirror.mirror import RemoteMirror
+from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.process.preemption import Preemption
+
+
+class _Step(Protocol):
+    """An ``InferenceRunner``, which stands above this room."""
+
+    checkpoints_remote_dir: str | None
+    mirror_seconds: float
+    retry_dead_letters: bool
+    accept_changes: bool
+
+    @property
+    def checkpoints_root(self) -> Path: ...
+
+
+def restore_from_mirror(step: _Step, rank: int, preemption: Preemption) -> None:
+    """Copies from the mirror the parts of the checkpoint that this node does not have."""
+    if step.checkpoints_remote_dir is not None:
+        with preemption.interruptible():
+            restore_rank(step.checkpoints_remote_dir, step.checkpoints_root, rank, retries=step.retry_dead_letters)
+
+
+def mirror_finished_ranks(step: _Step, root: Path) -> None:
+    """Uploads the finished ranks that the mirror lacks, if there is one. See ``upload_finished_ranks``."""
+    if step.checkpoints_remote_dir is not None:
+        upload_finished_ranks(step.checkpoints_remote_dir, root)
+
+
+def open_mirror(
+    step: _Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
+) -> RemoteMirror | None:
+    """What copies a rank's folder from now on; None without a mirror.
+
+    Raises:
+        CheckpointMismatch: the mirror holds ranks of another run.
+    """
+    if (remote := step.checkpoints_remote_dir) is None:
+        return None
+    shared: dict[str, bytes] = {}
+    if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
+        with preemption.interruptible():
+            shared = join_mirrored_job(remote, step.checkpoints_root, rank, identity, step.accept_changes)
+    url = f"{remote}/{folder.relative_to(step.checkpoints_root)}"
+    return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, shared)

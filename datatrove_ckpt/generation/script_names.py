@@ -1,0 +1,193 @@
+"""What a function of the script needs of its module travels with it.
+
+dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. In the task, the
+function sees the globals of the program that loads the pickle (``launch_pickled_pipeline``), so a rollout that calls a
+helper of its script would fail with ``NameError``. So a step also carries what its functions name.
+
+    the program that unpickles           what happens
+    imports the script (multiprocess)    nothing: the names are there, or are not (``nothing_carried``)
+    is another one                       ``__main__`` gets the names; it has begun and needs its own no more
+
+Ray's pickles bring the names themselves. What is or holds a secret stays behind, since pickles are files.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loguru import logger
+
+from datatrove_ckpt.generation.carried_secrets import secrets_in
+from datatrove_ckpt.generation.code_hash import loaded_names
+
+_collecting = threading.local()
+
+
+class ScriptNames(NamedTuple):
+    """Part of a pickle.
+
+    Attributes:
+        file: of the script.
+        values: by name.
+        left: names that stay behind, each with the reason.
+    """
+
+    file: str | None
+    values: dict[str, Any]
+    left: dict[str, str]
+
+
+def collect(*things: Any) -> ScriptNames | None:
+    """The names of the script that these functions and objects use, by themselves or through each other.
+
+    None if no name is used, or if a value is being looked at that holds the step itself.
+    """
+    main = sys.modules["__main__"]
+    if not carries():
+        return None
+    found = ScriptNames(getattr(main, "__file__", None), {}, {})
+    waiting, seen = list(things), dict[int, Any]()
+    with nothing_carried():
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) in seen:
+                continue
+            seen[id(thing)] = thing  # kept, so that no other object gets its id
+            waiting += _parts(thing)
+            for name in _names(thing, main):
+                if name not in found.values and name not in found.left:
+                    value = vars(main)[name]
+                    if reason := _stays(name, value):
+                        found.left[name] = reason
+                    else:
+                        found.values[name] = value
+                        waiting.append(value)
+    return found if found.values or found.left else None
+
+
+def restore(names: ScriptNames) -> None:
+    """Gives the script's names to functions that were unpickled here."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__file__", None) == names.file:
+        return
+    vars(main).update(names.values)
+    for name, reason in names.left.items():
+        if name not in vars(main):
+            logger.warning(
+                f"The script's {name} is not in the pickled job, because {reason}. A rollout that needs it fails with "
+                "NameError: let the rollout read it (from an environment variable, for example), or a module that it "
+                "imports."
+            )
+
+
+def say_missing(*things: Any) -> None:
+    """Logs which modules of the job only this script finds: Python puts a script's folder on its path."""
+    paths = [Path(entry).resolve() for entry in sys.path]
+    modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
+    tops = {name.partition(".")[0] for name in modules} - {"__main__"}
+    for name in sorted(tops):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        places = [*(getattr(spec, "submodule_search_locations", None) or [])]
+        if not places and getattr(spec, "has_location", False):  # else it is built in
+            places = [getattr(spec, "origin", None) or ""]
+        if not places:
+            continue
+        folder = Path(places[0]).resolve().parent
+        if paths and folder == paths[0] and folder not in paths[1:]:
+            logger.warning(
+                f"The rollout uses the module {name} of {folder}, which is on the path of this script alone. The tasks "
+                f"find it if they have it, too: `export PYTHONPATH={folder}` before you submit, or install the module."
+            )
+
+
+def _module_of(thing: Any) -> str:
+    if isinstance(thing, functools.partial):
+        return _module_of(thing.func)
+    owner = thing if isinstance(thing, type | types.FunctionType) else type(thing)
+    return str(owner.__module__)
+
+
+@contextmanager
+def nothing_carried() -> Iterator[None]:
+    """Around a pickle for processes that import the script, which may name large tables."""
+    before = getattr(_collecting, "on", False)
+    _collecting.on = True
+    try:
+        yield
+    finally:
+        _collecting.on = before
+
+
+def carries() -> bool:
+    """Whether a pickle that is made now is, as far as we know, one for a file."""
+    ray = sys.modules.get("ray")
+    by_ray = ray is not None and bool(ray.is_initialized())
+    return not getattr(_collecting, "on", False) and not by_ray
+
+
+def say_left(names: ScriptNames) -> None:
+    """Logs what stays behind, where the job is made."""
+    for name, reason in names.left.items():
+        logger.warning(
+            f"The script's {name} is not pickled with the job, because {reason}. If the rollout needs it, let it "
+            "read it where the task runs (from an environment variable, for example), or move it to a module."
+        )
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """The functions and classes of the script that belong to an object."""
+    if isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, types.MethodType):
+        yield from (thing.__self__, thing.__func__)
+    elif isinstance(thing, types.FunctionType):
+        yield from (cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell))
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+        yield getattr(thing, "__wrapped__", None)
+    elif isinstance(thing, dict):
+        yield from thing.values()
+    elif isinstance(thing, list | tuple):
+        yield from thing
+    elif isinstance(thing, type):
+        if thing.__module__ == "__main__":
+            yield from thing.__bases__
+            for value in vars(thing).values():
+                yield from (value.fget, value.fset) if isinstance(value, property) else (value,)
+    elif isinstance(thing, staticmethod | classmethod):
+        yield thing.__func__
+    elif type(thing).__module__ == "__main__":
+        yield from (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _names(thing: Any, main: types.ModuleType) -> Iterator[str]:
+    if isinstance(thing, types.FunctionType) and thing.__globals__ is vars(main):
+        for name in sorted(loaded_names(thing)):
+            if name in vars(main) and not (name.startswith("__") and name.endswith("__")):
+                yield name
+
+
+def _stays(name: str, value: Any) -> str:
+    """Why a value is not pickled; "" if it is."""
+    if isinstance(value, types.ModuleType):
+        return ""
+    try:
+        places = secrets_in(name, value)
+    except Exception as error:  # whatever the value's own __reduce__ raises
+        return f"it cannot be pickled ({type(error).__name__}: {error})"
+    if not places:
+        return ""
+    return "it looks like a secret" if places == [name] else f"it holds what looks like a secret ({', '.join(places)})"

@@ -1,0 +1,223 @@
+"""Source code as syntax trees, and trees and code objects as text that is equal on every Python version.
+
+``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads that parse at once
+fail with ``SystemError: AST constructor recursion depth mismatch``. All parsing of the package happens here, behind one
+lock. Other code of the process may parse, too (loguru does, for tracebacks), so such an error is also tried again.
+
+This module imports only the standard library: a test runs it alone on every Python that it finds.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+_Result = TypeVar("_Result")
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_STRINGS = {"JoinedStr", "TemplateStr"}  # the second is new in Python 3.14
+# The context follows from the parent node; the kind tells u"" from "".
+_IGNORED_FIELDS = {"ctx", "kind", "type_comment"}
+_ATTEMPTS = 20
+_lock = threading.RLock()
+
+
+def parse(source: str) -> ast.Module:
+    """``ast.parse`` for several threads.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as ``ast.parse``.
+    """
+    return _alone(lambda: ast.parse(source))
+
+
+def compile_tree(tree: ast.Module) -> types.CodeType:
+    """The module's code, as an import in this process makes it."""
+    code: types.CodeType = _alone(lambda: compile(tree, "<source>", "exec", dont_inherit=True))
+    return code
+
+
+def _alone(work: Callable[[], _Result]) -> _Result:
+    with _lock, warnings.catch_warnings():
+        # The import warned already. As an error, a warning about an escape would hide the source.
+        warnings.simplefilter("ignore")
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return work()
+            except SystemError:  # a thread that does not take the lock
+                continue
+        return work()
+
+
+class Place(NamedTuple):
+    """Where a function begins, in the words of its code object: its name, and the line of its first decorator."""
+
+    name: str
+    line: int
+
+
+class ParsedModule(NamedTuple):
+    """A source file and its functions.
+
+    Attributes:
+        tree: not to be changed.
+        nodes: each with the statement around it. Several lambdas may begin in one line.
+        codes: what this Python compiles from them, as text.
+    """
+
+    tree: ast.Module
+    nodes: dict[Place, list[tuple[Function, ast.AST]]]
+    codes: dict[Place, list[str]]
+
+
+@functools.lru_cache(maxsize=32)
+def parse_module(source: str) -> ParsedModule:
+    """Empty if the source is none of this Python."""
+    try:
+        tree = parse(source)
+        code = compile_tree(tree)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ParsedModule(ast.Module([], []), {}, {})
+    nodes: dict[Place, list[tuple[Function, ast.AST]]] = {}
+    waiting: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
+    while waiting:
+        node, statement = waiting.pop()
+        if isinstance(node, ast.Lambda):
+            nodes.setdefault(Place("<lambda>", node.lineno), []).append((node, statement))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.decorator_list[0] if node.decorator_list else node
+            nodes.setdefault(Place(node.name, first.lineno), []).append((node, statement))
+        inner = node if isinstance(node, ast.stmt) else statement
+        waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+    codes: dict[Place, list[str]] = {}
+    for nested in nested_codes(code):
+        codes.setdefault(Place(nested.co_name, nested.co_firstlineno), []).append(write_code(nested))
+    return ParsedModule(tree, nodes, codes)
+
+
+# trees as text -------------------------------------------------------------------------------------------------------
+
+
+def write_tree(tree: ast.AST) -> str:
+    """A syntax tree as ASCII text: equal for equal trees, on any Python version."""
+    # A stack, not recursion: a chain of a few hundred operators or elifs is a tree as deep.
+    written: list[str] = []
+    waiting: list[ast.AST | str] = [tree]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            written.append(item)
+        else:
+            waiting += reversed(_written_parts(item))
+    return "".join(written)
+
+
+def _written_parts(node: ast.AST) -> list[ast.AST | str]:
+    """A node as text and nodes. Empty fields are left out: newer versions have more of them."""
+    if isinstance(node, ast.Constant):
+        return [_written_value(node.value)]
+    fields = {name: value for name, value in ast.iter_fields(node) if name not in _IGNORED_FIELDS}
+    if type(node).__name__ in _STRINGS:
+        fields["values"] = parts = _merged(fields["values"])
+        if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in parts):
+            return [_written_value("".join(_text(part) for part in parts))]  # f"text" is "text"
+    elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
+        fields["format_spec"] = None  # f"{x:}" is f"{x}"
+    elif isinstance(node, _Documented):
+        fields |= _split_docstring(node)
+    written: list[ast.AST | str] = [f"({type(node).__name__}"]
+    for name, value in fields.items():
+        if isinstance(value, list) and value:
+            written += [f" {name}=[", *(item for element in value for item in (_written_element(element), ",")), "]"]
+        elif value is not None and value != []:
+            written += [f" {name}=", _written_element(value)]
+    return [*written, ")"]
+
+
+def _written_element(value: ast.AST | str | int | None) -> ast.AST | str:
+    if value is None:
+        return "_"  # {**x} has a key that is absent, {None: x} has the constant None
+    return value if isinstance(value, ast.AST) else _written_value(value)
+
+
+def _written_value(value: object) -> str:
+    """A constant of Python, or an identifier. ``repr`` of a string depends on the version, and of a set on chance."""
+    if isinstance(value, str):
+        # json.dumps alone would write one character beyond U+FFFF as the two surrogates that a string may hold, too.
+        return json.dumps(value, ensure_ascii=False).encode("ascii", "backslashreplace").decode("ascii")
+    if isinstance(value, bytes):
+        return f"bytes {value.hex()}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return hex(value)  # str() refuses more than 4300 digits
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, complex):
+        return f"complex {value.real.hex()} {value.imag.hex()}"
+    if isinstance(value, tuple):
+        return f"tuple({','.join(map(_written_value, value))})"
+    if isinstance(value, frozenset):
+        return f"set({','.join(sorted(map(_written_value, value)))})"
+    if isinstance(value, types.CodeType):
+        return write_code(value)
+    return ascii(value)  # None, True, False, ..., and slices of those above
+
+
+def _merged(values: list[ast.expr]) -> list[ast.expr]:
+    """The parts of an f-string, with neighbouring texts as one: some versions split them at ``{{`` and line breaks."""
+    merged: list[ast.expr] = []
+    for value in values:
+        if isinstance(value, ast.Constant) and merged and isinstance(merged[-1], ast.Constant):
+            merged[-1] = ast.Constant(_text(merged[-1]) + _text(value))
+        elif not isinstance(value, ast.Constant) or value.value:
+            merged.append(value)
+    return merged
+
+
+def _text(part: ast.expr) -> str:
+    return str(part.value) if isinstance(part, ast.Constant) else ""
+
+
+def _split_docstring(node: _Documented) -> dict[str, str | list[ast.stmt]]:
+    """The docstring and the rest of the body. An f-string without fields is no docstring, though it is written as one.
+
+    A function that is moved into a class is the same one, so the indentation that the lines share is removed. Here,
+    since ``inspect.cleandoc`` and ``textwrap.dedent`` depend on the Python version. Other space counts: before Python
+    3.13 all of it is in ``__doc__``.
+    """
+    first, *rest = node.body
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return {"docstring": _without_common_indent(first.value.value), "body": rest}
+    return {"body": node.body}
+
+
+def _without_common_indent(docstring: str) -> str:
+    first, *rest = docstring.split("\n")
+    texts = [line for line in rest if line.strip(" \t")] or rest
+    indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in texts]
+    common = min(indents, key=len, default="")
+    while not all(indent.startswith(common) for indent in indents):  # tabs and spaces
+        common = common[:-1]
+    # A line that is shorter than the indentation is empty.
+    return "\n".join([first, *(line[len(common) :] for line in rest)])
+
+
+# code objects as text ------------------------------------------------------------------------------------------------
+
+
+def write_code(code: types.CodeType) -> str:
+    """Bytecode, names and constants as ASCII text, the same in every process of one Python version."""
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return f"code({_written_value((code.co_code, code.co_exceptiontable, *names, code.co_consts))})"
+
+
+def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_codes(constant)

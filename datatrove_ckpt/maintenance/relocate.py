@@ -1,0 +1,202 @@
+"""Makes a checkpoint that was copied belong to the copy of its output, so that a run can go on there.
+
+A checkpoint names its output folder, in ``run.json`` of each rank and in ``job.json``. Commits and positions name files
+below their folders, so those names are right at every place. Commits of output that is now on the hub get the hashes
+that the hub lists, so that later checks compare contents there, too.
+
+First the files at the new place are compared with the commits, by default with their whole content. No rank may run,
+or have run meanwhile. Then:
+
+    1. of each rank, under its lock: replace commits.jsonl, if it gets hashes of the hub
+    2. of each rank, under its lock: replace run.json, with a new owner
+    3. replace job.json
+
+After a crash between them, some ranks name the old folder and some the new one. A run refuses that, and the same
+command goes on. One lock at a time, because there may be more ranks than a process may open files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
+from datatrove_ckpt.checkpoint.identity import Change, RunClaim, RunIdentity, read_run, records
+from datatrove_ckpt.checkpoint.layout import JOB, LOCK, RUN
+from datatrove_ckpt.checkpoint.lines import Json, seal
+from datatrove_ckpt.checkpoint.versions import stamped
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.maintenance.copied_parts import check_not_halfway, missing_ranks, ranks_of_another_number
+from datatrove_ckpt.maintenance.findings import Problem, Report
+from datatrove_ckpt.maintenance.inspect import RankFolder
+from datatrove_ckpt.maintenance.repair_plan import recorded_folders
+from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.output.hub import HubFile
+from datatrove_ckpt.output.names import plain
+
+FOLDER = "output_folder"
+"""The field of the identity that names it."""
+_OBSTACLES = frozenset({"missing", "truncated", "grown", "altered", "documents", "output", "commits", "corrupt"})
+"""The kinds of problems with which nothing is changed. All others are as they were before the copy."""
+
+
+@dataclass
+class Relocation:
+    """What to change.
+
+    Attributes:
+        where: the new output folder, as a run names it.
+        old: the output folders that the checkpoint names.
+        ranks: those that name another one than the new one.
+        obstacles: problems because of which nothing may be changed.
+        others: problems that have nothing to do with the place.
+        not_started: ranks that have no folder, and of which nothing shows that they ever had one.
+        job: the content of ``job.json`` if it must be changed.
+        bytes: size of all committed files.
+    """
+
+    report: Report
+    where: str
+    old: list[str]
+    ranks: list[RankFolder] = field(default_factory=list)
+    obstacles: list[Problem] = field(default_factory=list)
+    others: list[Problem] = field(default_factory=list)
+    not_started: list[int] = field(default_factory=list)
+    job: Json | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for chunk in self.report.chunks for file in chunk.files)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint names the new place already."""
+        return not self.ranks and self.job is None
+
+
+def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
+    """What must be changed so that the checkpoint belongs to the output folder of the report. Changes nothing.
+
+    Args:
+        is_mirror: the report is about a mirror, which may lack ranks that were finished before there was one.
+
+    Raises:
+        CheckpointCorrupt: ``job.json`` is damaged, or a file of ``reshard``.
+        CheckpointMismatch: it was copied while ``reshard`` was half done, or without what ``reshard`` made.
+    """
+    check_not_halfway(report.checkpoints)
+    where = str(report.folder.resolve_paths(""))
+    plan = Relocation(report, where, [])
+    for problem in report.problems:
+        (plan.obstacles if problem.kind in _OBSTACLES else plan.others).append(problem)
+    lost, plan.not_started = missing_ranks(report)
+    said = {problem.rank for problem in lost} | {*plan.not_started}
+    plan.others = [problem for problem in plan.others if problem.kind != "rank" or problem.rank not in said]
+    if is_mirror:
+        plan.others += lost
+    else:
+        plan.obstacles += [*lost, *ranks_of_another_number(report)]
+    damaged = {(problem.root, problem.rank) for problem in plan.obstacles}
+    named: dict[str, None] = {}
+    for rank in report.ranks:
+        if rank.key in damaged:
+            continue
+        folder = rank.identity.get(FOLDER)  # a rank of a fork has none before its first start
+        if folder not in (None, where):
+            named[str(folder)] = None
+            plan.ranks.append(rank)
+    job = report.checkpoints / JOB
+    if job.exists() and (content := read_run(job)).get(FOLDER, where) != where:
+        named[str(content[FOLDER])] = None
+        plan.job = content
+    plan.old = list(named)
+    return plan
+
+
+def folders_still_there(report: Report) -> list[str]:
+    """The other output folders that the ranks name and that exist: `repair` refuses the files of this one then."""
+    found = []
+    for recorded in sorted(recorded_folders(report)):
+        try:
+            is_there = stands_elsewhere(recorded, report.folder)
+        except (ImportError, ValueError):  # no package here reads that URL, so nothing shows that it is gone
+            is_there = True
+        found += [recorded] if is_there else []
+    return found
+
+
+def carry_out(plan: Relocation) -> None:
+    """Carries out the plan.
+
+    Raises:
+        CheckpointLocked: a process works on one of the ranks. Nothing was changed, unless it started just now.
+        CheckpointMismatch: a run has changed a rank since its files were read. Likewise.
+        StorageFailed: a file could not be changed; the same command continues from there.
+    """
+    report = plan.report
+    for rank in plan.ranks:
+        if rank.holder() is not None:
+            files.Lock(rank.folder / LOCK).release()  # raises, and says who works on the rank
+        _check_unchanged(rank)
+    listed = report.hub.files() if report.hub is not None else {}
+    for rank in plan.ranks:
+        with _locked(rank):
+            _check_unchanged(rank)
+            _move(rank, plan.where, listed)
+    if plan.job is not None:
+        _move_job(report.checkpoints / JOB, plan.job, plan.where)
+
+
+@contextmanager
+def _locked(rank: RankFolder) -> Iterator[None]:
+    """Holds the rank's lock. Not of a finished rank: a lock file that a kill leaves there would call it unfinished.
+
+    Raises:
+        CheckpointLocked: a process works on the rank.
+    """
+    if rank.is_finished:
+        yield
+        return
+    lock = files.Lock(rank.folder / LOCK)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_unchanged(rank: RankFolder) -> None:
+    if read_run(rank.folder / RUN) != rank.identity:
+        raise CheckpointMismatch(
+            f"{rank.folder} was changed by a run while its output was read. Stop the run, and relocate again."
+        )
+
+
+def _move(rank: RankFolder, where: str, listed: dict[str, HubFile]) -> None:
+    commits = rank.commits()
+    hashed = {index: _with_hashes(commit, listed) for index, commit in commits.items()}
+    if hashed != commits:
+        files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in hashed.values()))
+    claim = RunClaim(rank.folder, RunIdentity({**rank.settings, FOLDER: where}), accept_changes=True)
+    claim.take(len(commits))
+
+
+def _with_hashes(commit: Commit, listed: dict[str, HubFile]) -> Commit:
+    return replace(commit, files=[_with_hash(file, listed.get(plain(file.path))) for file in commit.files])
+
+
+def _with_hash(file: OutputFile, listed: HubFile | None) -> OutputFile:
+    if file.hub_hash or listed is None:
+        return file
+    return replace(file, hub_hash=listed.oid or listed.blob or "")
+
+
+def _move_job(path: Path, content: Json, where: str) -> None:
+    change = Change(FOLDER, content.get(FOLDER), where, "", "", None)
+    accepted = [*content.get("accepted_changes", []), *records([change])]
+    moved = stamped({**content, FOLDER: where, "accepted_changes": accepted})
+    files.disk.replace(path, orjson.dumps(moved, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

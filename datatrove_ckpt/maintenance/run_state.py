@@ -1,0 +1,279 @@
+"""RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data, nothing is read.
+
+    where.py          WHAT (folder, mirror, YAML file) -> a folder with the ranks' files
+    rank_state.py     the files of one rank -> RankState
+    judge.py          which ranks are slow, silent, stuck or failed, and why
+    read_state.py     all ranks -> RunState; start reading here
+
+Times are Unix seconds, durations seconds, rates per second. None means: not known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import InputPosition, WorkCounts
+
+State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinished", "damaged"]
+"""What a rank does now.
+
+    running       a process works on it
+    finished      every document of its input is committed
+    interrupted   it was asked to stop, and saved what it had
+    failed        it was ended by an error
+    lost          its last attempt ended without a word: kill -9, out of memory, a node that is gone
+    unfinished    not finished, and nothing says why: its history is missing
+    damaged       a file of its checkpoint cannot be used
+"""
+
+Trouble = Literal[
+    "damaged", "failed", "lost", "silent", "stuck", "looping", "restarting", "slow", "interrupted", "unfinished"
+]
+"""Why a rank needs attention, the most urgent first. ``silent`` to ``slow`` are ranks that run.
+
+    silent        its process is there, and has written no line of its history for minutes
+    stuck         it writes lines, and no document or answer has come for minutes
+    looping       its attempts end again and again, and no document is finished
+    restarting    its servers are started again and again
+    slow          it is far behind the median of the ranks that run and those that are finished
+    unfinished    it is not finished, and no rank of the run goes on
+"""
+
+OTHERS = "others"
+"""The causes of dead letters that are too many to be named, in one."""
+
+
+@dataclass(slots=True)
+class AttemptSummary:
+    """One start of a rank until its end. The rank's history has the whole of it.
+
+    Attributes:
+        number: from 1.
+        started, last_seen: times of its first and last line.
+        ended: time of its end line; None: it still runs, or ended without a word.
+        why: "done", "stopped", "error", or "" if there is no end line.
+        what: what stopped it, or the error.
+        without_a_word: it ended, and no line says so.
+        in_flight: requests in flight at its last line.
+        documents: done at its last line, over all attempts; None: it has no such line.
+        own: of these, those that this attempt finished.
+    """
+
+    number: int
+    started: float
+    last_seen: float
+    ended: float | None = None
+    why: str = ""
+    what: str = ""
+    host: str = ""
+    pid: int | None = None
+    slurm_job: str | None = None
+    version: str = ""
+    without_a_word: bool = False
+    in_flight: int = 0
+    documents: int | None = None
+    own: int = 0
+
+
+@dataclass(slots=True)
+class Rates:
+    """Per second."""
+
+    documents: float = 0.0
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    input: float = 0.0
+    """In the input's unit."""
+
+    def add(self, other: Rates) -> None:
+        self.documents += other.documents
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.input += other.input
+
+
+@dataclass(slots=True)
+class RankState:
+    """One rank.
+
+    Attributes:
+        root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
+        folder: its files, or a copy of them.
+        trouble, reason: why it needs attention; None and "" if it does not.
+        counts, chunks: what is committed.
+        unfinished: the documents in journals of chunks that are not committed, by ``journals``.
+        exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
+        position: how much of its input is done.
+        work: what all its attempts did, as of the last line of the history.
+        lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
+            again, and their answers may have been paid for.
+        rates: of the last minutes, while it runs. ``has_rate``: of five minutes at least, so that it can be compared.
+        seconds: what its attempts took together.
+        downtime: seconds between attempts that were cut short and the ones after them.
+        in_flight, waiting: requests now, while it runs.
+        dead_letters: by cause; no more than were read.
+        attempts: those that the history still names.
+        number_of_attempts: all of them.
+        last_word: time of the last change of any of its files.
+        last_change: of its journals and commits, if its last attempt ended without a word; else 0.
+        time_left: of this rank, at its present rate.
+        holder: host and pid of the process that has its lock.
+        is_copy: read from a mirror, where locks cannot be seen.
+    """
+
+    root: str
+    rank: int
+    folder: Path
+    state: State
+    trouble: Trouble | None = None
+    reason: str = ""
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    chunks: int = 0
+    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
+    journals: int = 0
+    exact: bool = True
+    position: InputPosition = field(default_factory=InputPosition)
+    work: WorkCounts = field(default_factory=WorkCounts)
+    lost_in_flight: int = 0
+    rates: Rates = field(default_factory=Rates)
+    has_rate: bool = False
+    seconds: float = 0.0
+    downtime: float = 0.0
+    in_flight: int = 0
+    waiting: int = 0
+    dead_letters: Counter[str] = field(default_factory=Counter)
+    attempts: list[AttemptSummary] = field(default_factory=list)
+    number_of_attempts: int = 0
+    last_word: float | None = None
+    last_change: float = 0.0
+    last_commit: float | None = None
+    time_left: float | None = None
+    holder: dict[str, Any] | None = None
+    is_copy: bool = False
+
+    @property
+    def documents(self) -> int:
+        """Documents that are done, committed or not."""
+        return self.counts.read + self.unfinished.read
+
+    @property
+    def requests(self) -> int:
+        """Requests of documents that are done."""
+        return self.counts.requests + self.unfinished.requests
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is finished, or runs and gets ahead."""
+        return self.state == "finished" or (
+            self.state == "running" and self.trouble not in ("silent", "stuck", "looping")
+        )
+
+    @property
+    def work_is_at_least(self) -> bool:
+        """Whether more requests were sent than the history says: it is older than the files."""
+        return self.work.sent < self.work.known_sent(self.requests)
+
+    @property
+    def attempt(self) -> AttemptSummary | None:
+        """The last one."""
+        return self.attempts[-1] if self.attempts else None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the ranks of a run, or over its retries of dead letters.
+
+    Attributes:
+        average: documents and so on for each second in which at least one rank worked.
+        working_seconds: the number of these seconds.
+        time_left: None if the end of the input is not known, or nothing runs. Without the work of ``halted`` ranks.
+        halted: ranks that are started and do not go on, if there is a time left.
+        not_started: ranks that have no folder.
+        attempts_without_a_word: among ``attempts``.
+    """
+
+    states: Counter[str] = field(default_factory=Counter)
+    not_started: int = 0
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
+    chunks: int = 0
+    unfinished_chunks: int = 0
+    position: InputPosition = field(default_factory=InputPosition)
+    total_is_estimated: bool = False
+    """The input of ranks that are not started is taken to be as large as the mean of the others'."""
+    work: WorkCounts = field(default_factory=WorkCounts)
+    work_is_at_least: bool = False
+    lost_in_flight: int = 0
+    rates: Rates = field(default_factory=Rates)
+    average: Rates = field(default_factory=Rates)
+    working_seconds: float = 0.0
+    time_left: float | None = None
+    halted: int = 0
+    in_flight: int = 0
+    waiting: int = 0
+    dead_letters: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
+    attempts_without_a_word: int = 0
+    started: float | None = None
+    exact: bool = True
+
+    @property
+    def documents(self) -> int:
+        return self.counts.read + self.unfinished.read
+
+
+@dataclass(slots=True)
+class RunState:
+    """The whole run.
+
+    Attributes:
+        what: the folder or URL that was read, for people.
+        read_at: when it was read.
+        seconds_to_read: how long that took.
+        newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
+        tasks: number of ranks of the run; 0 if nothing tells it.
+        identity: the settings that all ranks share.
+        missing: ranks of the run that have no folder.
+        gone: of these, ranks that had committed chunks: their folders were removed.
+        foreign: ranks with higher numbers than the run has. They are nowhere counted.
+        half_resharded: that `reshard` was interrupted, and how it goes on; empty if it was not.
+        is_unstarted: a fork has made it, and no process has worked on it yet.
+        ranks, retries: in ascending order. Retries of dead letters read documents that ``ranks`` have read before.
+    """
+
+    what: str
+    is_copy: bool
+    read_at: float
+    seconds_to_read: float = 0.0
+    newest: float | None = None
+    tasks: int = 0
+    identity: dict[str, Any] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    foreign: list[int] = field(default_factory=list)
+    half_resharded: str = ""
+    is_unstarted: bool = False
+    ranks: list[RankState] = field(default_factory=list)
+    retries: list[RankState] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals)
+    retried: Totals = field(default_factory=Totals)
+
+    @property
+    def troubled(self) -> list[RankState]:
+        """The ranks that need attention, the most urgent first."""
+        found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
+        return sorted(found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every rank is finished, those included that are not started."""
+        return bool(self.ranks) and not self.totals.not_started and set(self.totals.states) == {"finished"}
+
+
+TROUBLES: tuple[Trouble, ...] = get_args(Trouble)

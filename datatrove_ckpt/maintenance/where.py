@@ -1,0 +1,214 @@
+"""WHAT a command looks at: a checkpoint folder, its mirror, or the YAML file of the run. Made into a folder to read.
+
+A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
+mirror instead (``Place.said``).
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.lines import is_count
+from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.errors import ConfigError, StorageFailed
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.mirror.reading import MirrorReader
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the files of a run's ranks can be read.
+
+    Attributes:
+        what: the folder or URL, for people.
+        folder: the checkpoint folder, or a copy of the mirror.
+        given: how the user named it, for commands to type.
+        mirror: reads the mirror; None if ``folder`` is no copy.
+        tasks: of the run, if a YAML file tells it; else 0.
+        logging_dir: the executor's, likewise.
+        config: the YAML file's content; empty without one.
+    """
+
+    what: str
+    folder: Path
+    given: str
+    mirror: MirrorReader | None = None
+    tasks: int = 0
+    logging_dir: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_copy(self) -> bool:
+        return self.mirror is not None
+
+    def refresh(self) -> None:
+        """Brings a copy up to date.
+
+        Raises:
+            StorageFailed, CheckpointCorrupt, ConfigError: see ``MirrorReader.refresh``.
+        """
+        if self.mirror is not None:
+            self.mirror.refresh()
+
+    def said(self, text: str) -> str:
+        """A text with the mirror's URL in place of the copy's path."""
+        return text.replace(str(self.folder), self.what) if self.is_copy else text
+
+
+def is_config(what: str) -> bool:
+    """Whether WHAT is a YAML file."""
+    if _URL.match(what):
+        return False
+    path = Path(what)
+    return path.is_file() or (path.suffix in (".yaml", ".yml") and not path.exists())
+
+
+@contextmanager
+def open_place(
+    what: str,
+    config: dict[str, Any] | None = None,
+    wanted: Callable[[str, int], bool] = lambda name, size: True,
+    trusted: bool = False,
+) -> Iterator[Place]:
+    """Finds what the user named. A mirror's copy is removed at the end.
+
+    Args:
+        what: a folder, a URL, or the name of a YAML file.
+        config: the content of that file.
+        wanted: which files of a mirror are needed, by name and size in bytes.
+        trusted: refuse versions of a mirror that are not sealed with the key, if there is one.
+
+    Raises:
+        ConfigError: there is no such place, or the YAML file names none.
+        StorageFailed, CheckpointCorrupt: the mirror cannot be read.
+    """
+    place, url = _named_by_config(what, config) if config is not None else _named(what)
+    if url is None:
+        yield place
+        return
+    from datatrove_ckpt.mirror.object_store import check_url  # fsspec is slow to import
+    from datatrove_ckpt.mirror.reading import MirrorReader
+
+    check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
+    with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        place.folder = Path(folder)
+        place.mirror = MirrorReader(url, place.folder, wanted, trusted)
+        place.what = place.mirror.url
+        place.refresh()
+        if not place.mirror.ranks:
+            raise ConfigError(
+                f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a version in it. Give "
+                "the URL that checkpoints_remote_dir names."
+            )
+        yield place
+
+
+def _named(what: str) -> tuple[Place, str | None]:
+    """The place, and the mirror's URL if it is a mirror."""
+    if _URL.match(what):
+        return Place(what, Path(), what), what
+    folder = Path(what)
+    if folder.is_dir() and _looks_like_mirror(folder):
+        return Place(what, Path(), what), what
+    return Place(what, folder, what), None
+
+
+def _looks_like_mirror(folder: Path) -> bool:
+    try:
+        first = next(iter(layout.rank_numbers(folder)), None)
+        if first is None or (layout.rank_folder(folder, first) / layout.RUN).exists():
+            return False  # the usual case, found without fsspec
+        from datatrove_ckpt.mirror.reading import is_mirror
+
+        return is_mirror(folder)
+    except PermissionError:  # which the command says, once it reads the ranks
+        return False
+
+
+# YAML ----------------------------------------------------------------------------------------------------------------
+
+
+def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | None]:
+    executor = _arguments(config.get("executor"))
+    local, remote = _folders(path, executor)
+    tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
+    place = Place(
+        str(local),
+        local or Path(),
+        path,
+        tasks=tasks if isinstance(tasks, int) and is_count(tasks) else 1,
+        logging_dir=logging_dir if isinstance(logging_dir, str) else None,
+        config=config,
+    )
+    if local is None or (remote is not None and _mirror_has_more(local, remote)):
+        return place, remote
+    if not local.is_dir() or not layout.rank_numbers(local):
+        raise ConfigError(
+            f"{path}: nothing has started yet, or not on this node: there is no checkpoint in {local}, which is its "
+            "checkpoints_local_dir."
+        )
+    return place, None
+
+
+def _mirror_has_more(local: Path, remote: str) -> bool:
+    """Whether ranks are on the mirror that this node does not have: other nodes work on them."""
+    from datatrove_ckpt.mirror.reading import holds_ranks
+
+    here = {f"{number:05d}" for number in layout.rank_numbers(local)} if local.is_dir() else set()
+    try:
+        return bool(holds_ranks(remote) - here)
+    except (StorageFailed, ConfigError):
+        if here:
+            return False
+        raise
+
+
+def _folders(path: str, executor: dict[str, Any]) -> tuple[Path | None, str | None]:
+    """checkpoints_local_dir on this node, None if it cannot be known here; and checkpoints_remote_dir."""
+    pipeline = executor.get("pipeline")
+    steps = {index: _arguments(step) for index, step in enumerate(pipeline if isinstance(pipeline, list) else [])}
+    found = {index: step for index, step in steps.items() if isinstance(step.get("checkpoints_local_dir"), str)}
+    if not found:
+        raise ConfigError(f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint.")
+    if len(found) > 1:
+        several = ", ".join(f"pipeline[{index}]: {step['checkpoints_local_dir']}" for index, step in found.items())
+        raise ConfigError(f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}.")
+    ((index, step),) = found.items()
+    remote = step.get("checkpoints_remote_dir")
+    remote = remote if isinstance(remote, str) else None
+    try:
+        return expand_path(f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"]), remote
+    except ConfigError:
+        if remote is None:
+            raise
+        return None, remote
+
+
+def runner_arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """The init_args of the step with a checkpoint; empty if there is none, or several."""
+    pipeline = _arguments(config.get("executor")).get("pipeline")
+    steps = [_arguments(step) for step in pipeline] if isinstance(pipeline, list) else []
+    found = [step for step in steps if isinstance(step.get("checkpoints_local_dir"), str)]
+    return found[0] if len(found) == 1 else {}
+
+
+def output_folder_of(config: dict[str, Any]) -> str | None:
+    """The output folder of the step with a checkpoint, as a YAML file names it; None if there is no file."""
+    folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
+    return folder if isinstance(folder, str) else None
+
+
+def _arguments(node: Any) -> dict[str, Any]:
+    """The init_args of a mapping with class_path; empty if there are none."""
+    arguments = node.get("init_args") if isinstance(node, dict) else None
+    return arguments if isinstance(arguments, dict) else {}

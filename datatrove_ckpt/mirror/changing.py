@@ -1,0 +1,123 @@
+"""Changes the checkpoint of a rank on its mirror: restored into a local folder, and uploaded again.
+
+``repair`` and ``relocate`` do so.
+The upload is a new version of a new owner. A node that still has the rank's folder sees that the mirror is further, and
+restores it at its next start. A process that still works on the rank stops when it sees the new owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+from loguru import logger
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.snapshot import Snapshot
+from datatrove_ckpt.errors import StorageFailed
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.mirror.job import restore_shares, upload_shares
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
+from datatrove_ckpt.mirror.reading import unreadable
+from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.mirror.uploads import Uploads
+from datatrove_ckpt.remote_errors import failure_text
+
+_THREADS = 16
+
+
+def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
+    """Restores ranks into a folder of their own, with everything that a run needs.
+
+    Args:
+        url: ``checkpoints_remote_dir``.
+        names: of the ranks' folders, such as "00000" or "retry-00001/00000".
+
+    Raises:
+        StorageFailed, CheckpointCorrupt, ConfigError: see ``restore``.
+    """
+    try:
+        for name in names:
+            restore(f"{url}/{name}", folder / name)
+        restore_shares(url, folder)
+    except OSError as error:
+        raise unreadable(url, error) from error
+
+
+def upload_rank(url: str, folder: Path) -> None:
+    """Uploads a rank's folder as a new version, which is finished if the folder is.
+
+    Args:
+        url: of the rank's folder on the mirror.
+        folder: the rank's local folder. No process works on it.
+
+    Raises:
+        StorageFailed: it could not be uploaded. The version before it is the newest one still.
+    """
+    snapshot, uploads = _snapshot(folder), Uploads(Versions(url))
+    try:
+        uploads.start_version(orjson.loads(snapshot.run), snapshot)
+        for name in snapshot.sizes:
+            with (folder / name).open("rb") as file:
+                while data := file.read(MAX_OBJECT_BYTES):
+                    uploads.add(name, data)
+        uploads.add_answers(snapshot)
+        uploads.publish(finished=layout.is_finished(folder))
+    except OSError as error:
+        raise StorageFailed(
+            f"Could not upload the changed rank to {url}: {failure_text(error)}. The mirror is as it was. Correct "
+            "that, and run the same command again."
+        ) from error
+
+
+def upload_finished_ranks(url: str, root: Path) -> None:
+    """Uploads the finished ranks that a mirror lacks, those of an earlier number of tasks and retries among them.
+
+    After ``reshard`` a run has a new mirror, and ranks that run no more would never reach it. Without ``shares.json``
+    nothing happens. A remote that fails costs a warning; the next start tries again.
+
+    Args:
+        url: ``checkpoints_remote_dir``. That it is no mirror of before is checked already.
+        root: ``checkpoints_local_dir``.
+    """
+    if not (root / layout.SHARES).exists():
+        return
+    folders = [layout.rank_folder(each, rank) for each in _roots(root) for rank in layout.rank_numbers(each)]
+    finished = {f"{url}/{folder.relative_to(root)}": folder for folder in folders if layout.is_finished(folder)}
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            known = threads.map(lambda place: bool(Versions(place).all_versions()), finished)
+            missing = [place for place, is_there in zip(finished, known, strict=True) if not is_there]
+        if missing:
+            upload_shares(url, root)  # first: a mirror without it is one of before
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
+            logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
+    except (OSError, StorageFailed) as error:
+        logger.warning(
+            f"Could not upload finished tasks to the mirror {url} ({failure_text(error)}). Tried again later."
+        )
+
+
+def _roots(root: Path) -> list[Path]:
+    return [root, *layout.retry_folders(root)]
+
+
+def _snapshot(folder: Path) -> Snapshot:
+    names = [layout.COMMITS, layout.DEAD_LETTERS, layout.RETRY_INPUT, layout.SHARD, layout.HISTORY]
+    paths = [*(folder / name for name in names)]
+    paths += [layout.journal_path(folder, index) for index in layout.journal_indices(folder)]
+    sizes = {path.name: path.stat().st_size for path in paths if path.exists()}
+    answers, unfinished, last = [], frozenset[int](), 0
+    if (folder / layout.CACHE).exists():
+        cache = RequestCache(folder / layout.CACHE)
+        try:
+            unfinished = frozenset(cache.ordinals())
+            answers, last = cache.answers_since(0, unfinished), cache.last_answer
+        finally:
+            cache.close()
+    run = (folder / layout.RUN).read_bytes()
+    return Snapshot(run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last)

@@ -1,0 +1,154 @@
+"""Reads a mirror without taking part in the run: nothing is written there, and no ownership is taken.
+
+``status``, ``report`` and ``verify`` look at local files. So they get some files of the newest complete version of each
+rank, in a folder of their own. A rank that is not finished gets an empty lock file, which says so to all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
+from datatrove_ckpt.mirror.job import restore_shares
+from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Version, Versions
+from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.remote_errors import failure_text
+
+# Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
+_THREADS = 32
+
+Wanted = Callable[[str, int], bool]
+"""Whether a file is needed, by its name and its size in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRank:
+    """A rank that was copied. ``when``: the time at which its version was uploaded, in Unix seconds."""
+
+    version: Version
+    when: float | None
+
+
+class MirrorReader:
+    """Copies what is wanted of a mirror into a local folder, and brings the copy up to date when asked again.
+
+    Args:
+        url: ``checkpoints_remote_dir``.
+        folder: where the copy goes; empty.
+        wanted: which files are needed; ``run.json`` always is.
+        trusted: refuse versions that are not sealed with the key, see ``seal.py``.
+    """
+
+    def __init__(self, url: str, folder: Path, wanted: Wanted, trusted: bool = False) -> None:
+        self._store = ObjectStore(url)
+        self.url = self._store.url
+        self.ranks: dict[str, CopiedRank] = {}
+        """By the rank's folder, such as "00000" or "retry-00001/00000"."""
+        self._folder = folder
+        self._wanted = wanted
+        self._trusted = trusted
+
+    def refresh(self) -> None:
+        """Copies the ranks that have a newer version than the copy, and what tells which of them have no task any more.
+
+        Raises:
+            StorageFailed: the mirror cannot be read.
+            CheckpointCorrupt: no version of a rank is complete.
+            ConfigError: the bucket does not exist, or a version is sealed and there is no key.
+        """
+        try:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                names = list(self._rank_names())
+                for name, copied in zip(names, threads.map(self._copy, names), strict=True):
+                    if copied is not None:
+                        self.ranks[name] = copied
+            if not (self._folder / layout.SHARES).exists():  # a mirror that has ranks keeps what it has
+                restore_shares(self.url, self._folder)
+        except OSError as error:
+            raise unreadable(self.url, error) from error
+
+    def _rank_names(self) -> Iterator[str]:
+        for name in self._store.names():
+            if layout.is_rank(name):
+                yield name
+            elif layout.retry_number(name) is not None:
+                yield from (f"{name}/{rank}" for rank in self._store.names(name) if layout.is_rank(rank))
+
+    def _copy(self, name: str) -> CopiedRank | None:
+        mirrored, known = Versions(f"{self.url}/{name}"), self.ranks.get(name)
+        versions, problems = mirrored.all_versions(), []
+        for version in reversed(versions):
+            if known is not None and version == known.version:
+                return None
+            try:
+                manifest = mirrored.read_trusted(version) if self._trusted else mirrored.read_manifest(version)
+                self._write(mirrored, manifest, self._folder / name)
+            except Damaged as damage:
+                problems.append(f"version {version.number} ({version.file}): {damage}")
+                continue
+            return CopiedRank(version, _unix_seconds(manifest.when))
+        if not problems:
+            return None
+        raise CheckpointCorrupt(f"No version at {mirrored.url} is complete:\n  " + "\n  ".join(problems))
+
+    def _write(self, mirrored: Versions, manifest: Manifest, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
+        names = [name for name, size in sizes.items() if self._wanted(name, size)]
+        contents = {name: [mirrored.read_object(part) for part in manifest.files[name]] for name in names}
+        # All of it is here: from now on the folder changes.
+        for path in folder.iterdir():
+            if path.name not in contents:
+                path.unlink()
+        for name, blocks in contents.items():
+            (folder / name).write_bytes(b"".join(blocks))
+        (folder / layout.RUN).write_bytes(orjson.dumps(manifest.run))
+        if not manifest.finished:
+            (folder / layout.LOCK).touch()
+
+
+def unreadable(url: str, error: Exception) -> StorageFailed:
+    """The error for a mirror that cannot be read by a command that only reads."""
+    return StorageFailed(
+        f"Could not read the mirror {url}: {failure_text(error)}. Correct that (network, credentials) and run the same "
+        "command again."
+    )
+
+
+def holds_ranks(url: str) -> set[str]:
+    """The names of the ranks' folders directly below a URL.
+
+    Raises:
+        StorageFailed: it cannot be read.
+        ConfigError: the bucket does not exist.
+    """
+    store = ObjectStore(url)
+    try:
+        return {name for name in store.names() if layout.is_rank(name)}
+    except OSError as error:
+        raise unreadable(store.url, error) from error
+
+
+def is_mirror(folder: Path) -> bool:
+    """Whether a local folder is a mirror: its ranks' folders hold versions, not files of a checkpoint."""
+    for number in layout.rank_numbers(folder):
+        rank = layout.rank_folder(folder, number)
+        if (rank / layout.RUN).exists():
+            return False
+        if Versions(str(rank)).all_versions():
+            return True
+    return False
+
+
+def _unix_seconds(when: str) -> float | None:
+    with suppress(ValueError):
+        return datetime.datetime.fromisoformat(when).timestamp()
+    return None

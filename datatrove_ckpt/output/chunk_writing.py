@@ -1,0 +1,200 @@
+"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them.
+
+See ``column_types`` for what that schema is, and why.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.documents import decode
+from datatrove_ckpt.errors import CkptError, OutputFailed
+from datatrove_ckpt.output.adapter import use_shallow_adapter
+from datatrove_ckpt.output.arrow_types import NotUnited
+from datatrove_ckpt.output.column_fit import SCHEMA_ADVICE, RankColumns, warning
+from datatrove_ckpt.output.column_types import (
+    ColumnTypes,
+    Schema,
+    WrongGuess,
+    infers_schema,
+    name_culprit,
+    read_schema,
+)
+from datatrove_ckpt.output.committed import CommittedFile
+from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.schema_check import is_parquet, watch_schema
+
+
+class ChunkWriting:
+    """Writes the chunks of one rank, one after the other, into staged files.
+
+    Attributes:
+        columns: the types of the columns of the chunks so far, if the writer finds them out by itself.
+    """
+
+    def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
+        self.columns = RankColumns()
+        self._writer = writer
+        self._rank = rank
+        self._names = names
+
+    def resume(self, committed: Iterable[CommittedFile]) -> None:
+        """Learns the types of the first file that earlier attempts committed.
+
+        A remote file is not read for that: ``verify --full`` compares all files.
+        """
+        folder = self._writer.output_folder
+        if not infers_schema(self._writer) or not folder.is_local():
+            return
+        first = min(committed, key=lambda one: (one.root, one.chunk_index), default=None)
+        if first is not None and (schema := read_schema(folder, first.file.path)) is not None:
+            self.columns.start(first.chunk_index, schema)
+
+    def write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
+        """Writes and closes the files. ``documents`` is read several times if their schema is not known.
+
+        Raises:
+            OutputFailed: a document cannot be written, or its types cannot be united with those of others.
+            StorageFailed: the disk refused a write.
+        """
+        before = self.columns.known
+        try:
+            if infers_schema(self._writer):
+                self._write_united(staged, chunk_index, documents)
+            else:
+                writer = self._copy(staged)
+                if is_parquet(writer):
+                    watch_schema(writer)
+                self._write(staged, chunk_index, documents, writer)
+        except _NotWritten as error:
+            raise self._failure(chunk_index, documents, error, before) from error.__cause__
+
+    def _write_united(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
+        schema = self.columns.guess
+        if schema is None or not self._fits(schema, staged, chunk_index, documents):
+            schema = self._find_schema(staged, documents)
+            self._add(schema, chunk_index)
+            self._write(staged, chunk_index, documents, self._copy(staged, schema))
+        else:
+            self._add(schema, chunk_index)
+
+    def _fits(self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> bool:
+        """Writes the chunk with the schema of the chunk before, unless its own is another one."""
+        writer = self._copy(staged, schema)
+        types = ColumnTypes(writer, schema)
+        types.watch(writer)
+        with suppress(_NotWritten):
+            self._write(staged, chunk_index, documents, writer, types)
+            return True
+        staged.discard()
+        return False
+
+    def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
+        writer = self._copy(staged)
+        types = ColumnTypes(writer)
+        try:
+            for finished in documents:
+                types.show(writer.adapter(decode(finished.document)))
+            return types.schema()
+        except CkptError:
+            raise
+        except Exception as error:
+            raise _NotWritten from error
+
+    def _add(self, schema: Schema, chunk_index: int) -> None:
+        try:
+            found = self.columns.add(chunk_index, schema)
+        except NotUnited as error:
+            raise _NotWritten from error
+        if found:
+            logger.warning(f"Rank {self._rank}: {warning(found, chunk_index)}")
+
+    def _write(
+        self,
+        staged: StagedFiles,
+        chunk_index: int,
+        documents: Iterable[Finished],
+        writer: DiskWriter,
+        types: ColumnTypes | None = None,
+    ) -> None:
+        chunk_field = self._names.chunk_field(chunk_index)
+        finished = document = None
+        try:
+            for finished in documents:
+                document = None
+                document = decode(finished.document)
+                writer.write(document, rank=self._rank, chunk_index=chunk_field)
+            finished = None
+            if types is not None and not types.schema().equals(writer.schema, check_metadata=True):
+                raise WrongGuess
+            writer.close()
+            staged.close()
+        except CkptError:
+            raise
+        except Exception as error:
+            raise _NotWritten(finished, document) from error
+
+    def _failure(
+        self, chunk_index: int, documents: Iterable[Finished], error: _NotWritten, known: dict[str, Any]
+    ) -> OutputFailed:
+        """``known``: the types of the columns of the chunks before."""
+        cause = error.__cause__
+        writer, kind = self._copy(None), type(self._writer).__name__
+        with suppress(Exception):  # a user's adapter may raise anything
+            if culprit := name_culprit(writer, _Decoded(documents), known):
+                return OutputFailed(
+                    f"Chunk {chunk_index} could not be written by {kind}: {culprit}. {SCHEMA_ADVICE}. The chunk's "
+                    "journal is kept: run the same command again, and no request is sent twice."
+                )
+        if error.finished is None:
+            return OutputFailed(
+                f"Chunk {chunk_index} could not be written by {kind}: {type(cause).__name__}: {cause}. Its journal is "
+                "kept: fix the writer and run the same command again."
+            )
+        name = repr(error.document.id) if error.document else "(unreadable)"
+        return OutputFailed(
+            f"Document {name} (number {error.finished.ordinal} of this rank) could not be written by {kind}: "
+            f"{type(cause).__name__}: {cause}. Its chunk's journal is kept: fix the writer (its adapter, its schema) "
+            "and run the same command again."
+        )
+
+    def _copy(self, staged: StagedFiles | None, schema: Schema | None = None) -> DiskWriter:
+        """A writer with the user's settings and no state of earlier chunks, which writes to the staging folder."""
+        # A deep copy, because writers keep counters, batches and open files in attributes of their own. The user's
+        # writer was never written to, so there is nothing open to copy. Its file manager is replaced.
+        original = self._writer.output_mg
+        fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
+        use_shallow_adapter(fresh)
+        if staged is not None:
+            self._names.use_in(fresh)
+        if schema is not None:
+            fresh.schema = schema
+        return fresh
+
+
+class _NotWritten(Exception):
+    """With the cause as ``__cause__``, and the document that was being written, if it was one."""
+
+    def __init__(self, finished: Finished | None = None, document: Document | None = None) -> None:
+        super().__init__()
+        self.finished, self.document = finished, document
+
+
+class _Decoded:
+    """Documents with their ordinals, as often as they are asked for."""
+
+    def __init__(self, documents: Iterable[Finished]) -> None:
+        self._documents = documents
+
+    def __iter__(self) -> Iterator[tuple[int, Document]]:
+        for finished in self._documents:
+            yield finished.ordinal, decode(finished.document)

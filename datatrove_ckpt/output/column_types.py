@@ -1,0 +1,209 @@
+"""Column types of a Parquet chunk: those of all its documents, not those of the first one.
+
+datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the first document of
+each batch. So a column that is None at first and text later fails, and a column that comes later is left out without a
+word. Here a chunk's schema is the union of what all its documents hold: null with any type is that type, integers with
+floats are float64, dicts have the keys of all. ``arrow_types`` says which types can be united.
+
+A schema depends on nothing but the documents of its chunk. Chunks finish in any order and are written again after a
+kill, so a schema that also depended on other chunks would either depend on when they finished, or hold up every chunk
+behind a slow one. So what lets files load as one must hold for each chunk alone. Loaders (``pyarrow.dataset``,
+``datasets``) take the columns of the first file, and convert the others (measured, Arrow 26 and datasets 5.2):
+
+- A column without any value is written as text, also inside lists and dicts. With Arrow's null type nothing but null
+  could follow it. Text without a value converts to numbers, dates, booleans and bytes. In a first file it makes texts
+  of the numbers, dates and booleans of later ones, and does not load with bytes.
+- A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
+- A first file that lacks a column or a key, has integers where a later one has floats, or no value where a later one
+  has anything but text, cannot be known to be wrong when it is written. Only a ``schema`` given to the writer helps. It
+  is obeyed as it is. Such a chunk is warned about when it is written, and ``verify --full`` names both files.
+- Types that cannot be united at all, such as text and integers, stop the rank before the second of them is published.
+
+A field that was written as text because it had no value is marked in its metadata, to tell it from text.
+
+In the common case all chunks have one schema. So a chunk is first written with that of the chunk before, while its own
+is found out, and once more only if they differ: the second of two passes over the journal, in memory one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from datatrove.data import Document
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.formatting import safe_repr, safe_text
+from datatrove_ckpt.output.arrow_types import NotUnited, paths, type_of, unite
+from datatrove_ckpt.output.schema_check import is_parquet, row_check
+
+# pyarrow has no types.
+Schema: TypeAlias = Any
+Row: TypeAlias = dict[str, Any]
+
+_BATCH = 1000
+_EMPTY_DICT = "_"
+_NO_VALUE = {b"datatrove_ckpt": b"no value"}
+
+
+class WrongGuess(Exception):
+    """The documents do not fit the schema that was tried."""
+
+
+def infers_schema(writer: DiskWriter) -> bool:
+    """Whether the writer finds out the schema from the documents, as datatrove's ParquetWriter does."""
+    return is_parquet(writer) and writer.schema is None
+
+
+class ColumnTypes:
+    """Collects the types of the rows that it is shown. ``types``: of each column, as ``arrow_types`` finds them."""
+
+    def __init__(self, writer: DiskWriter, guess: Schema | None = None) -> None:
+        self.types: dict[str, Any] = {}
+        self._guess = guess
+        self._batch = min(_BATCH, writer.batch_size)  # whoever has huge documents has set it
+        self._rows: list[Row] = []
+
+    def show(self, row: Row) -> Row:
+        """Raises WrongGuess, or what ``type_of`` raises for values that have no common type."""
+        self._rows.append(row)
+        if len(self._rows) >= self._batch:
+            self._infer()
+        return row
+
+    def watch(self, writer: DiskWriter) -> None:
+        """Shows this every row that the writer writes."""
+        adapter: Callable[[Document], Row] = writer.adapter
+        writer.adapter = lambda document: self.show(adapter(document))
+
+    def schema(self) -> Schema:
+        """The schema of all rows that were shown."""
+        import pyarrow as pa
+
+        self._infer()
+        return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
+
+    def _infer(self) -> None:
+        rows, self._rows = self._rows, []
+        for name in dict.fromkeys(name for row in rows for name in row):
+            self.types[name] = unite(self.types.get(name), type_of([row.get(name) for row in rows], name), name)
+        if self._guess is not None and not _covers(self._guess, self.types):
+            raise WrongGuess
+
+
+def _covers(schema: Schema, types: dict[str, Any]) -> bool:
+    import pyarrow as pa
+
+    try:
+        return all(name in schema.names for name in types) and all(
+            _writable(pa.field(name, unite(raw_type(schema.field(name)), kind, name))).equals(schema.field(name))
+            for name, kind in types.items()
+        )
+    except NotUnited:
+        return False
+
+
+def _writable(field: Any) -> Any:
+    """The field with text where there is no value, and a key in a dict that has none: Parquet has no such dicts."""
+    import pyarrow as pa
+
+    kind = field.type
+    if pa.types.is_null(kind):
+        return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
+    if pa.types.is_struct(kind):
+        fields = [_writable(inner) for inner in kind] or [pa.field(_EMPTY_DICT, pa.string(), metadata=_NO_VALUE)]
+        return pa.field(field.name, pa.struct(fields))
+    if pa.types.is_list(kind):
+        return pa.field(field.name, pa.list_(_writable(kind.value_field)))
+    return field
+
+
+def raw_type(field: Any) -> Any:
+    """The type from which ``_writable`` made the field."""
+    import pyarrow as pa
+
+    kind = field.type
+    if (field.metadata or {}).get(b"datatrove_ckpt"):
+        return pa.null()
+    if pa.types.is_struct(kind):
+        fields = [(inner.name, raw_type(inner)) for inner in kind]
+        return pa.struct([] if fields == [(_EMPTY_DICT, pa.null())] else fields)
+    return pa.list_(raw_type(kind.value_field)) if pa.types.is_list(kind) else kind
+
+
+def raw_types(schema: Schema) -> dict[str, Any]:
+    """The type of each column of a file, with Arrow's null type where it has no value."""
+    return {field.name: raw_type(field) for field in schema}
+
+
+def trial_schema(writer: DiskWriter, document: Document) -> Schema:
+    """The schema of one document."""
+    types = ColumnTypes(writer)
+    types.show(writer.adapter(document))
+    return types.schema()
+
+
+def name_culprit(writer: DiskWriter, documents: Iterable[tuple[int, Document]], known: dict[str, Any]) -> str | None:
+    """Which document cannot be written, and why, found row by row. None: every row alone can.
+
+    Args:
+        documents: with their ordinals. It is read twice.
+        known: the types that the chunks before have, if the writer has no schema.
+    """
+    import pyarrow as pa
+
+    if writer.schema is not None:
+        check_row = row_check(writer.schema)
+        return _find_culprit(writer, documents, lambda row, _: check_row(row), "the writer's schema")
+    types = dict(known)
+    last: dict[str, str] = {}
+
+    def check(row: Row, name: str) -> None:
+        for column, value in row.items():
+            try:
+                kind = type_of([value], column)
+            except NotUnited as error:
+                raise NotUnited(error.column, error.old, error.new, "the same document") from error
+            except Exception as error:
+                raise ValueError(
+                    f"column {column!r} holds a value that Arrow cannot take ({safe_text(error)})"
+                ) from error
+            try:
+                types[column] = unite(types.get(column), kind, column)
+            except NotUnited as error:
+                where = last.get(error.column, "the chunks before this one")
+                raise NotUnited(error.column, error.old, error.new, where) from error
+            last.update(dict.fromkeys(paths(kind, column), name))
+
+    culprit = _find_culprit(writer, documents, check, "")
+    if culprit is None:
+        check_all = row_check(pa.schema([_writable(pa.field(name, kind)) for name, kind in types.items()]))
+        culprit = _find_culprit(writer, documents, lambda row, _: check_all(row), "all documents together")
+    return culprit
+
+
+def _find_culprit(
+    writer: DiskWriter, documents: Iterable[tuple[int, Document]], check: Callable[[Row, str], None], where: str
+) -> str | None:
+    for ordinal, document in documents:
+        name = f"document {safe_repr(document.id)} (number {ordinal} of this rank)"
+        row = writer.adapter(document)
+        try:
+            check(row, name)
+        except NotUnited as error:
+            return f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {error.where or where}"
+        except Exception as error:
+            return f"{name}: {safe_text(error)}"
+    return None
+
+
+def read_schema(folder: DataFolder, path: str) -> Schema | None:
+    """The schema of a Parquet file; None if it has none that can be read."""
+    import pyarrow.parquet as pq
+
+    try:
+        with folder.open(path, "rb") as file:
+            return pq.ParquetFile(file).schema_arrow
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,269 @@
+"""A folder on the Hugging Face hub: which repository it is in, and what lies there now.
+
+Listings come from ``HfApi``. ``HfFileSystem`` keeps listings for the life of the process, so it may show a folder as it
+was before a commit. The hub itself may also answer with a listing that is one commit behind.
+
+The token is never kept here: the client reads HF_TOKEN or the saved login for each call.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
+from datatrove_ckpt.remote_errors import http_status
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+HUB = "hf://"
+BUCKET = "bucket"
+MAIN = "main"
+
+_KINDS = {"datasets": "dataset", "models": "model", "spaces": "space", "buckets": BUCKET}
+# A revision ends at the next /, but these two kinds of names hold slashes.
+_REVISION = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+")
+_PATHS_AT_ONCE = 500
+_READ_SECONDS = 60.0
+_SHA256_DIGITS = 64
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file on the hub.
+
+    Attributes:
+        size: in bytes.
+        oid: SHA-256 of the content of a file that is kept in LFS or Xet, in hexadecimal; None for a small file that git
+            keeps, and in a bucket.
+        blob: git's own hash of the file's entry; None in a bucket.
+    """
+
+    size: int
+    oid: str | None = None
+    blob: str | None = None
+
+    def holds(self, size: int, digest: str) -> bool:
+        """Whether this is the file with that size in bytes and hash, as far as the hub tells.
+
+        Args:
+            digest: SHA-256, or git's hash of a file that is not in LFS; "": not known.
+        """
+        listed = self.oid if len(digest) == _SHA256_DIGITS else self.blob if self.oid is None else None
+        return self.size == size and (not digest or listed is None or listed == digest)
+
+
+@dataclass(frozen=True)
+class HubFolder:
+    """A folder in a repository or a bucket.
+
+    Attributes:
+        kind: "dataset", "model", "space" or "bucket".
+        repo: "OWNER/NAME".
+        revision: a branch, a tag or a commit; None: main. A bucket has none.
+        path: the folder in the repository; "": its root.
+        endpoint: URL of the hub; None: HF_ENDPOINT, or the public hub.
+    """
+
+    kind: str
+    repo: str
+    revision: str | None = None
+    path: str = ""
+    endpoint: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, endpoint: str | None = None) -> HubFolder:
+        """Reads ``hf://[datasets/|models/|spaces/|buckets/]OWNER/NAME[@REVISION][/FOLDER]``.
+
+        Raises:
+            ConfigError: the URL names no repository.
+        """
+        kind, rest = "model", url.removeprefix(HUB).strip("/")
+        first, _, after = rest.partition("/")
+        if first in _KINDS:
+            kind, rest = _KINDS[first], after
+        owner, _, rest = rest.partition("/")
+        name, at, path = rest.partition("@")
+        revision = None
+        if at and "/" not in name and kind != BUCKET:
+            match = _REVISION.match(path)
+            revision, path = (unquote(match[0]), path[match.end() :]) if match else (None, path)
+        else:
+            name, _, path = rest.partition("/")
+        if not owner or not name or (at and revision is None and "@" in name):
+            raise ConfigError(
+                f"{url!r} names no repository. Write hf://datasets/OWNER/NAME, then @REVISION if it is not main, then "
+                "the folder: hf://datasets/OWNER/NAME@REVISION/FOLDER."
+            )
+        return cls(kind, f"{owner}/{name}", revision, path.strip("/"), endpoint)
+
+    @classmethod
+    def of(cls, folder: DataFolder) -> HubFolder | None:
+        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere.
+
+        Raises:
+            ConfigError: it names no repository.
+        """
+        if folder.is_local():
+            return None
+        url = str(folder.resolve_paths(""))
+        if not url.startswith(HUB):
+            return None
+        return cls.parse(url, folder.fs.storage_options.get("endpoint"))
+
+    @property
+    def url(self) -> str:
+        """As ``parse`` reads it."""
+        prefix = next(plural for plural, kind in _KINDS.items() if kind == self.kind)
+        revision = f"@{self.revision.replace('/', '%2F')}" if self.revision else ""
+        return f"{HUB}{prefix}/{self.repo}{revision}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def is_bucket(self) -> bool:
+        """A bucket has no commits and no revisions."""
+        return self.kind == BUCKET
+
+    @property
+    def branch(self) -> str:
+        """The revision that commits go to."""
+        return self.revision or MAIN
+
+    def api(self) -> HfApi:
+        """A client. Its token is that of the environment or of the saved login, read again for each call."""
+        from huggingface_hub import HfApi
+
+        return HfApi(endpoint=self.endpoint, library_name="datatrove-ckpt")
+
+    def full_name(self, name: str) -> str:
+        """The path in the repository of a file of this folder."""
+        return posixpath.normpath(posixpath.join(self.path, name))
+
+    def below(self, name: str) -> HubFolder:
+        """The folder of this name in it; "": itself."""
+        return replace(self, path=self.full_name(name)) if name else self
+
+    def files(self, revision: str | None = None) -> dict[str, HubFile]:
+        """Lists all files below the folder, by their names in it. A folder that does not exist holds none.
+
+        Args:
+            revision: look at this commit instead of the branch.
+
+        Raises:
+            OSError: the hub cannot be reached, or refuses (no such repository, no permission).
+        """
+        try:
+            return dict(self._listed(revision))
+        except Exception as error:
+            if not _is_missing_entry(error):
+                raise
+            return {}
+
+    def _listed(self, revision: str | None) -> Iterator[tuple[str, HubFile]]:
+        start = f"{self.path}/" if self.path else ""
+        entries: Iterable[Any]  # RepoFile, RepoFolder, BucketFile, BucketFolder
+        if self.is_bucket:
+            entries = self.api().list_bucket_tree(self.repo, prefix=self.path or None, recursive=True)
+        else:
+            entries = self.api().list_repo_tree(
+                self.repo, self.path or None, recursive=True, revision=revision or self.revision, repo_type=self.kind
+            )
+        for entry in entries:
+            if _is_file(entry) and entry.path.startswith(start):
+                yield entry.path.removeprefix(start), _hub_file(entry)
+
+    def blocks(self, name: str, size: int) -> Iterator[bytes]:
+        """The content of a file in a repository, in blocks of at most ``size`` bytes. One request, nothing is kept.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        url = hf_hub_url(
+            self.repo, self.full_name(name), repo_type=self.kind, revision=self.revision, endpoint=self.endpoint
+        )
+        # The hub sends files as they are: a ".gz" must not be unpacked on the way.
+        headers = build_hf_headers(library_name="datatrove-ckpt") | {"Accept-Encoding": "identity"}
+        with get_session().stream("GET", url, headers=headers, timeout=_READ_SECONDS) as response:
+            hf_raise_for_status(response)
+            yield from response.iter_bytes(size)
+
+    def history(self, known: History) -> History:
+        """The branch's newest commit, and those of the last hour. One request for each 50 commits that are not known.
+
+        Raises:
+            OSError: the hub cannot be reached, or refuses.
+        """
+        from huggingface_hub import constants, get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        headers = build_hf_headers(library_name="datatrove-ckpt")
+        places = {commit.oid: place for place, commit in enumerate(known.made)}
+        endpoint, branch = self.endpoint or constants.ENDPOINT, quote(self.branch, safe="")
+        url: str | None = f"{endpoint}/api/{self.kind}s/{self.repo}/commits/{branch}"
+        now = 0.0
+        made: list[MadeCommit] = []
+        while url is not None:
+            response = get_session().get(url, headers=headers, timeout=_READ_SECONDS)
+            hf_raise_for_status(response)
+            now = _date(response.headers.get("Date")).timestamp()
+            for item in response.json():
+                if item["id"] in places:
+                    return History(now, (*made, *known.made[places[item["id"]] :]))
+                made.append(MadeCommit(item["id"], datetime.fromisoformat(item["date"]).timestamp(), item["title"]))
+                if now - made[-1].at > HOUR:
+                    return History(now, tuple(made))
+            url = response.links.get("next", {}).get("url")
+        return History(now, tuple(made))
+
+    def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
+        """Returns those files of the folder that exist among ``names``, without listing the folder.
+
+        Raises:
+            OSError: as ``files``.
+        """
+        found: dict[str, HubFile] = {}
+        for start in range(0, len(names), _PATHS_AT_ONCE):
+            wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
+            for entry in self._looked_up(list(wanted), revision):
+                if _is_file(entry) and entry.path in wanted:
+                    found[wanted[entry.path]] = _hub_file(entry)
+        return found
+
+    def _looked_up(self, paths: list[str], revision: str | None) -> Iterable[Any]:  # RepoFile, BucketFile
+        if self.is_bucket:
+            return self.api().get_bucket_paths_info(self.repo, paths)
+        return self.api().get_paths_info(self.repo, paths, revision=revision or self.revision, repo_type=self.kind)
+
+
+def _date(header: str | None) -> datetime:
+    """The hub's own time: the clock of this machine may be wrong."""
+    found = parsedate_to_datetime(header) if header else datetime.now(UTC)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _is_file(entry: Any) -> bool:  # an entry of a listing
+    return hasattr(entry, "size")
+
+
+def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
+    lfs = getattr(entry, "lfs", None)
+    return HubFile(int(entry.size), lfs.sha256 if lfs is not None else None, getattr(entry, "blob_id", None))
+
+
+def _is_missing_entry(error: BaseException) -> bool:
+    """Whether the repository exists and the folder in it does not: a folder appears with its first file."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    return isinstance(error, EntryNotFoundError) and http_status(error) in (404, None)

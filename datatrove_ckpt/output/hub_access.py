@@ -1,0 +1,297 @@
+"""May a job write to its folder on the hub? Asked before anything is paid for, without leaving a trace.
+
+    question                                    asked by
+    is there a token?                           no request
+    is the repository there, may it be written  GET auth-check/write: the hub's own answer for token and repository
+    is the revision a branch?                   GET refs, and only if the URL names a revision
+    the same, on a hub that has no auth-check   POST preupload: the first request of an upload, which stores nothing
+    is a bucket there?                          GET of the bucket; there is no question for the right to write to it
+
+So a rank asks once, or twice. ``whoami-v2`` was rejected: it tells what a token is, not whether this repository takes
+it (members of an organisation, resource groups), and the hub limits how often it may be asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import shlex
+import time
+from collections.abc import Callable
+from typing import Any
+
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
+
+from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt.errors import CkptError, OutputFailed
+from datatrove_ckpt.formatting import duration, plural
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_errors import LONGEST_ADVICE_SECONDS, advised_seconds, is_limited
+from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.redaction import Redactor
+from datatrove_ckpt.remote_errors import failure_text, http_status, is_permanent
+
+PATIENCE_SECONDS = 300.0
+"""How long a hub that does not answer is asked again. One that refuses for now (429) is waited for as it says."""
+
+_LOOK_SECONDS = 10.0
+_ANSWER_SECONDS = 60.0
+_LIMITED_SECONDS = 60.0  # without advice
+_TIMEOUT_SECONDS = 30.0
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 20.0
+
+
+def check_access(
+    folder: HubFolder,
+    private: bool | None = None,
+    calls: StoppableCalls | None = None,
+    only_look: bool = False,
+    committed: Callable[[], int] | None = None,
+) -> str:
+    """Returns when the folder can be written to. Waits for a hub that is away or refuses for now.
+
+    Args:
+        private: how to make a repository that is missing; None: do not make it.
+        calls: ends the wait when it is stopped.
+        only_look: make nothing, and wait for seconds only.
+        committed: counts the files that the job has committed there. Called if the repository is missing: a new one
+            in its place would lack them.
+
+    Returns:
+        What was found, for people.
+
+    Raises:
+        OutputFailed: the folder cannot be written to. Says what to do.
+        Stopping: ``calls`` was stopped.
+    """
+    calls = calls or StoppableCalls()
+    access = _Access(folder, private, not only_look, committed)
+    patience = _LOOK_SECONDS if only_look else PATIENCE_SECONDS
+    deadline, failures = None, 0
+    while True:
+        try:
+            return calls.run(access.ask, _ANSWER_SECONDS)
+        except _Refused as error:
+            raise OutputFailed(str(error)) from None
+        except OSError as error:
+            now, failures = time.monotonic(), failures + 1
+            advised = _advised_seconds(error)
+            deadline = deadline or now + patience
+            if is_permanent(error) or (now >= deadline if advised is None else only_look):
+                raise OutputFailed(access.explain(error)) from error
+            delay = backoff_seconds(failures, _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS, jitter=0.5)
+            if advised is not None:
+                delay = advised + random.uniform(0, max(1.0, advised / 10))  # not all ranks at once
+            logger.warning(f"{folder.url}: {access.shown(error)}. Asking again in {duration(delay)}.")
+            calls.sleep(delay)
+
+
+def hub_folder_of(writer: DiskWriter) -> HubFolder | None:
+    """Where on the hub a writer's files end; None if they end elsewhere.
+
+    Raises:
+        ConfigError: the URL names no repository.
+    """
+    return HubFolder.of(writer.output_folder)
+
+
+def private_if_made(writer: DiskWriter) -> bool | None:
+    """How datatrove's writers for the hub make a missing repository; None for other writers, which do not make any."""
+    name = type(writer).__name__
+    if name not in ("HuggingFaceDatasetWriter", "HuggingFaceBucketWriter"):
+        return None
+    return bool(getattr(writer, "private", True))
+
+
+def is_missing_repository(error: BaseException | None) -> bool:
+    """Whether the hub says that there is no such repository or bucket, at least for this token."""
+    from huggingface_hub.errors import BucketNotFoundError, RepositoryNotFoundError
+
+    return isinstance(error, RepositoryNotFoundError | BucketNotFoundError)
+
+
+def repository_is_gone(folder: HubFolder, committed: int) -> str:
+    """The message about a repository or a bucket that is missing, although the job has committed files there."""
+    return _gone(folder, f"there is no {_kind(folder)} {folder.repo}, or this token may not see it", committed)
+
+
+def _gone(folder: HubFolder, what: str, committed: int) -> str:
+    return (
+        f"{folder.url}: {what}, but this job has committed {plural(committed, 'file')} there. It was deleted or "
+        "renamed, or the token is another one. Restore it or rename it back, or set output_folder to its new name and "
+        "accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If the files are lost, "
+        "start anew with another checkpoints_local_dir and logging_dir: everything is generated again."
+    )
+
+
+def _kind(folder: HubFolder) -> str:
+    return "bucket" if folder.is_bucket else f"{folder.kind} repository"
+
+
+class _Refused(PermissionError):
+    """A user must act. An ``OSError``, because calls into libraries end with these only."""
+
+
+class _Access:
+    """The questions about one folder."""
+
+    def __init__(
+        self, folder: HubFolder, private: bool | None, make: bool, committed: Callable[[], int] | None
+    ) -> None:
+        self._folder = folder
+        self._private = private
+        self._make = make
+        self._count_committed = committed
+        self._where = folder.url
+
+    def ask(self) -> str:
+        from huggingface_hub import constants, get_token
+
+        if constants.HF_HUB_OFFLINE:
+            raise _Refused(f"{self._where}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it.")
+        if get_token() is None:
+            raise _Refused(
+                f"{self._where}: there is no token for the hub. Export HF_TOKEN with one that may write to "
+                f"{self._folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
+            )
+        found = self._check_bucket() if self._folder.is_bucket else self._check_repository()
+        return found or f"{self._where} exists, and the token may write to it."
+
+    def _check_bucket(self) -> str:
+        from huggingface_hub.errors import BucketNotFoundError
+
+        try:
+            self._folder.api().bucket_info(self._folder.repo)
+        except BucketNotFoundError:
+            return self._missing(
+                lambda: self._folder.api().create_bucket(self._folder.repo, private=self._private, exist_ok=True)
+            )
+        return f"{self._where} exists. Whether the token may write to a bucket shows with the first file."
+
+    def _check_repository(self) -> str:
+        status, code = self._get("auth-check/write")
+        if code == "RepoNotFound":
+            return self._missing(self._create_repository)
+        if self._folder.revision is not None:
+            self._check_branch(self._folder.revision)
+        if status == 404:  # a hub of an older version
+            self._preupload()
+        return ""
+
+    def _get(self, question: str) -> tuple[int, str | None]:
+        """The status and the hub's code for it; a refusal that is neither 404 nor RepoNotFound is raised."""
+        from huggingface_hub import get_session, hf_raise_for_status
+
+        response = get_session().get(self._url(question), headers=self._headers(), timeout=_TIMEOUT_SECONDS)
+        code = response.headers.get("X-Error-Code")
+        if response.status_code != 404 and code != "RepoNotFound":
+            hf_raise_for_status(response)
+        return response.status_code, code
+
+    def _preupload(self) -> None:
+        from huggingface_hub import get_session, hf_raise_for_status
+
+        name = self._folder.full_name(f"{STAGING}/probe")
+        body = {"files": [{"path": name, "size": 1, "sample": base64.b64encode(b"x").decode()}]}
+        url = self._url(f"preupload/{self._folder.branch.replace('/', '%2F')}")
+        hf_raise_for_status(get_session().post(url, json=body, headers=self._headers(), timeout=_TIMEOUT_SECONDS))
+
+    def _url(self, question: str) -> str:
+        return f"{self._folder.api().endpoint}/api/{self._folder.kind}s/{self._folder.repo}/{question}"
+
+    def _headers(self) -> dict[str, str]:
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        return build_hf_headers(library_name="datatrove-ckpt")
+
+    def _check_branch(self, revision: str) -> None:
+        refs = self._folder.api().list_repo_refs(
+            self._folder.repo, repo_type=self._folder.kind, include_pull_requests=revision.startswith("refs/pr/")
+        )
+        branches = {name for ref in refs.branches for name in (ref.name, ref.ref)}
+        if revision in branches or revision in {ref.ref for ref in refs.pull_requests or []}:
+            return
+        if revision in {name for ref in refs.tags for name in (ref.name, ref.ref)}:
+            raise _Refused(f"{self._where}: {revision!r} is a tag. Files can only be added to a branch: name one.")
+        if committed := self._committed():
+            raise _Refused(_gone(self._folder, f"{self._folder.repo} has no branch {revision!r}", committed))
+        what = ["hf", "repos", "branch", "create", self._folder.repo, revision, "--repo-type", self._folder.kind]
+        raise _Refused(
+            f"{self._where}: {self._folder.repo} has no branch {revision!r}. Correct the name, or make the branch: "
+            f"{shlex.join(what)}"
+        )
+
+    # a missing repository --------------------------------------------------------------------------------------------
+
+    def _committed(self) -> int:
+        try:
+            return self._count_committed() if self._count_committed is not None else 0
+        except CkptError as error:
+            raise _Refused(f"{self._where} has vanished, or this token may not see it. {error}") from None
+
+    def _missing(self, create: Callable[[], Any]) -> str:
+        if committed := self._committed():
+            raise _Refused(repository_is_gone(self._folder, committed))
+        kind = _kind(self._folder)
+        how = "private" if self._private else "public"
+        if self._private is None:
+            raise _Refused(
+                f"{self._where}: there is no {kind} {self._folder.repo}, or this token may not see it. Correct the "
+                f"name or the token, or make it: {self._command()}"
+            )
+        if self._folder.revision is not None:
+            raise _Refused(
+                f"{self._where}: there is no {kind} {self._folder.repo}, so it has no branch "
+                f"{self._folder.revision!r}. Make both: {self._command()}, then hf repos branch create."
+            )
+        if not self._make:
+            return f"{self._where}: there is no {kind} {self._folder.repo} yet; a run makes it, {how}."
+        create()
+        logger.info(f"{self._where}: made the {how} {kind} {self._folder.repo}, which was not there.")
+        return f"{self._where}: made the {how} {kind}."
+
+    def _create_repository(self) -> None:
+        repo, kind = self._folder.repo, self._folder.kind
+        self._folder.api().create_repo(repo, repo_type=kind, private=self._private, exist_ok=True)
+
+    def _command(self) -> str:
+        if self._folder.is_bucket:
+            return shlex.join(["hf", "buckets", "create", self._folder.repo, "--private"])
+        return shlex.join(["hf", "repos", "create", self._folder.repo, "--repo-type", self._folder.kind, "--private"])
+
+    # failures --------------------------------------------------------------------------------------------------------
+
+    def explain(self, error: OSError) -> str:
+        """What happened, and what to do."""
+        what = f"{self._where}: {self.shown(error)}"
+        status = http_status(error)
+        if status == 401:
+            return (
+                f"{what}. The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: hf auth login."
+            )
+        if status == 403:
+            return (
+                f"{what}. The token may not write to {self._folder.repo}. Take one of role write, or a fine-grained "
+                f"one with write access to {self._folder.repo}, of somebody who may write there."
+            )
+        return (
+            f"{what}. Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."
+        )
+
+    def shown(self, error: OSError) -> str:
+        """One line without the token, which a proxy may have quoted."""
+        from huggingface_hub import get_token
+
+        status, said = http_status(error), getattr(error, "server_message", None)
+        answers = f"the hub answers {status}" + (f", {said}" if said else "")
+        text = failure_text(error) if status is None else answers
+        return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")
+
+
+def _advised_seconds(error: OSError) -> float | None:
+    """How long the hub asks to wait; None: it does not limit requests."""
+    if not is_limited(error):
+        return None
+    return min(advised_seconds(error) or _LIMITED_SECONDS, LONGEST_ADVICE_SECONDS)

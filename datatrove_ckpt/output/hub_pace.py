@@ -1,0 +1,123 @@
+"""How often the ranks of a job commit to one repository of the hub, all together.
+
+The hub allows 128 commits per hour and repository to a free account, and refuses more for up to an hour, to everybody:
+also to who keeps the dataset's card up to date. The ranks share nothing but the repository. So each counts the commits
+that its history has of the last hour, and waits for its turn once there are ``per_hour``. A commit is made only if
+nobody else has committed since it counted, so many ranks at once stay within that number, too.
+
+A rank with more documents loses nothing while it waits. One that has come to its end keeps a GPU for nothing. So the
+former wait at half of the number, and the rest is for the latter.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import dataclass
+
+from datatrove_ckpt.errors import ConfigError
+
+COMMITS_PER_HOUR = 128
+"""What the hub allows to a free account."""
+
+HOUR = 3600.0
+
+_SPREAD_SECONDS = 2.0  # the hub's dates may be rounded down, and two ranks may wait for the same turn
+_FIRST_SHARE = 0.5
+_SHARE_BEFORE_END = 0.5  # of the commits per hour, for ranks that have more to do
+_RANK = re.compile(r": rank (\d+), chunks? ")
+
+
+def commit_title(files: str, rank: int, chunks: str) -> str:
+    """The title of a commit, from which other ranks see whose it is. ``files``: "3 files"."""
+    return f"Add {files}: rank {rank}, chunks {chunks}"
+
+
+@dataclass(frozen=True)
+class MadeCommit:
+    """A commit in the history of a repository.
+
+    Attributes:
+        at: seconds since 1970, by the hub's clock.
+    """
+
+    oid: str
+    at: float
+    title: str
+
+
+@dataclass(frozen=True)
+class History:
+    """What the hub shows of a branch.
+
+    Attributes:
+        now: the hub's clock, in seconds since 1970.
+        made: its commits of the last hour, and the newest one however old it is. Newest first.
+    """
+
+    now: float = 0.0
+    made: tuple[MadeCommit, ...] = ()
+
+    @property
+    def head(self) -> str | None:
+        """The newest commit."""
+        return self.made[0].oid if self.made else None
+
+    @property
+    def of_last_hour(self) -> list[MadeCommit]:
+        return [commit for commit in self.made if self.now - commit.at < HOUR]
+
+
+@dataclass(frozen=True)
+class CommitPace:
+    """When a rank commits.
+
+    Args:
+        seconds: how long what is uploaded waits for more files of its rank.
+        per_hour: commits to the repository in any hour, everybody's, beyond which every rank waits.
+
+    Raises:
+        ConfigError: one of them cannot be.
+    """
+
+    seconds: float = 300.0
+    per_hour: int = 112
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0:
+            raise ConfigError(f"hub_commit_seconds: must be >= 0; it is {self.seconds}.")
+        if not self.per_hour >= 1:
+            raise ConfigError(f"hub_commits_per_hour: must be >= 1; it is {self.per_hour}.")
+
+    def seconds_of_next(self) -> float:
+        """How long the next files wait for more: ranks that start together must not commit together."""
+        return self.seconds * random.uniform(_FIRST_SHARE, 1)
+
+    @property
+    def mean_seconds(self) -> float:
+        """Of ``seconds_of_next``."""
+        return self.seconds * (_FIRST_SHARE + 1) / 2
+
+    def most(self, ends: bool) -> int:
+        """Commits in an hour beyond which a rank waits. ``ends``: it has nothing else left to do."""
+        return self.per_hour if ends else math.ceil(self.per_hour * _SHARE_BEFORE_END)
+
+    def seconds_until_turn(self, history: History, waited: int = 0, ends: bool = False) -> float:
+        """Seconds until the rank should look again; 0: it may commit now.
+
+        Each commit that becomes older than an hour makes room for one. As many ranks as have committed compete for
+        them, so each waits for one of the next so many, drawn by chance, or of half as many if it has waited
+        before.
+
+        Args:
+            waited: how often in a row this rank has looked, and waited.
+            ends: see ``most``.
+        """
+        made = history.of_last_hour[::-1]
+        over = len(made) - self.most(ends)
+        if over < 0:
+            return 0.0
+        competing = len({match[1] if (match := _RANK.search(commit.title)) else "" for commit in made})
+        turn = min(over + random.randrange(competing if not waited else -(-competing // 2)), len(made) - 1)
+        return made[turn].at + HOUR - history.now + random.uniform(0, _SPREAD_SECONDS)

@@ -1,0 +1,90 @@
+"""datatrove's writers for the hub, without their own uploads.
+
+``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` write to a local folder, and upload and commit by
+themselves when they are closed. A chunk could then not be published in one step. So their settings are taken over by
+Parquet writers with a folder on the hub, whose chunks are uploaded like those of any other writer. These have the same
+class names, because the run's identity holds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datatrove.pipeline.writers import ParquetWriter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.output.hub import BUCKET, HubFolder
+
+_DATATROVE = "datatrove.pipeline.writers.huggingface"
+_WRITERS = ("HuggingFaceDatasetWriter", "HuggingFaceBucketWriter")
+
+
+class HuggingFaceDatasetWriter(ParquetWriter):  # type: ignore[misc]
+    """Writes to a dataset repository. ``private``: how the repository is made if it is not there."""
+
+    private: bool
+
+
+class HuggingFaceBucketWriter(ParquetWriter):  # type: ignore[misc]
+    """Writes to a bucket. ``private``: how the bucket is made if it is not there."""
+
+    private: bool
+
+
+def with_our_uploads(writer: DiskWriter) -> DiskWriter:
+    """Returns the writer, or what stands for one of datatrove's writers for the hub.
+
+    Raises:
+        ConfigError: a class derived from one of these, or a bucket that is to be emptied first.
+    """
+    kinds = [kind.__name__ for kind in type(writer).__mro__ if kind.__module__ == _DATATROVE]
+    if not any(kind in _WRITERS for kind in kinds):
+        return writer
+    if type(writer).__module__ != _DATATROVE:
+        raise ConfigError(
+            f"output_writer: {type(writer).__name__} changes {kinds[0]}, which uploads by itself when it is closed, so "
+            "a chunk could not be published in one step. Derive it from ParquetWriter, with an output_folder on the "
+            "hub: hf://datasets/OWNER/NAME or hf://buckets/OWNER/NAME."
+        )
+    if hasattr(writer, "bucket"):
+        return _for_bucket(writer)
+    folder = HubFolder("dataset", _owned(writer.dataset), writer.revision)
+    return _take_over(writer, HuggingFaceDatasetWriter, folder)
+
+
+def _for_bucket(writer: DiskWriter) -> DiskWriter:
+    if writer.overwrite:
+        raise ConfigError(
+            "output_writer: overwrite=True would delete what earlier attempts of this run have written. Delete the "
+            "bucket's files yourself before the first start, and leave overwrite out."
+        )
+    folder = HubFolder(BUCKET, _owned(writer.bucket), path=writer.prefix)
+    return _take_over(writer, HuggingFaceBucketWriter, folder)
+
+
+def _owned(name: str) -> str:
+    if name.count("/") != 1:
+        raise ConfigError(f"output_writer: {name!r} names no owner. Write OWNER/NAME.")
+    return name
+
+
+def _take_over(
+    writer: Any, kind: type[ParquetWriter], folder: HubFolder
+) -> ParquetWriter:  # Any: writers have no types
+    adapter = getattr(writer.adapter, "__func__", writer.adapter)
+    taken = kind(
+        folder.url,
+        writer.output_filename.template,
+        writer.compression,
+        None if adapter is DiskWriter._default_adapter else adapter,
+        writer.batch_size,
+        writer.expand_metadata,
+        writer.max_file_size,
+        writer.schema,
+        writer.save_media_bytes,
+        writer.use_content_defined_chunking,
+        writer.write_page_index,
+    )
+    taken.private = writer.private
+    return taken

@@ -1,0 +1,358 @@
+"""``reshard``: another number of tasks for a run that has begun, without losing or repeating anything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.layout import (
+    RESHARD_PLAN,
+    RUN,
+    SHARES,
+    is_finished,
+    rank_folder,
+    rank_numbers,
+)
+from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.generation.rank_share import read_shares
+from datatrove_ckpt.generation.step_state import stateful_steps
+from datatrove_ckpt.maintenance.run_check import check_output_of_run
+from datatrove_ckpt.output.chunk_output import check_rank_in_template
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.reshard.dealing import deal
+from datatrove_ckpt.preflight.reshard.moving import Moved, close_gaps, kept_share, move
+from datatrove_ckpt.preflight.reshard.output import remove_output, unfinished_files
+from datatrove_ckpt.preflight.reshard.ready import check_all_here, check_fork, check_retries, refuse_retried
+from datatrove_ckpt.preflight.reshard.scan import RankInput, Scanner
+from datatrove_ckpt.process.open_files import allow_open_files
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
+from datatrove_ckpt.readers.parts import divide, joined
+from datatrove_ckpt.readers.sampling import list_input
+from datatrove_ckpt.readers.shares import Part, Share, Shares, names_hash
+from datatrove_ckpt.runner import InferenceRunner
+
+
+@dataclass
+class Resharded:
+    """What was done, or would be.
+
+    Attributes:
+        before, after: numbers of tasks.
+        left: bytes of input that each task of before had left.
+        dealt: bytes of input that each task of now has left.
+        cuts: how many files were divided.
+        documents: that are committed, or finished in a journal.
+        answers: of unfinished documents.
+        moved_documents, moved_answers: of these, how many belong to another task now.
+        lost_answers: answers that will be requested again, because their request has a seed made of the document's
+            number.
+        resumed: an interrupted reshard was carried out, nothing else.
+    """
+
+    before: int
+    after: int
+    left: list[float] = field(default_factory=list)
+    dealt: list[float] = field(default_factory=list)
+    cuts: int = 0
+    documents: int = 0
+    answers: int = 0
+    moved_documents: int = 0
+    moved_answers: int = 0
+    lost_answers: int = 0
+    resumed: bool = False
+
+
+def reshard(executor: Any, tasks: int, dry_run: bool = False) -> Resharded:
+    """Deals what is left of a run out to another number of tasks.
+
+    Args:
+        executor: any datatrove executor with the run's pipeline and its number of tasks up to now. Nothing is run.
+        tasks: the new number of tasks.
+        dry_run: change nothing, apart from what a start of the ranks would complete, too.
+
+    Raises:
+        ConfigError: the pipeline cannot be dealt out anew; the message says why.
+        CheckpointLocked: a rank is running.
+        CkptError: the checkpoint, the output or the input is not as it should be; see ``check_before_run``.
+        OSError: the input cannot be listed.
+    """
+    steps, runner = _pipeline(executor, tasks)
+    root = runner.checkpoints_root
+    if not root.is_dir() or not rank_numbers(root):
+        raise ConfigError(f"reshard: {root} holds no checkpoint. Nothing has started yet: set tasks to {tasks}.")
+    if ReshardPlan.read(root) is None:
+        check_all_here(root, executor.world_size)
+        check_fork(root)
+        check_job(executor, dry_run=True, deals_out=True)
+        check_inputs_unchanged(executor)
+        every, logs = range(executor.world_size), executor.logging_dir.resolve_paths("")
+        check_output_of_run(runner.output_writer, root, logs, executor.world_size, first_starts=every)
+        check_retries(root)
+    finished = [rank for rank in rank_numbers(root) if is_finished(rank_folder(root, rank))]  # a lock would hide it
+    with _locked(root, executor.world_size) as locks:
+        if (plan := ReshardPlan.read(root)) is not None:
+            return _resume(executor, runner, plan, locks, tasks, dry_run)
+        return _Reshard(executor, steps, runner, root, tasks, finished).run(locks, dry_run)
+
+
+class _HeldLocks:
+    """The ranks' locks, and the plan that decides which lock files stay."""
+
+    def __init__(self) -> None:
+        self.plan: ReshardPlan | None = None
+
+
+@contextmanager
+def _locked(root: Path, tasks: int) -> Iterator[_HeldLocks]:
+    ranks = sorted({*range(tasks), *rank_numbers(root)})
+    allow_open_files(len(ranks))  # each lock is one
+    locks, held = RankLocks(root, ranks), _HeldLocks()
+    try:
+        yield held
+    finally:
+        locks.release(held.plan)
+
+
+def _resume(
+    executor: Any, runner: InferenceRunner, plan: ReshardPlan, locks: _HeldLocks, tasks: int, dry_run: bool
+) -> Resharded:
+    if not dry_run:
+        _carry_out(executor, runner, plan)
+        locks.plan = plan
+    if plan.tasks != tasks:
+        raise CheckpointMismatch(
+            f"An interrupted reshard to {plan.tasks} tasks {'comes' if dry_run else 'came'} first"
+            f"{'' if dry_run else ', and is done now'}. Run the same command again for {tasks} tasks."
+        )
+    return Resharded(plan.before, plan.tasks, resumed=True)
+
+
+def _carry_out(executor: Any, runner: InferenceRunner, plan: ReshardPlan) -> None:
+    forget, remove = partial(_forget_marker, executor), partial(remove_output, runner.output_writer)
+    carry_out(runner.checkpoints_root, plan, forget, remove)
+
+
+def _forget_marker(executor: Any, rank: int) -> None:
+    name = f"completions/{rank:05d}"
+    if executor.logging_dir.isfile(name):
+        executor.logging_dir.rm(name)
+
+
+# what can be dealt out ---------------------------------------------------------------------------------------------
+
+
+def _pipeline(executor: Any, tasks: int) -> tuple[list[Any], InferenceRunner]:
+    """The steps before the runner, and the runner.
+
+    Raises:
+        ConfigError: their documents do not stand for themselves.
+    """
+    if tasks < 1:
+        raise ConfigError(f"reshard: --tasks must be at least 1; it is {tasks}.")
+    runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    if len(runners) != 1 or runners[0].checkpoints_local_dir is None:
+        raise ConfigError("reshard: the pipeline needs one InferenceRunner, with checkpoints_local_dir.")
+    runner, steps = runners[0], list(executor.pipeline[: executor.pipeline.index(runners[0])])
+    if why := _why_not(steps, runner, executor):
+        raise ConfigError(f"reshard: {why}")
+    check_rank_in_template(runner.output_writer, tasks)
+    return steps, runner
+
+
+def _why_not(steps: Sequence[Any], runner: InferenceRunner, executor: Any) -> str:
+    """Why what is left cannot be dealt out, and what to do; "" if it can."""
+    readers = [step for step in steps if isinstance(step, SeekingReader)]
+    if len(readers) != 1 or steps[0] is not readers[0]:
+        return "the pipeline must begin with one reader of datatrove_ckpt.readers, and have no other."
+    reader = readers[0]
+    if not isinstance(reader, JsonlReader | ParquetReader | IpcReader):
+        return f"the rows of {type(reader).__name__} are numbered by task, so their ids would change."
+    if reader.limit != -1 or reader.skip:
+        return "limit and skip of the reader count documents of each task, so another number of tasks reads others."
+    if runner.checkpoints_remote_dir is not None:
+        return (
+            "the mirror would still hold the old number of tasks. Set checkpoints_remote_dir to null for this command "
+            "and from then on, or to another, empty place."
+        )
+    if runner.seek is False:
+        return "seek=False says that documents before the runner do not stand for themselves."
+    documents: Any = None
+    for step in steps:
+        if not isinstance(step, PipelineStep) and not callable(step):
+            return f"{step!r} is a list of documents, which every task reads."
+        documents = step(documents, 0, executor.world_size)
+    stateful = [] if runner.seek else stateful_steps(documents)
+    if stateful:
+        return (
+            f"{', '.join(stateful)} may keep something from one document to the next, so documents do not stand for "
+            "themselves. If that is not so, set seek: true of the runner."
+        )
+    return ""
+
+
+# dealing out -------------------------------------------------------------------------------------------------------
+
+
+class _Reshard:
+    """One change of the number of tasks. The ranks' locks are held."""
+
+    def __init__(
+        self,
+        executor: Any,
+        steps: Sequence[Any],
+        runner: InferenceRunner,
+        root: Path,
+        tasks: int,
+        finished: Collection[int],
+    ) -> None:
+        self._executor = executor
+        self._reader: Any = steps[0]
+        self._runner = runner
+        self._root = root
+        self._before: int = executor.world_size
+        self._tasks = tasks
+        self._shares = read_shares(root)
+        self._inputs: Inputs = list_input(self._reader)
+        self._index = {name: index for index, name in enumerate(self._inputs.names)}
+        self._input = names_hash(self._inputs.names)
+        self._round = self._shares.round if self._shares is not None else 0
+        sizes = {name: self._inputs.size(index) for name, index in self._index.items()}
+        chunk = runner.records_per_chunk
+        self._scanner = Scanner(root, steps, self._before, chunk, self._share_of, sizes, finished)
+        self._report = Resharded(self._before, tasks)
+
+    def run(self, locks: _HeldLocks, dry_run: bool) -> Resharded:
+        with _quiet():
+            ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
+        staging = Staging(self._root)
+        try:
+            plan = self._stage(ranks, staging)
+            if dry_run:
+                return self._report
+            staging.commit(plan)
+        finally:
+            if not (self._root / RESHARD_PLAN).exists():
+                staging.abandon()
+        locks.plan = plan
+        _carry_out(self._executor, self._runner, plan)
+        return self._report
+
+    def _rank_numbers(self) -> list[int]:
+        dealt = self._shares.ranks if self._shares is not None else {}
+        return sorted({*range(self._before), *rank_numbers(self._root), *dealt})
+
+    def _share_of(self, rank: int) -> Share:
+        if self._shares is not None:
+            return self._shares.of(rank)
+        names = list(self._inputs.names[rank :: self._before]) if rank < self._before else []
+        seed = self._reader.shuffle_seed
+        return Share(0, self._input, [Part(name) for name in (names if seed is None else shuffled_names(names, seed))])
+
+    def _stage(self, ranks: dict[int, RankInput], staging: Staging) -> ReshardPlan:
+        plan, report = ReshardPlan(self._before, self._tasks, self._round + 1), self._report
+        own = {task: ranks.get(task) or self._scanner.look(task) for task in range(self._tasks)}
+        report.left = [each.load + sum(part.bytes for part in each.rest) for _, each in sorted(ranks.items())]
+        moved = self._move(ranks, own, plan, staging)
+        loads = [own[task].load for task in own]
+        for task, got in moved.items():
+            loads[task] += sum(ranks[rank].load for rank in ranks if self._target.get(rank) == task)
+            if got.answers:
+                plan.answers[task] = got.first
+        parts = sorted((part for each in ranks.values() for part in each.rest), key=self._place_in_input)
+        dealt = deal(parts, loads, self._cut, self._is_divisible)
+        report.dealt = [load + sum(part.bytes for part in mine) for load, mine in zip(loads, dealt, strict=True)]
+        shares = {rank: kept_share(each) for rank, each in ranks.items() if rank >= self._tasks and not each.is_done}
+        shares |= {rank: each.parts for rank, each in ranks.items() if rank >= self._tasks and each.is_done}
+        for task, each in own.items():
+            mine = [*(moved[task].parts if task in moved else []), *dealt[task]]
+            shares[task] = joined([*each.touched(self._scanner.sized), *mine])
+            if each.is_done and not mine:
+                plan.done.append(task)
+        known = {rank: [self._known(part) for part in mine] for rank, mine in sorted(shares.items())}
+        content = Shares(self._round + 1, self._tasks, self._input, known).to_json()
+        staging.write(SHARES, orjson.dumps(content))
+        self._count(ranks)
+        return plan
+
+    def _move(
+        self, ranks: dict[int, RankInput], own: dict[int, RankInput], plan: ReshardPlan, staging: Staging
+    ) -> dict[int, Moved]:
+        """Gives each unfinished rank that there will be no more to the task with the least work of its own."""
+        moved: dict[int, Moved] = {}
+        loads = {task: each.load for task, each in own.items()}
+        self._target: dict[int, int] = {}
+        for rank, each in ranks.items():
+            if rank < self._tasks or each.is_done:
+                continue
+            plan.retired.append(rank)
+            if not each.open_ordinals():
+                continue
+            refuse_retried(self._root, rank, self._before)
+            task = self._target[rank] = min(loads, key=lambda task: (loads[task], task))
+            loads[task] += each.load + 1
+            target = moved.setdefault(
+                task, Moved(own[task], self._runner.records_per_chunk, first=own[task].next_ordinal)
+            )
+            move(each, target, staging)
+            plan.moved += close_gaps(each, staging)
+            if not (own[task].folder / RUN).exists():
+                plan.started[task] = rank
+        with_journals = [rank for rank in plan.retired if ranks[rank].point.journals]
+        plan.unfinished = unfinished_files(self._runner.output_writer, self._root, with_journals)
+        plan.moved += sorted(name for each in moved.values() for name in each.files)
+        self._report.moved_documents = sum(each.finished for each in moved.values())
+        self._report.moved_answers = sum(each.answers for each in moved.values())
+        if self._runner.config.seed is not None:
+            self._report.lost_answers = self._report.moved_answers
+        return moved
+
+    def _count(self, ranks: dict[int, RankInput]) -> None:
+        for each in ranks.values():
+            self._report.documents += each.point.finished.read if not each.is_done else each.point.next_ordinal
+            self._report.answers += each.point.answers
+
+    # parts -----------------------------------------------------------------------------------------------------------
+
+    def _place_in_input(self, part: Part) -> tuple[int, tuple[int, ...]]:
+        return self._index[part.name], part.begin
+
+    def _is_divisible(self, part: Part) -> bool:
+        if isinstance(self._reader, JsonlReader):
+            return self._reader._codec(part.name) is None
+        return not getattr(self._reader, "stream", False)
+
+    def _cut(self, part: Part, ends: Sequence[int]) -> list[Part]:
+        with _quiet():
+            pieces = divide(self._reader, self._inputs, self._index[part.name], part, ends)
+        self._report.cuts += len(pieces) - 1
+        return pieces
+
+    def _known(self, part: Part) -> Part:
+        """The part with what shows whether its file has changed, if it is divided."""
+        if part.is_whole or part.size is not None:
+            return part
+        index = self._index[part.name]
+        size = self._inputs.size(index)
+        content = "" if self._reader._may_grow(part.name) else self._inputs.fingerprint(index, size, whole=True)
+        return part._replace(size=size, hash=content)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Disables the log: readers log each file that they read."""
+    logger.disable("datatrove_ckpt.readers")
+    try:
+        yield
+    finally:
+        logger.enable("datatrove_ckpt.readers")

@@ -1,0 +1,240 @@
+"""Looks at one rank: what it reads, how far it has come, and what of its input nobody has touched.
+
+A rank's folder tells which documents are finished, by their number. Where these lie in the input is known after each
+commit only. So what comes after the last commit of the unbroken run is read once more, through the same steps, and
+compared with what the folder holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, read_complete_commits
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    COMMITS,
+    DEAD_LETTERS,
+    RUN,
+    last_chunk_file,
+    rank_folder,
+)
+from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.documents import fingerprint
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.readers.parts import after, between
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Reading, position_of
+from datatrove_ckpt.readers.shares import Part, Place, Share
+
+
+@dataclass
+class RankInput:
+    """A rank, its input, and how far it has come.
+
+    Attributes:
+        parts: the rank's whole input.
+        is_done: it has nothing left to do.
+        point: where it resumes.
+        places: after the last document before ``point``, and after each one that was touched since.
+        rest: what it has not touched.
+        load: about how many bytes of the documents that it has touched are not finished.
+    """
+
+    rank: int
+    folder: Path
+    parts: list[Part]
+    is_done: bool = False
+    point: ResumePoint = field(default_factory=ResumePoint)
+    places: list[Place] = field(default_factory=lambda: [Place(0, ())])
+    rest: list[Part] = field(default_factory=list)
+    load: float = 0.0
+
+    @property
+    def next_ordinal(self) -> int:
+        """The number of the first document that was not touched."""
+        return self.point.next_ordinal + len(self.places) - 1
+
+    def touched(self, sized: Callable[[Sequence[Part]], list[Part]]) -> list[Part]:
+        """What the rank has touched of its input. ``sized``: see ``Scanner``."""
+        end = self.places[-1]
+        parts = between(self.parts, Place(0, ()), end)
+        if parts and end.at and self.rest and self.rest[0].name == parts[-1].name:  # the rest of this file is another's
+            whole = sized(self.parts[end.part : end.part + 1])[0].bytes
+            parts[-1] = parts[-1]._replace(bytes=max(0, whole - self.rest[0].bytes))
+        return parts
+
+    def open_ordinals(self) -> list[int]:
+        """Documents that were touched, or come before one that was, and are in no commit."""
+        committed = {
+            ordinal for one in self.point.done.values() for ordinal in range(one.first_ordinal, one.next_ordinal)
+        }
+        return [ordinal for ordinal in range(self.point.next_ordinal, self.next_ordinal) if ordinal not in committed]
+
+    def place_after(self, ordinal: int) -> Place:
+        """The place right after a document that was touched, or after the one before the first of these."""
+        return self.places[ordinal - self.point.next_ordinal + 1]
+
+
+class Scanner:
+    """Looks at the ranks of a run.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        steps: those before the runner; the first one is the reader.
+        tasks: number of tasks up to now.
+        share_of: what a rank reads up to now.
+        sizes: of the input's files, in bytes.
+        finished: ranks that are.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        steps: Sequence[Any],
+        tasks: int,
+        records_per_chunk: int,
+        share_of: Callable[[int], Share],
+        sizes: Mapping[str, int],
+        finished: Collection[int],
+    ) -> None:
+        self._root = root
+        self._steps = steps
+        self._tasks = tasks
+        self._records_per_chunk = records_per_chunk
+        self._share_of = share_of
+        self._sizes = sizes
+        self._finished = finished
+        reader = steps[0]
+        self._listed: list[str] | None = None if reader.paths_file else reader._list_files(0, 1)
+
+    def look(self, rank: int) -> RankInput:
+        """Completes what a crash has left in the rank's folder, and reads what it has touched.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+            CheckpointMismatch: the input is not what the rank has read.
+        """
+        share = self._share_of(rank)
+        found = RankInput(rank, rank_folder(self._root, rank), share.parts)
+        if not (found.folder / RUN).exists():
+            found.rest = self.sized(found.parts)
+            return found
+        commits = read_complete_commits(found.folder, rank in self._finished)
+        check_sequence(found.folder / COMMITS, commits)
+        check_dead_letters(found.folder / DEAD_LETTERS, commits)
+        if rank in self._finished:
+            found.is_done = True
+            found.point.next_ordinal = sum(commit.counts.read for commit in commits.values())
+            found.point.next_chunk = len(commits)
+            found.places = [Place(len(share.parts), ())]
+            return found
+        self._recover(found)
+        self._read(found, share)
+        return found
+
+    def _recover(self, found: RankInput) -> None:
+        last_chunk = last_chunk_file(self._root, found.rank)
+        cache = RequestCache(found.folder / CACHE)
+        try:
+            log = CommitLog(found.folder / COMMITS)
+            files.disk.make_dirs(last_chunk.parent)  # migrate leaves none
+            found.point = recover(found.folder, last_chunk, log, cache, self._records_per_chunk)
+        finally:
+            cache.close()
+
+    def _read(self, found: RankInput, share: Share) -> None:
+        """Reads what the rank has touched since its last commit of the unbroken run."""
+        point = found.point
+        known = {ordinal: text for journal in point.journals.values() for ordinal, text in journal.recovered.items()}
+        finished = set(known)
+        for commit in point.done.values():
+            known[commit.next_ordinal - 1] = commit.last_input
+            finished.update(range(commit.first_ordinal, commit.next_ordinal))
+        touched = max([point.next_ordinal, *(number + 1 for number in finished | point.cached)])
+        documents = self._documents(found.rank)
+        with Reading(point.position, share=share) as reading:
+            document = self._begin(documents, found)
+            for ordinal in range(point.next_ordinal, touched):
+                document = self._next(documents, found, ordinal)
+                data = as_read(document).data
+                self._expect(found, data, ordinal, known.get(ordinal))
+                found.places.append(_place(document))
+                found.load += 0 if ordinal in finished else len(data)
+            # One more, because the format says how large the rest of a file is once it has opened it.
+            extents = [each for each in (next(documents, None), document) if each is not None]
+            reading.check_share()
+        found.rest = self.sized(after(share.parts, found.places[-1]))
+        read = self._read_of_file(found.places[-1], extents)
+        if found.rest and found.places[-1].at:
+            found.rest[0] = found.rest[0]._replace(bytes=max(0, int(found.rest[0].bytes - read)))
+
+    def _begin(self, documents: Iterator[Document], found: RankInput) -> Document | None:
+        """Sets the place after the last document of the unbroken run, and returns that if it has to be read for it."""
+        position, document = found.point.position, None
+        if position is not None:
+            found.places = [Place(position["before"]["files"], tuple(position["at"]))]
+            return None
+        for ordinal in range(found.point.next_ordinal):
+            document = self._next(documents, found, ordinal)
+            self._expect(found, as_read(document).data, ordinal, found.point.milestones.get(ordinal))
+            found.places = [_place(document)]
+        return document
+
+    def _read_of_file(self, place: Place, documents: Sequence[Document]) -> float:
+        """How many bytes of the file of a place come before it, as the file's extent tells; 0 if nothing tells it."""
+        for document in documents:
+            position = position_of(document)
+            if position is not None and _place(document).part == place.part and position[2].file is not None:
+                return position[2].file.inside(place.at)
+        return 0.0
+
+    def sized(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts, with the size of those that are whole files."""
+        return [part._replace(bytes=self._sizes[part.name]) if not part.bytes else part for part in parts]
+
+    def _documents(self, rank: int) -> Iterator[Document]:
+        steps = copy.deepcopy(list(self._steps))
+        if self._listed is not None:  # once for all ranks: there may be a thousand, on an object store
+            steps[0]._list_files = self._list_files
+        documents: Any = None
+        for step in steps:
+            documents = step(documents, rank, self._tasks)
+        return iter(documents)
+
+    def _list_files(self, rank: int, world_size: int) -> list[str] | None:
+        return (self._listed or [])[rank::world_size] or None
+
+    def _next(self, documents: Iterator[Document], found: RankInput, ordinal: int) -> Document:
+        document = next(documents, None)
+        if document is None:
+            raise CheckpointMismatch(
+                f"The input of rank {found.rank} ended after {ordinal} documents, but {found.folder} holds later ones: "
+                "it has shrunk. Restore it."
+            )
+        return document
+
+    def _expect(self, found: RankInput, data: bytes, ordinal: int, known: str | None) -> None:
+        if known and known != fingerprint(data):
+            raise CheckpointMismatch(
+                f"Document {ordinal} of rank {found.rank} is not the one that was finished there before (see "
+                f"{found.folder}): the input, or a step before the runner, has changed. Restore it."
+            )
+
+
+def _place(document: Document) -> Place:
+    position = position_of(document)
+    if position is None:
+        raise ConfigError(
+            "reshard: a step before the runner makes documents anew, so it is not known where they were read."
+        )
+    at = tuple(number & PLAIN_INTEGER for number in position[3])
+    return Place(position[2].shared["before"]["files"], at)

@@ -1,0 +1,125 @@
+"""A rank inside an event loop that runs already: ``await runner.run_async(data)``.
+
+What blocks (the checkpoint, output files, the end of the run) runs in a thread of its own, which is all that
+``InferenceRunner.run`` needs. Rollouts, requests and servers run on the caller's loop, so a rollout may use what
+belongs to that loop. The runner finds the caller's loop by the thread that it runs in.
+
+Cancellations of ``run_async`` are what signals are to ``run``: the first one starts the drain, a second one ends it at
+once. Everything is saved, and only then the cancellation goes on. A loop that ends cancels all its tasks, those of the
+rank among them: nothing is left to drain then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from datatrove_ckpt.process.shutdown import Shutdown
+
+_CAUSE = "the cancellation of run_async"
+_Result = TypeVar("_Result")
+
+
+class HostLoop:
+    """The caller's event loop, for one rank.
+
+    Attributes:
+        cancellations: how often the caller has cancelled ``run_async``.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.cancellations = 0
+        self._loop = loop
+        self._shutdown: Shutdown | None = None
+
+    def run(self, main: Awaitable[_Result]) -> _Result:
+        """Runs this on the caller's loop, and waits for it in this thread.
+
+        Raises:
+            Preempted: the loop has cancelled it.
+        """
+
+        async def run() -> _Result:
+            return await main
+
+        coroutine: Coroutine[Any, Any, _Result] = run()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        except concurrent.futures.CancelledError:
+            assert self._shutdown is not None
+            self._shutdown.request(_CAUSE)
+            self._shutdown.fast_stop()
+            self._shutdown.raise_preempted()
+
+    def attach(self, shutdown: Shutdown) -> None:
+        """``shutdown`` is the rank's."""
+        shutdown.hurried_by = "a second cancellation"
+        self._shutdown = shutdown
+        self._pass_on()
+
+    def cancel(self) -> None:
+        """The rank drains, and ends. A second call ends the drain. On the caller's loop."""
+        self.cancellations += 1
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._shutdown is not None and self.cancellations:
+            self._shutdown.request(_CAUSE)
+            if self.cancellations > 1:
+                self._shutdown.fast_stop()
+
+
+class _OfThread(threading.local):
+    host: HostLoop | None = None
+
+
+_of_thread = _OfThread()
+
+
+def host_loop() -> HostLoop | None:
+    """The event loop that this thread's rank runs on, if that is not its own."""
+    return _of_thread.host
+
+
+async def run_hosted(run: Callable[[], None], name: str) -> None:
+    """Calls ``run`` in a thread, which uses the running loop as its event loop. Returns when it has ended.
+
+    Args:
+        name: of the thread.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled, and ``run`` has ended since.
+        BaseException: what ``run`` raises.
+    """
+    loop = asyncio.get_running_loop()
+    host = HostLoop(loop)
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        _of_thread.host = host
+        error: BaseException | None = None
+        try:
+            context.run(run)
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(ended.set_result, error)
+
+    # A daemon: if the loop ends without a cancellation, nobody is left to end the thread, as after kill -9.
+    threading.Thread(target=work, name=name, daemon=True).start()
+    cancellation: asyncio.CancelledError | None = None
+    while not ended.done():
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError as error:
+            cancellation = cancellation or error
+            host.cancel()
+    if cancellation is not None:
+        raise cancellation
+    if (failure := ended.result()) is not None:
+        raise failure

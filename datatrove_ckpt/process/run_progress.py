@@ -1,0 +1,293 @@
+"""How far the ranks of a command are, and how fast: numbers that ranks report, as one text for the screen or the log.
+
+Each rank reports a ``RankProgress`` about once a second. Its numbers of work are those of the rank's attempt, which a
+rank that starts again begins at 0; so only what is added to them is counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from datatrove_ckpt.formatting import duration, plural
+
+_RATE_SECONDS = 60.0
+_TIME_LEFT_SECONDS = 600.0
+_SAMPLE_SECONDS = 1.0
+_PACE_SECONDS = 30.0
+_SOON = 1e9  # seconds; a longer time left tells nothing
+_LEAST_CELLS, _MOST_CELLS = 8, 40
+
+
+class RankProgress(NamedTuple):
+    """Where one rank stands.
+
+    ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``finished``,
+    ``requests``, ``tokens``: in this attempt: documents, requests that ended, completion tokens. ``done``, ``total``:
+    of the input, in ``unit``, which is "bytes" or "rows"; ``total`` is None if it is not known. ``state``: what it does
+    if it does no usual work, such as "the server is starting".
+    """
+
+    attempt: int
+    documents: int
+    finished: int = 0
+    requests: int = 0
+    tokens: int = 0
+    done: int = 0
+    total: int | None = None
+    unit: str | None = None
+    state: str = ""
+
+    @property
+    def has_begun(self) -> bool:
+        """It has read something, or finished documents without a word on where it stands."""
+        return self.unit is not None or self.finished > 0
+
+    @property
+    def share(self) -> float | None:
+        """Of the input, from 0 to 1; None if it is not known."""
+        if self.total is None or self.unit is None:
+            return None
+        return min(1.0, self.done / self.total) if self.total else 1.0
+
+
+class Rates(NamedTuple):
+    """Of the last minute, per second."""
+
+    documents: float
+    requests: float
+    tokens: float
+
+
+class _Sample(NamedTuple):
+    at: float
+    documents: int
+    requests: int
+    tokens: int
+    share: float
+
+
+class _Pace:
+    """How fast one rank goes through its input: its share at times of the last ten minutes."""
+
+    def __init__(self, at: float, share: float) -> None:
+        self._first = at, share
+        self._recent = deque([self._first])
+
+    def note(self, at: float, share: float) -> None:
+        if share == self._first[1]:  # its server starts: that is no pace
+            self._first = at, share
+            self._recent = deque([self._first])
+        if at - self._recent[-1][0] >= _PACE_SECONDS:
+            self._recent.append((at, share))
+        while self._recent[0][0] < at - _TIME_LEFT_SECONDS and len(self._recent) > 1:
+            self._recent.popleft()
+
+    def seconds_left(self, now: float, share: float) -> float:
+        """0 if the rank has not moved yet, so that nothing is known."""
+        at, before = self._recent[0] if share > self._recent[0][1] else self._first
+        return (1.0 - share) * (now - at) / (share - before) if share > before else 0.0
+
+
+class RunProgress:
+    """All ranks of one command.
+
+    Args:
+        ranks: how many there are, with those that earlier commands have completed.
+        complete: how many of them are complete.
+        documents: how many documents the complete ones have.
+        clock: like ``time.monotonic``.
+    """
+
+    def __init__(
+        self, ranks: int = 1, complete: int = 0, documents: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.ranks = ranks
+        self.started = clock()
+        self._clock = clock
+        self._complete = complete
+        self._documents_before = documents
+        self._last: dict[int, RankProgress] = {}
+        self._done: set[int] = set()
+        self._paces: dict[int, _Pace] = {}
+        self._work = {"finished": 0, "requests": 0, "tokens": 0}  # of this command
+        self._gained = 0.0  # shares of ranks
+        self._samples = deque([_Sample(self.started, 0, 0, 0, 0.0)])
+
+    # what ranks report -------------------------------------------------------------------------------------------
+
+    def update(self, rank: int, progress: RankProgress) -> None:
+        """A rank has reported."""
+        last = self._last.get(rank)
+        self._last[rank] = progress
+        if last is None or last.attempt != progress.attempt:
+            last = progress._replace(finished=0, requests=0, tokens=0)
+            self._paces.pop(rank, None)
+        for name in self._work:
+            self._work[name] += max(0, getattr(progress, name) - getattr(last, name))
+        now, before = progress.share, last.share
+        if now is not None and before is not None:  # else it has just become known where the rank stands
+            self._gained += max(0.0, now - before)
+        if now is not None:
+            self._paces.setdefault(rank, _Pace(self._clock(), now)).note(self._clock(), now)
+
+    def complete(self, rank: int) -> None:
+        """A rank is complete."""
+        self._done.add(rank)
+
+    def sample(self) -> None:
+        """Notes the work so far, for the rates. Called once a second or more often."""
+        now = self._clock()
+        if not self._gained and not any(self._work.values()):  # servers start: that is no rate
+            self._samples[0] = self._sample(now)
+        if now - self._samples[-1].at < _SAMPLE_SECONDS:
+            return
+        self._samples.append(self._sample(now))
+        while self._samples[0].at < now - _TIME_LEFT_SECONDS and len(self._samples) > 2:
+            self._samples.popleft()
+
+    def _sample(self, now: float) -> _Sample:
+        return _Sample(now, self.finished, self.requests, self._work["tokens"], self._gained)
+
+    # what it comes to --------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Since the start of the command."""
+        return self._clock() - self.started
+
+    @property
+    def documents(self) -> int:
+        """Finished, in all attempts of the ranks that have reported."""
+        return self._documents_before + sum(progress.documents for progress in self._last.values())
+
+    @property
+    def finished(self) -> int:
+        """Documents that this command finished."""
+        return self._work["finished"]
+
+    @property
+    def requests(self) -> int:
+        """Requests that ended in this command."""
+        return self._work["requests"]
+
+    @property
+    def complete_ranks(self) -> int:
+        return self._complete + len(self._done)
+
+    @property
+    def share(self) -> float | None:
+        """Of the whole input, from 0 to 1. None if a rank does not know its own.
+
+        Ranks that have not begun count as 0, and as large as the mean of the others.
+        """
+        begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
+        shares = [1.0 if rank in self._done else one.share for rank, one in begun.items()]
+        if not shares:
+            return self._complete / self.ranks if self._complete else None
+        sizes = [one.total or 0 for one in begun.values()]
+        if not all(sizes) or len({one.unit for one in begun.values()}) > 1:  # taken for equal
+            sizes = [1] * len(sizes)
+        done = 0.0
+        for share, size in zip(shares, sizes, strict=True):
+            if share is None:
+                return None
+            done += share * size
+        mean = sum(sizes) / len(sizes)
+        return min(1.0, (done + self._complete * mean) / (mean * max(self.ranks, self._complete + len(sizes))))
+
+    @property
+    def is_estimated(self) -> bool:
+        """The size of some ranks' inputs is not known yet."""
+        begun = sum(progress.has_begun or rank in self._done for rank, progress in self._last.items())
+        return begun < self.ranks - self._complete
+
+    @property
+    def rates(self) -> Rates:
+        """Of the last minute."""
+        now = self._sample(self._clock())
+        first = self._since(now.at - _RATE_SECONDS)
+        seconds = max(now.at - first.at, 1e-9)
+        return Rates(
+            (now.documents - first.documents) / seconds,
+            (now.requests - first.requests) / seconds,
+            (now.tokens - first.tokens) / seconds,
+        )
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate of the last ten minutes, and at least what the slowest rank needs. None if it is not known."""
+        share = self.share
+        first, now = self._since(self._clock() - _TIME_LEFT_SECONDS), self._clock()
+        if share is None or self._gained <= first.share or now <= first.at:
+            return None
+        rate = (self._gained - first.share) / (now - first.at) / self.ranks
+        left = max((1.0 - share) / rate, self._slowest(now))
+        return left if left < _SOON else None
+
+    def _slowest(self, now: float) -> float:
+        """The seconds that the last rank at work needs alone."""
+        at_work = ((rank, self._last[rank].share) for rank in self._paces.keys() - self._done)
+        return max((self._paces[rank].seconds_left(now, share) for rank, share in at_work if share), default=0.0)
+
+    def _since(self, at: float) -> _Sample:
+        """The first sample at this time or later; the last one if there is none."""
+        return next((sample for sample in self._samples if sample.at >= at), self._samples[-1])
+
+    @property
+    def state(self) -> str:
+        """What the ranks at work do, if it is the same for all of them, and no usual work."""
+        if not self._last:
+            return "starting"
+        states = {progress.state for rank, progress in self._last.items() if rank not in self._done}
+        return states.pop() if len(states) == 1 else ""
+
+    def line(self) -> str:
+        """The text of a line in the log."""
+        share, left, rates = self.share, self.seconds_left, self.rates
+        parts = [] if share is None else [f"{'about ' * self.is_estimated}{percent(share)} of the input"]
+        parts.append(f"{plural(self.documents, 'document')} done, {self.finished} of them in this run")
+        parts += [f"{self.complete_ranks} of {plural(self.ranks, 'task')}"] if self.ranks > 1 else []
+        parts.append(plural(self.requests, "request"))
+        parts.append(f"{rates.documents:.1f} doc/s, {rates.requests:.1f} req/s, {rates.tokens:.0f} tok/s")
+        parts += [] if left is None else [f"{duration(left)} left"]
+        parts += [self.state] if self.state else []
+        return ", ".join(parts)
+
+
+def percent(share: float) -> str:
+    """A share as text. Only what is complete is 100 %."""
+    return "100 %" if share >= 1.0 else f"{min(share * 100, 99.9):.1f} %"
+
+
+def bar(progress: RunProgress, columns: int) -> str:
+    """The text of the bar, shorter than ``columns``. What matters least is left out first."""
+    share, left, rates = progress.share, progress.seconds_left, progress.rates
+    left_text = "" if left is None else f"{duration(left)} left"
+    tasks = f"{progress.complete_ranks}/{progress.ranks} tasks" if progress.ranks > 1 else ""
+    parts = [  # with how soon each is left out
+        (0, f"{progress.documents} doc{'s' * (progress.documents != 1)}"),
+        (2, tasks),
+        (1, f"{rates.documents:.1f} doc/s"),
+        (4, f"{rates.requests:.1f} req/s"),
+        (3, f"{rates.tokens:.0f} tok/s"),
+        (1, left_text),
+        (1, progress.state),
+    ]
+    head = "" if share is None else f"{'~' * progress.is_estimated}{percent(share)}"
+    for least in (5, 4, 3, 2, 1):
+        tail = ", ".join(text for weight, text in parts if text and weight < least)
+        room = columns - 1 - len(head) - len(tail) - len(" || ")
+        if room >= _LEAST_CELLS or (share is None and room >= 0):
+            break
+    if share is None:
+        return tail[: columns - 1]
+    cells = _cells(share, min(room, _MOST_CELLS)) if room >= _LEAST_CELLS else ""
+    return f"{head} |{cells}| {tail}"[: columns - 1] if cells else f"{head} {tail}"[: columns - 1]
+
+
+def _cells(share: float, cells: int) -> str:
+    full, part = divmod(int(share * cells * 8), 8)
+    return f"{'█' * full}{'▏▎▍▌▋▊▉'[part - 1] if part else ''}".ljust(cells)

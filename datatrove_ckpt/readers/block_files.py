@@ -1,0 +1,80 @@
+"""What a format gives to ``blocks``: the parts of a file, and rows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers.hub_messages import naming_hub_input
+from datatrove_ckpt.readers.inputs import remedy
+from datatrove_ckpt.readers.retries import RetryingFile, retrying
+from datatrove_ckpt.readers.rows import Row
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Rows: TypeAlias = "pa.Table | list[Row | None]"
+"""The rows of a block: a table, or for JSONL a dict for each line, and None for a damaged one."""
+
+
+class Group(NamedTuple):
+    """A row group, record batch, or other part of a file that can be read without the other parts."""
+
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileIndex:
+    """The parts of one file.
+
+    Attributes:
+        groups: in the order of the file.
+        sequential: a part cannot be read without what comes before it in the file.
+    """
+
+    groups: tuple[Group, ...]
+    sequential: bool = False
+
+
+class BlockFile(Protocol):
+    """One open file. ``index``: its parts."""
+
+    index: FileIndex
+
+    def read(self, first: int, rows: int, columns: Sequence[str] | None) -> Rows:
+        """So many rows from ``first`` on, all of the same part."""
+
+    def close(self) -> None: ...
+
+
+def opened(folder: DataFolder, name: str) -> IO[bytes]:
+    """The file, whose reads are repeated if it is a remote one."""
+    with naming_hub_input(folder, name):
+        if folder.is_local():
+            return cast("IO[bytes]", folder.open(name, "rb"))
+        file: Any = retrying(lambda: folder.open(name, "rb"), name)
+        return cast("IO[bytes]", RetryingFile(file, name))
+
+
+def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str) -> None:
+    """Refuses columns that a file does not have, which pyarrow would leave out without a word.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    missing = [column for column in wanted or () if column not in found]
+    if missing:
+        raise ConfigError(
+            f"The input file {name!r} has no column {', '.join(map(repr, missing))}. It has "
+            f"{', '.join(map(repr, found[:20]))}. Name columns that all files have."
+        )
+
+
+def changed(name: str) -> CheckpointMismatch:
+    """The error for a file that is not the one whose parts are known."""
+    return CheckpointMismatch(f"The input file {name!r} has changed since its rows were counted. {remedy()}")

@@ -1,0 +1,215 @@
+"""An input as blocks of rows: which there are, and any of them alone.
+
+A position on a document says where a reader goes on. Training loops need more: how many rows there are, and rows of any
+place, in an order that does not follow the files. A block is a row group or record batch, or a slice of one, so that
+what is held of a block does not grow with the groups of a file.
+
+    blocks = BlockInput(ParquetReader("corpus"))
+    sum(block.rows for block in blocks)             rows of the whole input
+    blocks.read(blocks[7], ["input_ids"])           the rows of one block, as a table
+
+The blocks depend on the files alone: not on the columns, the reader's ``limit`` and ``skip``, or on who reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar, overload
+
+from loguru import logger
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
+from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.block_files import BlockFile, FileIndex, Rows
+from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.jsonl import JsonlReader
+from datatrove_ckpt.readers.line_blocks import LineBlocks, group_bytes
+from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
+from datatrove_ckpt.readers.row_counts import RowCounts
+from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
+
+MAX_ROWS = 2**16
+MAX_BYTES = 2**24
+"""The most rows and bytes of a block. A row that is larger than this is a block of its own."""
+
+_OPEN_FILES = 32
+_THREADS = 16
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive rows of one file.
+
+    Attributes:
+        file: the number of the file, in the reader's order.
+        first: the number of the first row in the file.
+        rows: how many rows.
+        bytes: how large they are, roughly, with all columns and uncompressed.
+    """
+
+    file: int
+    first: int
+    rows: int
+    bytes: int
+
+
+class BlockInput(Sequence[Block]):
+    """The blocks of a reader's files, in their order, and the rows of each. Files stay open while they are read.
+
+    Args:
+        reader: a reader of ``readers`` for JSONL, Parquet or Arrow files.
+
+    Raises:
+        ConfigError: the reader's files have no blocks.
+        InputError: a file is damaged.
+    """
+
+    def __init__(self, reader: SeekingReader) -> None:
+        self._reader = reader
+        self._inputs: Inputs = reader._list_inputs(0, 1, None)
+        self._opened: OrderedDict[int, BlockFile] = OrderedDict()
+        self._process = os.getpid()
+        self._keys: set[str] = set()  # columns that some line of JSONL had
+        self._index = self._index_files()
+        self._blocks = list(_cut(self._index))
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The files, in the reader's order."""
+        return self._inputs.names
+
+    @property
+    def sequential(self) -> frozenset[int]:
+        """The numbers of the files of which a block costs reading all earlier ones: of these, read blocks in order.
+
+        These are compressed JSONL files, and Arrow streams with dictionaries.
+        """
+        return frozenset(number for number, file in enumerate(self._index) if file.sequential)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        return self._blocks[index]
+
+    def read(self, block: Block, columns: Sequence[str] | None = None) -> Rows:
+        """The rows of a block: a table, or for JSONL dicts, with None for a damaged line.
+
+        What is held in memory is the slice in Parquet, in its columns, and 1 MiB of lines in JSONL. Of a local Arrow
+        file only the slice is read; of a compressed or remote one the record batch, in its columns.
+
+        Args:
+            columns: the names of the columns; None: all. A line of JSONL may lack some, and has None there.
+
+        Raises:
+            ConfigError: a file has no such column.
+            InputError: the file is damaged.
+            CheckpointMismatch: the file has changed since its rows were counted.
+        """
+        return self._file(block.file).read(block.first, block.rows, columns)
+
+    def close(self) -> None:
+        """Closes the files. They are opened again when they are needed."""
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_opened": OrderedDict()}
+
+    def _index_files(self) -> list[FileIndex]:
+        numbers = range(len(self.names))
+        if isinstance(self._reader, JsonlReader) or not self._reader.data_folder.is_local():
+            return self._count(RowCounts(self._inputs, self._kind), numbers)
+        return self._in_threads(self._index_file, numbers)
+
+    def _count(self, counts: RowCounts, numbers: Sequence[int]) -> list[FileIndex]:
+        counts.load()
+        known = self._in_threads(counts.get, numbers)
+        if None not in known:
+            return [index for index in known if index is not None]
+        with counts.counting():
+            logger.info(f"Counting the rows of {known.count(None)} files in {self._inputs.folder.path}, once")
+
+            def count(number: int) -> FileIndex:
+                index = known[number] or counts.get(number)
+                if index is None:
+                    index = self._index_file(number)
+                    counts.put(number, index)
+                return index
+
+            return self._in_threads(count, numbers)
+
+    def _in_threads(self, call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
+        if len(numbers) == 1:
+            return [call(numbers[0])]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return list(threads.map(call, numbers))
+
+    @property
+    def _kind(self) -> str:
+        """What the blocks depend on, beside the files."""
+        options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
+        return f"{self._reader._format}/{options}/{group_bytes()}"
+
+    def _index_file(self, number: int) -> FileIndex:
+        file = self._open(number, None)
+        file.close()
+        return file.index
+
+    def _file(self, number: int) -> BlockFile:
+        if self._process != os.getpid():  # a fork shares the places in these files with its parent
+            self._opened, self._process = OrderedDict(), os.getpid()
+        file = self._opened.pop(number, None) or self._open(number, self._index[number])
+        self._opened[number] = file
+        if len(self._opened) > _OPEN_FILES:
+            self._opened.popitem(last=False)[1].close()
+        return file
+
+    def _open(self, number: int, known: FileIndex | None) -> BlockFile:
+        reader, name = self._reader, self.names[number]
+        if isinstance(reader, JsonlReader):
+            return LineBlocks(reader, name, known, self._keys)
+        if isinstance(reader, ParquetReader):
+            return ParquetBlocks(reader.data_folder, name, known)
+        if isinstance(reader, IpcReader):
+            return ArrowBlocks(reader.data_folder, name, known, reader.stream)
+        raise ConfigError(
+            f"The rows of {type(reader).__name__} cannot be read in blocks. Use JsonlReader, ParquetReader or "
+            "IpcReader of datatrove_ckpt.readers."
+        )
+
+
+def index_input(reader: SeekingReader) -> list[Block]:
+    """The blocks of a reader's files, in the reader's order of files. Raises as ``BlockInput`` does."""
+    return list(BlockInput(reader))
+
+
+def read_block(reader: SeekingReader, block: Block, columns: Sequence[str] | None = None) -> Rows:
+    """The rows of one block. ``BlockInput.read`` does the same for many, and lists the files only once."""
+    blocks = BlockInput(reader)
+    try:
+        return blocks.read(block, columns)
+    finally:
+        blocks.close()
+
+
+def _cut(files: Sequence[FileIndex]) -> Iterator[Block]:
+    for file, index in enumerate(files):
+        first = 0
+        for group in index.groups:
+            count = min(group.rows, max(-(-group.rows // MAX_ROWS), -(-group.bytes // MAX_BYTES)))
+            for part in range(count):
+                start, end = group.rows * part // count, group.rows * (part + 1) // count
+                yield Block(file, first + start, end - start, group.bytes * (end - start) // group.rows)
+            first += group.rows

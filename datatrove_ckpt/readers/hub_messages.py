@@ -1,0 +1,113 @@
+"""What an error of the hub, or of S3, means for an input, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from datatrove_ckpt.errors import CkptError, InputError
+from datatrove_ckpt.remote_errors import failure_line, http_status
+
+if TYPE_CHECKING:
+    from datatrove.io import DataFolder
+
+_OF_THE_CLIENT = ("huggingface_hub", "httpx")
+_OF_S3 = ("botocore", "aiobotocore")
+_MISSING = (FileNotFoundError, PermissionError)
+
+
+def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None, on_hub: bool = True) -> str:
+    """What happened to a dataset that is opened or looked up, and what to do.
+
+    Args:
+        commit: the one that the run reads; None: not known yet.
+        on_hub: the dataset is a repository on the hub.
+    """
+    if commit and type(error).__name__ == "RevisionNotFoundError":
+        return (
+            f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: its history was "
+            "squashed or rewritten. A run keeps to the commit that it began with, in checkpoints_local_dir. Restore "
+            "the commit (a branch or tag that holds it), or start from the beginning: with another "
+            "checkpoints_local_dir, output_folder and logging_dir."
+        )
+    what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
+    if on_hub and http_status(error) == 401 and "Repo" not in type(error).__name__:
+        return f"{what} The token is wrong, or has expired. Set HF_TOKEN to a valid one, or run: hf auth login."
+    token = "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
+    if on_hub and http_status(error) is None and isinstance(error, ValueError):
+        return f"{what} Correct dataset_options."  # a split or a config that is not there
+    if on_hub and http_status(error) is None and isinstance(error, OSError):
+        return f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
+    return f"{what} Correct dataset and dataset_options{token if on_hub else ''}."
+
+
+def one_line(error: BaseException) -> str:
+    """datasets says of each error in a file that one occurred; its cause says which."""
+    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None
+    return failure_line(cause) if cause else failure_line(error)
+
+
+def is_on_hub(folder: DataFolder) -> bool:
+    """Whether this is a folder of a repository or a bucket on the hub."""
+    return "hf" in getattr(folder.fs, "protocol", ())
+
+
+@contextmanager
+def naming_hub_input(
+    folder: DataFolder, name: str = "", missing: bool = True, libraries: tuple[str, ...] = _OF_THE_CLIENT
+) -> Iterator[None]:
+    """Turns what the hub, or S3, raises about files of an input into an error that says what to do.
+
+    Args:
+        name: the file that is read; "": the folder is listed.
+        missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises for a folder.
+        libraries: whose errors count.
+
+    Raises:
+        InputError: the hub or its client, or the client of S3, raised an error.
+    """
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError):
+            what = f"The input file {name!r} in" if name else "The input"
+            raise InputError(
+                f"{what} {folder.resolve_paths('')!r} cannot be read: {failure_line(error)}. Check the credentials "
+                "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the endpoint and the network."
+            ) from error
+        of_the_client = type(error).__module__.startswith(libraries)
+        if not is_on_hub(folder) or not (of_the_client or (missing and isinstance(error, _MISSING))):
+            raise
+        raise InputError(_explain_folder(folder.resolve_paths(""), name, error)) from error
+
+
+def no_files(folder: DataFolder) -> InputError:
+    """The error of a folder on the hub in which no file matches."""
+    return InputError(
+        f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does not exist there, or "
+        "glob_pattern fits none. Correct data_folder or glob_pattern."
+    )
+
+
+def _explain_folder(folder: str, name: str, error: BaseException) -> str:
+    what = f"The input file {name!r} in {folder}" if name else f"The input {folder!r}"
+    what += f" cannot be read: {one_line(error)}."
+    kind, text, status = type(error).__name__, str(error), http_status(error)
+    may_read = "set HF_TOKEN to a token of an account that may read it"
+    if "Revision" in kind or "(revision not found)" in text:
+        return f"{what} Correct the branch, tag or commit after the @ in data_folder."
+    if "EntryNotFound" in kind:
+        return (
+            f"{what} It was there when the folder was listed: restore it, and run the same command again; or start "
+            "anew for the new input, with another checkpoints_local_dir, output_folder and logging_dir."
+        )
+    if "Repository" in kind or "Gated" in kind or "Bucket" in kind or isinstance(error, _MISSING):
+        return f"{what} Correct data_folder, or restore the repository; if it is private or gated, {may_read}."
+    if status == 401:
+        return f"{what} The token is wrong, or has expired. Set HF_TOKEN to a valid one, or run: hf auth login."
+    if status in (403, 404):
+        return f"{what} Correct data_folder, or {may_read}."
+    return f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."

@@ -1,0 +1,337 @@
+"""HuggingFaceDatasetReader: by shard and row in a stream, by index in a map-style dataset.
+
+A ``FilePosition`` is (rows of the rank in this shard so far,). The number of the rank's documents, which default ids
+have, is in the state anyway.
+
+A resume begins at a whole batch of the shard, counted from its beginning: if the dataset has no features, missing
+columns are filled up within a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any, ClassVar
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.readers import huggingface
+from datatrove.pipeline.readers.base import BaseReader
+
+from datatrove_ckpt.errors import CkptError, ConfigError, InputError
+from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.compressed import naming_damage
+from datatrove_ckpt.readers.dataset_source import DatasetFiles, DatasetInputs, commit_of, without_commit
+from datatrove_ckpt.readers.extent import InputExtent
+from datatrove_ckpt.readers.hub_messages import explain_hub_error, one_line
+from datatrove_ckpt.readers.inputs import Inputs, shorten
+from datatrove_ckpt.readers.no_documents import NoDocument
+from datatrove_ckpt.readers.positions import FilePosition, FileState, State, job_revisions
+from datatrove_ckpt.readers.retries import retrying
+from datatrove_ckpt.readers.revisions import is_commit
+from datatrove_ckpt.readers.rows import Adapter, FileRead, Row, RowShard
+from datatrove_ckpt.readers.shard import Skipped
+from datatrove_ckpt.readers.steps import plain_settings
+
+_SHUFFLE_SEED = 42  # datatrove's
+_SHOWN_COLUMNS = 20
+# The arguments of load_dataset that decide which rows there are. The others are about where and how to store them.
+_CHOOSING = ("name", "split", "data_dir", "data_files", "revision", "columns", "filters")
+# Of these, a stream refuses some.
+_FOR_STORAGE = ("num_proc", "keep_in_memory", "save_infos", "verification_mode")
+
+
+class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetReader):  # type: ignore[misc, unused-ignore]
+    """datatrove's ``HuggingFaceDatasetReader``, with a position on each document. The arguments are datatrove's.
+
+    ``shuffle_files`` shuffles all rows of a map-style dataset by a fixed seed, as in datatrove. With ``streaming`` it
+    is refused: a shuffle buffer cannot be resumed.
+
+    Raises:
+        ConfigError: an argument that cannot work, or a token among ``dataset_options``.
+    """
+
+    _format: ClassVar[str] = "datasets"
+    _order_options: ClassVar[tuple[str, ...]] = ("skip", "dataset", "streaming", "shuffle_files", "load_from_disk")
+    dataset_settings: ClassVar[tuple[str, ...]] = ("dataset", "streaming", "shuffle_files", "load_from_disk", "chosen")
+
+    def __init__(
+        self,
+        dataset: str,
+        dataset_options: dict[str, Any] | None = None,
+        streaming: bool = False,
+        limit: int = -1,
+        skip: int = 0,
+        batch_size: int = 1000,
+        doc_progress: bool = False,
+        adapter: Adapter | None = None,
+        text_key: str = "text",
+        id_key: str = "id",
+        default_metadata: Row | None = None,
+        shuffle_files: bool = False,
+        load_from_disk: bool = False,
+    ) -> None:
+        huggingface.HuggingFaceDatasetReader.__init__(
+            self,
+            dataset,
+            dataset_options,
+            streaming,
+            limit,
+            skip,
+            batch_size,
+            doc_progress,
+            adapter,
+            text_key,
+            id_key,
+            default_metadata,
+            shuffle_files,
+            load_from_disk,
+        )
+        if isinstance(self.dataset_options.get("token"), str):
+            raise ConfigError(
+                "dataset_options: a token does not belong there, because it is pickled with the executor. Leave it "
+                "out, and set HF_TOKEN where the tasks run, or log in there with `hf auth login`."
+            )
+        if shuffle_files and streaming and not load_from_disk:
+            raise ConfigError(
+                "shuffle_files=True with streaming=True cannot be resumed: the rows in the shuffle buffer would be "
+                "lost. Set streaming=False, which shuffles all rows by a fixed seed, or leave shuffle_files out."
+            )
+        # What the base class asks of a reader of files.
+        self.data_folder = DatasetFiles(dataset)
+        self.paths_file = self.glob_pattern = self.shuffle_seed = None
+        self.recursive, self.file_progress, self.add_file_path = True, False, False
+
+    @property
+    def chosen(self) -> str:
+        """The part of ``dataset_options`` that decides which rows there are, as text."""
+        options = {} if self.load_from_disk else {k: v for k, v in self.dataset_options.items() if k in _CHOOSING}
+        return orjson.dumps(plain_settings(options), option=orjson.OPT_SORT_KEYS).decode()
+
+    def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
+        """datatrove's method of this name, but the document has a slot for its position."""
+        document = SeekingReader.get_document_from_dict(self, data, source_file, id_in_file)
+        if document is not None:
+            document.metadata.setdefault("dataset", source_file)
+        return document
+
+    def list_dataset(self) -> DatasetInputs:
+        """All shards of the dataset, at the commit that the job reads.
+
+        Raises:
+            InputError: the dataset cannot be opened, or has no such split or column.
+        """
+        return self._open(None)
+
+    @property
+    def is_downloaded_whole(self) -> bool:
+        """Listing the dataset would download all of it where it is not in the cache: only the ranks need that."""
+        return not self.load_from_disk and not self.streaming
+
+    def shares_rows(self, shards: int) -> bool:
+        """Whether the tasks share a dataset of so many shards by its rows, and not by its shards."""
+        return self.load_from_disk or not self.streaming or shards <= 1
+
+    def preview(self) -> HuggingFaceDatasetReader:
+        """A reader of the same rows that downloads no more than is read of them, for a check before the run.
+
+        It is this one for a part of a split ("train[:10%]"), which cannot be streamed.
+        """
+        if self.load_from_disk or self.streaming or "[" in str(self.dataset_options.get("split")):
+            return self
+        streamed = copy.copy(self)
+        streamed.adapter = MethodType(self.adapter.__func__, streamed)
+        streamed.streaming, streamed.shuffle_files = True, False
+        streamed.dataset_options = {k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE}
+        return streamed
+
+    # SeekingReader -------------------------------------------------------------------------------------------------
+
+    def _options(self) -> State:
+        return super()._options() | {"dataset_options": shorten(self.chosen)}
+
+    def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
+        if self.shuffle_seed is not None:  # set by ReaderDataset
+            raise ConfigError("shuffle_seed: HuggingFaceDatasetReader cannot shuffle by a seed. Leave it out.")
+        return self._open((state or {}).get("commit")).of_rank(rank, world_size)
+
+    def _file_state(self, start: Any, shard: Any, digest: Any, inputs: Inputs, index: int) -> FileState:
+        found = super()._file_state(start, shard, digest, inputs, index)
+        commit = inputs.commit if isinstance(inputs, DatasetInputs) else None
+        return FileState(found.shared | ({"commit": commit} if commit else {}))
+
+    def _input_extent(self, inputs: Inputs) -> InputExtent:
+        return InputExtent(inputs, self.limit, _count_rows(inputs))
+
+    def _read_input(
+        self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
+    ) -> FileRead:
+        if not isinstance(inputs, DatasetInputs):
+            raise TypeError(f"not the input of this reader: {inputs!r}")
+        rank, documents = number
+        done = file_position[0] if file_position else 0
+        row = done - done % self.batch_size
+        extent, (share, shares) = self._file_extent, row_shard
+        extent.scale = "row"
+
+        def count(number: int) -> None:
+            extent.rows = -(-max(0, number - share) // shares)
+
+        with self._naming(without_commit(inputs.urls[index])):
+            for batch in inputs.batches(index, row, row_shard, self.batch_size, count):
+                lines = [dict(zip(batch, values, strict=False)) for values in zip(*batch.values(), strict=False)]
+                made: list[tuple[Document | Skipped, FilePosition]] = []
+                with self.track_time("batch"):
+                    for line in lines:
+                        row += 1
+                        if row <= done:
+                            continue
+                        document = self.get_document_from_dict(line, self.dataset, f"{rank:05d}/{documents}")
+                        documents += document is not None
+                        made.append((document or Skipped.WITHOUT_TEXT, (row,)))
+                yield from made
+        return None
+
+    def _refuse_without_documents(self, name: str, damaged: bool) -> None:
+        if not self._has_default_adapter():
+            raise NoDocument(
+                f"This task's input holds no document: the adapter found no text in any row of {name!r}. Correct that, "
+                "and run the same command again."
+            )
+
+    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+        raise NotImplementedError("a dataset has no files that can be read by name")
+
+    def read_file(self, filepath: str) -> Iterator[Document]:
+        """datatrove's readers of files have it. A dataset has no files that can be read by name."""
+        raise NotImplementedError("a dataset has no files that can be read by name")
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Turns what ``datasets`` and the hub raise into an error that names the shard."""
+        try:
+            with naming_damage(name):
+                yield
+        except (CkptError, GeneratorExit):
+            raise
+        except Exception as error:
+            if not type(error).__module__.startswith(("datasets", "huggingface_hub", "httpx", "fsspec")):
+                raise
+            raise InputError(
+                f"The input {name!r} could not be read: {one_line(error)}. Run the same command again; if that does "
+                "not help, see whether the dataset is complete and readable."
+            ) from error
+
+    # The dataset ---------------------------------------------------------------------------------------------------
+
+    def _open(self, commit: str | None) -> DatasetInputs:
+        """Opens the dataset at the commit of a saved position, or else at that of the job."""
+        token = self.dataset_options.get("token")
+        commit = self._commit(commit)
+        try:
+            dataset = retrying(lambda: self._load(commit), f"the dataset {self.dataset}")
+        except CkptError:
+            raise
+        except ImportError:
+            raise
+        except Exception as error:  # whatever datasets, the hub and file systems raise
+            raise InputError(self._explain(error, commit)) from error
+        if isinstance(dataset, dict):
+            raise InputError(
+                f"The dataset {self.dataset!r} has several splits, and dataset_options names none. Set 'split' in it "
+                f"to one of: {', '.join(map(str, dataset))}."
+            )
+        self._check_columns(dataset)
+        inputs = DatasetInputs(self.data_folder, self._shuffled(dataset), token, commit)
+        if not inputs.urls:
+            raise InputError(f"The dataset {self.dataset!r} has no files for these dataset_options. Correct them.")
+        inputs.commit = commit or next(filter(is_commit, map(commit_of, inputs.urls)), None)
+        return inputs
+
+    def _load(self, commit: str | None) -> Any:
+        from datasets import load_dataset, load_from_disk
+
+        if self.load_from_disk:
+            return load_from_disk(self.dataset)
+        options = self.dataset_options | ({"revision": commit} if commit else {})
+        return load_dataset(self.dataset, **options, streaming=self.streaming)
+
+    def _shuffled(self, dataset: Any) -> Any:
+        return dataset.shuffle(seed=_SHUFFLE_SEED) if self.shuffle_files else dataset
+
+    def _commit(self, commit: str | None) -> str | None:
+        """The commit to read; None if the dataset is not on the hub, or if its revision is a commit already."""
+        if (repository := self._repository()) is None:
+            return None
+        revision = str(self.dataset_options.get("revision") or "main")
+        if is_commit(revision):
+            return None
+
+        def resolve() -> str | None:
+            return commit or self._ask_for_commit(repository, revision)
+
+        revisions = job_revisions()
+        kept = revisions.commit(repository, revision, resolve) if revisions else resolve()
+        return commit or kept
+
+    def _ask_for_commit(self, repository: str, revision: str) -> str | None:
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=self.dataset_options.get("token"))
+        try:
+            found = retrying(lambda: api.dataset_info(repository, revision=revision), f"the dataset {repository}")
+        except Exception as error:
+            if type(error).__name__ == "OfflineModeIsEnabled":
+                return None  # datasets may have it in its cache
+            raise InputError(self._explain(error, None)) from error
+        return str(found.sha)
+
+    def _repository(self) -> str | None:
+        """The dataset's name on the hub; None if it is elsewhere. ``load_dataset`` looks in this order."""
+        from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+        name = str(self.dataset).removeprefix("hf://datasets/")
+        on_hub = name != self.dataset or not Path(name).exists()
+        if self.load_from_disk or name in _PACKAGED_DATASETS_MODULES or not on_hub or name.count("/") > 1:
+            return None
+        return name
+
+    def _check_columns(self, dataset: Any) -> None:
+        columns = dataset.column_names
+        if columns is None or not self._has_default_adapter() or self.text_key in columns:
+            return
+        shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
+        raise NoDocument(
+            f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are {shown}. Set text_key to "
+            "one of them, or write an adapter."
+        )
+
+    def _has_default_adapter(self) -> bool:
+        return getattr(self.adapter, "__func__", None) is BaseReader._default_adapter
+
+    def _explain(self, error: Exception, commit: str | None) -> str:
+        return explain_hub_error(self.dataset, error, commit, self._repository() is not None)
+
+
+def _count_rows(inputs: Inputs) -> int | None:
+    """Rows of a rank's part of a dataset; None if the dataset does not say how many it has.
+
+    Of a stream's shards, only all together are known; then each counts for the mean.
+    """
+    if not isinstance(inputs, DatasetInputs):
+        return None
+    dataset = inputs.dataset
+    if inputs.is_map:
+        found: int | None = len(dataset)
+    else:
+        split = (getattr(dataset.info, "splits", None) or {}).get(str(dataset.split))
+        found = getattr(split, "num_examples", None)
+    if not found:
+        return found if inputs.is_map else None
+    index, count = inputs.row_shard
+    if count > 1:
+        return -(-max(0, found - index) // count)
+    return found if inputs.is_map else found * len(inputs.shards) // max(1, dataset.num_shards)

@@ -1,0 +1,100 @@
+"""Parquet as blocks of rows: a slice of a row group, without holding more of the group than the slice.
+
+Row groups of a million rows are usual. pyarrow reads them from their beginning, so earlier rows of the group are
+decoded in small batches, and dropped. The batches go on where the last slice ended, because slices are mostly asked for
+in order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened
+from datatrove_ckpt.readers.compressed import naming_damage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_BATCH_ROWS = 2**13
+_BUFFER_BYTES = 2**20
+
+
+class _Cursor(NamedTuple):
+    """Batches of a row group from one of its rows on."""
+
+    group: int
+    columns: tuple[str, ...] | None
+    row: int
+    rest: Any
+    """Rows of the last batch that nobody has asked for yet; None: there are none."""
+    batches: Iterator[Any]
+
+
+class ParquetBlocks:
+    """One Parquet file. See ``block_files.BlockFile``."""
+
+    def __init__(self, folder: DataFolder, name: str, known: FileIndex | None) -> None:
+        import pyarrow.parquet as pq
+
+        self._name = name
+        self._cursor: _Cursor | None = None
+        self._source = opened(folder, name)
+        try:
+            with naming_damage(name):
+                self._file = pq.ParquetFile(self._source, buffer_size=_BUFFER_BYTES)
+                metadata = self._file.metadata
+                groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        except BaseException:
+            self._source.close()
+            raise
+        self.index = FileIndex(tuple(Group(group.num_rows, group.total_byte_size) for group in groups))
+        if known not in (None, self.index):
+            self.close()
+            raise changed(name)
+        self._starts = [0, *accumulate(group.rows for group in self.index.groups)]
+
+    def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
+        """The rows of a part of a row group."""
+        import pyarrow as pa
+
+        with naming_damage(self._name):
+            check_columns(self._file.schema_arrow.names, columns, self._name)
+            group = bisect_right(self._starts, first) - 1
+            cursor = self._seek(group, first - self._starts[group], None if columns is None else tuple(columns))
+            parts, wanted, rest = [], rows, cursor.rest
+            while wanted:
+                batch = next(cursor.batches) if rest is None else rest
+                parts.append(batch.slice(0, wanted))
+                rest = batch.slice(wanted) if batch.num_rows > wanted else None
+                wanted -= parts[-1].num_rows
+            self._cursor = cursor._replace(row=cursor.row + rows, rest=rest)
+            table = pa.Table.from_batches(parts)
+            return table if columns is None else table.select(list(columns))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._cursor = None
+        self._file.close()
+        self._source.close()
+
+    def _seek(self, group: int, row: int, columns: tuple[str, ...] | None) -> _Cursor:
+        """The batches of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
+        cursor = self._cursor
+        if cursor is None or (cursor.group, cursor.columns) != (group, columns) or cursor.row > row:
+            batches = self._file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns and list(columns))
+            cursor = _Cursor(group, columns, 0, None, iter(batches))
+        self._cursor = None  # its batches are consumed, so it may not be used again if this fails
+        at, rest = cursor.row, cursor.rest
+        while at < row or rest is None:
+            batch = next(cursor.batches) if rest is None else rest
+            passed = min(row - at, batch.num_rows)
+            at += passed
+            rest = batch.slice(passed) if passed < batch.num_rows else None
+            if at == row:
+                break
+        return cursor._replace(row=at, rest=rest)

@@ -1,0 +1,88 @@
+"""The commits of hub datasets that all ranks of a job read.
+
+A branch moves. Ranks that start at different times, or again, would then read different files, and documents would be
+lost or doubled. So the first rank that needs the commit of a branch or tag keeps it in the checkpoint folder of the
+job, and all others use that one. Without a folder, a rank asks by itself.
+
+A file of its own per dataset, made by a hard link: the first one wins, and nobody sees half of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+from xxhash import xxh3_64_hexdigest
+
+from datatrove_ckpt.errors import CheckpointCorrupt
+
+Resolve = Callable[[], str | None]
+"""Asks the hub for the commit; None if it cannot be told, such as offline."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision is the full name of a commit, which never moves."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+class Revisions:
+    """The commits that a job reads.
+
+    Args:
+        folder: ``checkpoints_local_dir`` of the job, which need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def commit(self, dataset: str, revision: str, resolve: Resolve) -> str | None:
+        """The commit that this job reads as ``revision`` of the dataset. Asks the hub only once per job.
+
+        Raises:
+            CheckpointCorrupt: what was kept cannot be read.
+        """
+        path = self._folder / f"dataset_{xxh3_64_hexdigest(f'{dataset}@{revision}'.encode())}.json"
+        if (kept := self._read(path)) is not None:
+            return kept
+        found = resolve()
+        if found is None:
+            return None
+        self._keep(path, {"dataset": dataset, "revision": revision, "commit": found})
+        return self._read(path)
+
+    def _read(self, path: Path) -> str | None:
+        try:
+            content = orjson.loads(path.read_bytes())
+            commit = content["commit"]
+            if is_commit(commit):
+                return str(commit)
+        except FileNotFoundError:
+            return None
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            pass
+        raise CheckpointCorrupt(
+            f"{path} should name the commit of the dataset that this job reads, and cannot be read. Restore it from a "
+            "copy, or write the commit as `revision` into dataset_options and remove the file."
+        )
+
+    def _keep(self, path: Path, content: dict[str, str]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # processes of two nodes may have one id
+        with staged.open("wb") as file:
+            file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(staged, path)
+        except FileExistsError:
+            pass  # another rank was first
+        except OSError:  # a file system without hard links
+            staged.replace(path)
+        finally:
+            staged.unlink(missing_ok=True)

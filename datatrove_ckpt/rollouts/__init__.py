@@ -1,0 +1,44 @@
+"""What a rollout is, and ready-made rollouts for YAML files.
+
+The attributes of a ready-made rollout are plain values, because its class and ``vars(rollout)`` are part of the run's
+identity: another prompt is another run. So the object holds nothing compiled; each process parses a template, a schema
+or a tokenizer once. What a rollout takes from the model's files is an attribute, too (``ReadyMade.for_config``).
+
+The names below are of this module, whatever file they are in: pickles and identities hold them. Start in ``prompt.py``.
+"""
+
+from datatrove_ckpt.rollouts.answers import InvalidAnswer
+from datatrove_ckpt.rollouts.best_of import BestOfRollout
+from datatrove_ckpt.rollouts.chunked import ChunkedRollout
+from datatrove_ckpt.rollouts.for_config import for_config
+from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat
+from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout
+from datatrove_ckpt.rollouts.settings import ReadyMade
+from datatrove_ckpt.rollouts.splitting import split_text
+
+for _named in (
+    BestOfRollout,
+    ChunkedRollout,
+    CompletionRollout,
+    Generate,
+    InvalidAnswer,
+    PromptRollout,
+    chat,
+    split_text,
+):
+    _named.__module__ = __name__
+
+__all__ = [
+    "BestOfRollout",
+    "ChunkedRollout",
+    "CompletionRollout",
+    "Generate",
+    "InvalidAnswer",
+    "Payload",
+    "PromptRollout",
+    "ReadyMade",
+    "Rollout",
+    "chat",
+    "for_config",
+    "split_text",
+]

@@ -1,0 +1,176 @@
+"""Answers of a given form: a JSON schema, a regular expression, or one of several texts.
+
+Each engine gets the form in its own field and then can generate nothing else. Every answer is checked here all the
+same: it may be cut off, and an endpoint may ignore the field.
+
+    engine      JSON schema                     regex                        choice
+    vllm        structured_outputs.json         structured_outputs.regex     structured_outputs.choice
+    sglang      response_format                 regex                        regex
+    llamacpp    json_schema                     -                            grammar
+    openai      response_format                 -                            -
+    none        -                               -                            -       (only checked)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import orjson
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import missing_package
+from datatrove_ckpt.rollouts.interface import Payload
+
+Engine: TypeAlias = Literal["vllm", "sglang", "llamacpp", "openai", "none"]
+Schema: TypeAlias = dict[str, Any]
+
+CANNED = "canned"
+"""The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
+
+_FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
+_NOT_TAKEN = {
+    ("llamacpp", "regex"): "llama.cpp takes no regex; use choice or json_schema",
+    ("openai", "regex"): "OpenAI's API takes no regex; use json_schema",
+    ("openai", "choice"): "OpenAI's API takes no choice; use json_schema with an enum",
+}
+
+
+class InvalidAnswer(ValueError):
+    """No answer to a request had the form that was asked for."""
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What an answer must be: one of the three. Messages begin with the setting's name."""
+
+    json_schema: Schema | None
+    regex: str | None
+    choice: list[str] | None
+
+    @property
+    def kind(self) -> str | None:
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]}: is set together with {given[1]}; an answer has one form.")
+        return given[0] if given else None
+
+    def check(self) -> None:
+        """Raises ConfigError if no answer could ever have this form, or a package is missing."""
+        if self.kind == "json_schema":
+            _validator(orjson.dumps(self.json_schema))
+        elif self.kind == "regex":
+            try:
+                re.compile(self.regex or "")
+            except re.error as error:
+                raise ConfigError(f"regex: {self.regex!r} is not a regular expression: {error}.") from None
+        elif self.kind == "choice":
+            texts = self.choice or []
+            if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
+                raise ConfigError(f"choice: {texts!r} is not a list of texts.")
+            if len({one.strip() for one in texts}) < len(texts):
+                raise ConfigError(f"choice: {texts!r} has a text twice.")
+
+    def fields(self, engine: str) -> Payload:
+        """The payload keys that make the engine keep to the form.
+
+        Raises:
+            ConfigError: it has none for it.
+        """
+        if self.kind is None or engine in ("none", CANNED):
+            return {}
+        if why := _NOT_TAKEN.get((engine, self.kind)):
+            raise ConfigError(f"{self.kind}: {why}, or set engine: none, so that answers are only checked.")
+        if engine == "vllm":
+            name = "json" if self.kind == "json_schema" else self.kind
+            return {"structured_outputs": {name: getattr(self, self.kind)}}
+        if self.kind == "json_schema":
+            if engine == "llamacpp":  # its /v1/completions knows no response_format
+                return {"json_schema": self.json_schema}
+            wanted = {"name": "answer", "schema": self.json_schema, "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": wanted}}
+        if self.kind == "regex":
+            return {"regex": self.regex}
+        texts = self.choice or []
+        if engine == "sglang":
+            return {"regex": "(" + "|".join(_literal(one) for one in texts) + ")"}
+        return {"grammar": "root ::= " + " | ".join(_gbnf(one) for one in texts)}
+
+    def read(self, text: str) -> tuple[str, str]:
+        """The answer's text without what surrounds it, and what is wrong with it: "" if nothing is."""
+        text = text.strip()
+        problem = self._problem(text)
+        if problem and (fenced := _FENCE.fullmatch(text)):
+            text = fenced[1].strip()
+            problem = self._problem(text)
+        return text, problem
+
+    def _problem(self, text: str) -> str:
+        if self.kind == "json_schema":
+            return _problem(_validator(orjson.dumps(self.json_schema)), text)
+        if self.kind == "regex" and re.fullmatch(self.regex or "", text) is None:
+            return f"it does not match the regular expression {self.regex}"
+        if self.kind == "choice" and text not in [one.strip() for one in self.choice or []]:
+            return f"it is not one of {', '.join(self.choice or [])}"
+        return ""
+
+
+def engine_of(server_type: str, form: AnswerForm) -> str:
+    """The engine behind a server type.
+
+    Raises:
+        ConfigError: for an endpoint or a script nobody can know, and it matters.
+    """
+    if server_type in ("vllm", "sglang", "llamacpp"):
+        return server_type
+    if server_type == "dummy":
+        return CANNED
+    if form.kind == "json_schema":
+        return "openai"  # vLLM, SGLang and llama.cpp take its field, too
+    raise ConfigError(
+        f"{form.kind}: engines have different fields for it, and behind server_type {server_type!r} may be any of "
+        "them. Set engine: vllm, sglang or llamacpp; or none, so that answers are only checked."
+    )
+
+
+@lru_cache(maxsize=16)
+def _validator(schema: bytes) -> Any:
+    try:
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError:
+        raise ConfigError(f"json_schema: {missing_package('jsonschema')}") from None
+    content = orjson.loads(schema)
+    kind = validator_for(content)
+    try:
+        kind.check_schema(content)
+    except SchemaError as error:
+        raise ConfigError(f"json_schema: is not a JSON schema: {error.json_path}: {error.message}.") from None
+    return kind(content, registry=Registry())  # without one, a $ref would be downloaded
+
+
+def _problem(validator: Any, text: str) -> str:
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    try:
+        error = best_match(validator.iter_errors(orjson.loads(text)))
+    except orjson.JSONDecodeError as problem:
+        return f"it is not JSON: {problem}"
+    except Unresolvable as problem:
+        raise ConfigError(f"json_schema: a $ref leads outside of the schema: {problem}.") from None
+    return "" if error is None else f"{error.json_path}: {error.message}"[:500]
+
+
+def _literal(text: str) -> str:
+    """A literal in a regular expression. ``re.escape`` also escapes blanks, which engines need not know."""
+    return re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", text)
+
+
+def _gbnf(text: str) -> str:
+    """A literal in llama.cpp's grammars."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    return f'"{escaped}"'

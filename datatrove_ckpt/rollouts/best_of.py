@@ -1,0 +1,132 @@
+"""Several answers to one prompt: the best one is the result, and all of them are kept beside it."""
+
+# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+
+import re
+from collections import Counter
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.chunked import sum_usage
+from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
+from datatrove_ckpt.rollouts.messages import prompt_source
+from datatrove_ckpt.rollouts.prompt import PromptRollout
+from datatrove_ckpt.rollouts.templates import fill, parse
+
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
+
+@dataclass
+class BestOfRollout(PromptRollout):
+    """Several answers to one prompt. A judge or a vote chooses the best one; all of them are kept.
+
+    The result is a mapping with ``text``, ``finish_reason``, ``usage`` and ``reasoning`` of the best answer (``usage``
+    of all requests together), and ``candidates``: each answer's ``text``, ``finish_reason`` and ``score``.
+
+    Attributes:
+        candidates: answers per document.
+        judge_prompt: a user message that is sent once for each candidate, which takes the place of ``{answer}``; the
+            other names and the limits are those of ``prompt``. The first number in the judge's answer is the
+            candidate's score, and the highest wins, the first one of several. None: the answer that is given most
+            often wins.
+        judge_params: payload keys of the judge's requests; they override ``default_generation_params``. None: a
+            temperature of 0.
+        vote_pattern: a regular expression. What its last match in an answer says is voted on, instead of the whole
+            answer: its first group if it has one.
+
+    All other settings are those of PromptRollout. Invalid answers are no candidates.
+
+    Raises:
+        ConfigError: as PromptRollout, or settings that could not tell the candidates apart.
+    """
+
+    _: KW_ONLY
+    candidates: int = 4
+    judge_prompt: str | None = None
+    judge_params: Payload | None = None
+    vote_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.candidates < 2:
+            raise ConfigError(f"candidates: must be >= 2; it is {self.candidates!r}.")
+        if self.judge_prompt is not None and ("", "metadata", "answer") not in parse(self.judge_prompt, "judge_prompt"):
+            raise ConfigError("judge_prompt: has no {answer}, so every candidate would get the same score.")
+        if self.judge_prompt is not None and self.vote_pattern is not None:
+            raise ConfigError("vote_pattern: is set together with judge_prompt; set only one of them.")
+        if self.judge_params is not None and self.judge_prompt is None:
+            raise ConfigError("judge_params: there is no judge; set judge_prompt.")
+        self._check_params("judge_params", self.judge_params)
+        try:
+            re.compile(self.vote_pattern or "")
+        except re.error as error:
+            raise ConfigError(f"vote_pattern: {self.vote_pattern!r} is not a regular expression: {error}.") from None
+        if self._params().get("temperature") == 0:
+            raise ConfigError("candidates: at temperature 0 they would all be the same; set a higher one.")
+
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if {**config.default_generation_params, **self._params()}.get("temperature") == 0:
+            raise ConfigError("candidates: at temperature 0 they would all be the same; set a higher one.")
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        payload = await self._payload(document)
+        results = [one for one in await self._ask(generate, [payload] * self.candidates) if one is not None]
+        if not results:
+            return None
+        asked: list[InferenceResult] = []
+        if self.judge_prompt is None:
+            scores: list[float | None] = [*self._votes(results)]
+        else:
+            asked = await generate_all(generate, [await self._judged(document, str(one.text)) for one in results])
+            scores = [_score(str(one.text)) for one in asked]
+        # max takes the first one of several
+        best = max(range(len(results)), key=lambda index: (scores[index] is not None, scores[index] or 0.0))
+        return _result(results, scores, best, [*results, *asked])
+
+    async def _judged(self, document: Document, answer: str) -> Payload:
+        assert self.judge_prompt is not None
+        source = prompt_source(document, self.prompt_column)
+        text = source if isinstance(source, str) else document.text
+        filled = partial(fill, self.judge_prompt, document, answer=answer)
+        content = filled(await self._cut(self.judge_prompt, filled, text, None))
+        return chat_payload(None, content, {"temperature": 0} if self.judge_params is None else self.judge_params)
+
+    def _votes(self, results: list[InferenceResult]) -> list[int]:
+        """How many answers say the same as each of them. One in which nothing matches has its own voice."""
+        said = [self._said(str(one.text)) or index for index, one in enumerate(results)]
+        counts = Counter(said)
+        return [counts[one] if isinstance(one, str) else 0 for one in said]
+
+    def _said(self, text: str) -> str:
+        if self.vote_pattern is None:
+            return text.strip()
+        found = list(re.finditer(self.vote_pattern, text))
+        return (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else ""
+
+
+def _score(text: str) -> float | None:
+    found = _NUMBER.search(text)
+    return float(found[0]) if found else None
+
+
+def _result(
+    results: list[InferenceResult], scores: list[float | None], best: int, paid: list[InferenceResult]
+) -> dict[str, Any]:
+    chosen = results[best]
+    return {
+        "text": chosen.text,
+        "finish_reason": chosen.finish_reason,
+        "usage": sum_usage(paid),
+        "reasoning": chosen.reasoning,
+        "candidates": [
+            {"text": one.text, "finish_reason": one.finish_reason, "score": score}
+            for one, score in zip(results, scores, strict=True)
+        ],
+    }

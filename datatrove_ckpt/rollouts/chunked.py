@@ -1,0 +1,165 @@
+"""Several requests per document, one for each of its parts."""
+
+# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+
+import asyncio
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
+
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
+from datatrove_ckpt.rollouts.messages import prompt_source
+from datatrove_ckpt.rollouts.settings import ReadyMade
+from datatrove_ckpt.rollouts.splitting import Chars, Tokens, split, stitch
+from datatrove_ckpt.rollouts.templates import check_template, fill, times_text
+
+
+@dataclass
+class ChunkedRollout(ReadyMade):
+    """Splits long documents into parts, sends one chat message per part, and joins the answers.
+
+    Parts end at paragraphs. A paragraph that is too long is split after a sentence, a sentence that is too long after a
+    word, a word that is too long anywhere.
+
+    Attributes:
+        prompt: the user message, with the same names as in PromptRollout; ``{text}`` is the part.
+        system_prompt: the system message of each request, sent unchanged.
+        max_chars_per_part: longest part, in characters (about four per token in English).
+        separator: text between the joined answers.
+        parallel: send the requests of all parts at once (True), or one after the other. With ``carry`` they are sent
+            one after the other.
+        generation_params: payload keys; they override ``default_generation_params``.
+        max_tokens_per_part: longest part, in tokens, instead of ``max_chars_per_part``; counted as in PromptRollout.
+        overlap_chars: characters of the end of a part with which the next one begins again, on top of its size. Where
+            an answer begins with the end of the one before it, the joined text has that once.
+        carry: what a part's request knows of the ones before it. None: nothing. "conversation": the last
+            ``carried_parts`` parts with their answers, as messages before its own. "continue": its message begins with
+            the part before, and the model continues that part's answer (vLLM and SGLang).
+        carried_parts: parts that a conversation goes back.
+
+    ``prompt_column``, ``tokenizer``, ``tokenizer_revision``, ``chars_per_token`` and ``generation_config`` are those of
+    PromptRollout.
+
+    Raises:
+        ConfigError: a template that cannot be filled in or lacks ``{text}``, a size below 1, or another setting that
+            cannot work.
+    """
+
+    prompt: str = "{text}"
+    system_prompt: str | None = None
+    max_chars_per_part: int = 8000
+    separator: str = "\n\n"
+    parallel: bool = True
+    generation_params: Payload | None = None
+    _: KW_ONLY
+    max_tokens_per_part: int | None = None
+    overlap_chars: int = 0
+    carry: Literal["conversation", "continue"] | None = None
+    carried_parts: int = 1
+
+    _token_setting: ClassVar[str] = "max_tokens_per_part"
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt)
+        for name in ("max_chars_per_part", "max_tokens_per_part", "carried_parts"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
+        if self.overlap_chars < 0:
+            raise ConfigError(f"overlap_chars must be >= 0; it is {self.overlap_chars!r}.")
+        if not times_text(self.prompt):
+            raise ConfigError(
+                "prompt: has no {text}, so every part would get the same prompt. Put {text} where the part belongs."
+            )
+        super().__post_init__()
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> InferenceResult:
+        source = prompt_source(document, self.prompt_column)
+        if isinstance(source, list):
+            raise ConfigError(
+                f"prompt_column: document {document.id!r} holds a list of messages, which cannot be split; use "
+                "PromptRollout."
+            )
+        parts = await self._parts(source)
+        if self.carry is not None:
+            return self._join(await self._in_turn(document, generate, parts), parts)
+        payloads = [self._payload(document, part) for part in parts]
+        if self.parallel:
+            return self._join(await generate_all(generate, payloads), parts)
+        return self._join([await generate(payload) for payload in payloads], parts)
+
+    async def _parts(self, text: str) -> list[str]:
+        limit = self.max_tokens_per_part
+        if limit is None:
+            return split(text, self.max_chars_per_part, Chars(), self.overlap_chars)
+        if self.chars_per_token is not None:
+            return split(text, max(1, int(limit * self.chars_per_token)), Chars(), self.overlap_chars)
+
+        def by_tokens() -> list[str]:
+            return split(text, limit, Tokens(self._counter().starts(text), len(text)), self.overlap_chars)
+
+        return await asyncio.to_thread(by_tokens)
+
+    async def _in_turn(self, document: Document, generate: Generate, parts: list[str]) -> list[InferenceResult]:
+        results: list[InferenceResult] = []
+        for index, part in enumerate(parts):
+            if self.carry == "continue":
+                payload = self._continued(document, parts[index - 1] if index else "", part, results)
+            else:
+                first = max(0, index - self.carried_parts)
+                payload = self._payload(document, part)
+                before = [
+                    message
+                    for earlier, result in zip(parts[first:index], results[first:], strict=True)
+                    for message in (self._asked(document, earlier), {"role": "assistant", "content": result.text})
+                ]
+                payload["messages"][-1:-1] = before
+            results.append(await generate(payload))
+        return results
+
+    def _continued(self, document: Document, before: str, part: str, results: list[InferenceResult]) -> Payload:
+        if not results:
+            return self._payload(document, part)
+        payload = self._payload(document, f"{before}{self.separator}{part}")
+        payload["messages"].append({"role": "assistant", "content": results[-1].text})
+        return {**payload, "continue_final_message": True, "add_generation_prompt": False}
+
+    def _asked(self, document: Document, part: str) -> dict[str, str]:
+        return {"role": "user", "content": fill(self.prompt, document, part)}
+
+    def _payload(self, document: Document, part: str) -> Payload:
+        return chat_payload(self.system_prompt, fill(self.prompt, document, part), self._params())
+
+    def _join(self, results: list[InferenceResult], parts: list[str]) -> InferenceResult:
+        reasons = [result.finish_reason for result in results]
+        texts = [result.text for result in results]
+        overlap = self.overlap_chars
+        return InferenceResult(
+            text=stitch(texts, self.separator, parts, overlap) if overlap else self.separator.join(texts),
+            finish_reason="length" if "length" in reasons else reasons[-1],
+            usage=sum_usage(results),
+            reasoning=self.separator.join(result.reasoning for result in results if result.reasoning),
+        )
+
+
+def sum_usage(results: list[InferenceResult]) -> dict[str, object]:
+    """The usage of several answers together."""
+    total: dict[str, object] = {}
+    for result in results:
+        total = _added(total, result.usage)
+    return total
+
+
+def _added(total: dict[str, object], more: dict[str, object] | None) -> dict[str, object]:
+    """Adds numbers by name, nested ones too. Other values are left out."""
+    summed = dict(total)
+    for name, value in (more or {}).items():
+        before = summed.get(name)
+        if isinstance(value, dict):
+            summed[name] = _added(before if isinstance(before, dict) else {}, value)
+        elif isinstance(value, (int, float)):
+            summed[name] = value + (before if isinstance(before, (int, float)) else 0)
+    return summed

@@ -1,0 +1,55 @@
+"""What a rollout is: the types of its arguments, and the simplest one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
+
+Payload: TypeAlias = dict[str, Any]
+"""The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
+
+
+class Generate(Protocol):
+    """The second argument of a rollout: sends one request."""
+
+    async def __call__(self, payload: Payload, /) -> InferenceResult:
+        """The answer to the payload, to which the model and ``default_generation_params`` are added.
+
+        To be awaited before the rollout returns: a later answer is not counted, and may be lost.
+
+        Raises:
+            datatrove's InferenceError: this request cannot be answered.
+            datatrove's ServerError: no request can be answered; the rank stops, whatever the rollout does.
+        """
+
+
+Rollout: TypeAlias = Callable[..., Awaitable[object]]
+"""``async def rollout(document, generate, **shared)``. It returns an InferenceResult, JSON values or None."""
+
+
+# The source of this function is part of a run's identity: a change would refuse every checkpoint made with it.
+async def chat(document: Document, generate: Generate, **shared: Any) -> InferenceResult:
+    """The document's text as one user message."""
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+
+async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[InferenceResult]:
+    """All answers. If a request fails, waits for the others, then raises its error.
+
+    Cancelling the others would waste their answers. As it is, the request cache has them when the document is retried.
+    """
+    results = await asyncio.gather(*(generate(payload) for payload in payloads), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def chat_payload(system_prompt: str | None, content: str, params: Payload | None) -> Payload:
+    """One user message, after the system message if there is one."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+    return {"messages": [*system, {"role": "user", "content": content}]} | (params or {})

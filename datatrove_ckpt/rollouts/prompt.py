@@ -1,0 +1,148 @@
+"""One request per document, made from a template."""
+
+# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
+from datatrove_ckpt.rollouts.limits import cut_to_chars, cut_to_tokens, fits_for_sure
+from datatrove_ckpt.rollouts.messages import prompt_source, with_system
+from datatrove_ckpt.rollouts.settings import OneRequest
+from datatrove_ckpt.rollouts.templates import BARE, check_template, fill, fixed_length, times_text
+
+Filled: TypeAlias = Callable[[str], str]
+
+
+@dataclass
+class PromptRollout(OneRequest):
+    """One chat message per document, made from a template.
+
+    Attributes:
+        prompt: the user message; ``{text}``, ``{id}``, ``{KEY}`` and ``{metadata[KEY]}`` (for any key of the metadata)
+            are filled in from the document. Or a template as in datatrove's examples, with ``[[DOCUMENT]]`` for the
+            text; its braces have no meaning.
+        system_prompt: the system message, sent unchanged: nothing is filled in.
+        generation_params: payload keys such as ``temperature``; they override ``default_generation_params``.
+        max_chars: longest user message, in characters; None: no limit. The text of a longer one is cut, after a line if
+            there is one, so that the rest of the template stays.
+        prompt_column: metadata key whose value takes the place of the document's text. A list of messages (there, or as
+            the document's text) is sent as it is, after ``system_prompt`` unless it has one of its own.
+        generation_config: "auto": the sampling parameters that the model's ``generation_config.json`` recommends, below
+            all others. Or the name or path of another model.
+        chars_per_token: characters that a token has on average: an estimate instead of a tokenizer.
+        tokenizer: what counts tokens: name or path of a model with a ``tokenizer.json``. None: the model's own.
+        tokenizer_revision: branch, tag or commit of the tokenizer on the hub.
+        max_prompt_tokens: longest system and user message together, in tokens; the text is cut like that of
+            ``max_chars``. "auto": what ``model_max_context`` leaves beside ``max_tokens`` and 64 tokens for the chat
+            template. Lists of messages are not cut.
+        json_schema: the answer is JSON of this schema.
+        regex: the answer matches this regular expression as a whole.
+        choice: the answer is one of these texts.
+        answer_attempts: attempts to get an answer of that form. Each further one is a new sample, so the temperature
+            should not be 0.
+        show_error: a further attempt shows the model its answer and what is wrong with it.
+        invalid_answer: "fail": a document without a valid answer fails. "drop": the rollout gives None.
+        engine: whose request fields to use for the form. None: those of the run's ``server_type``.
+
+    Raises:
+        ConfigError: a template that cannot be filled in, a generation parameter that is not one, ``max_chars`` that
+            leaves no room for the text, or another setting that cannot work.
+    """
+
+    prompt: str = "{text}"
+    system_prompt: str | None = None
+    generation_params: Payload | None = None
+    max_chars: int | None = None
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt)
+        super().__post_init__()
+        if self.max_chars is None:
+            del self.max_chars  # the class has it, and the identity of runs that were made without it stays the same
+        elif self.max_chars <= fixed_length(self.prompt):
+            raise ConfigError(f"max_chars: must be greater than the length of prompt; it is {self.max_chars!r}.")
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        return (await self._ask(generate, [await self._payload(document)]))[0]
+
+    async def _payload(self, document: Document) -> Payload:
+        source = prompt_source(document, self.prompt_column)
+        if isinstance(source, list):
+            if self.prompt not in BARE:
+                raise ConfigError(
+                    f"prompt: document {document.id!r} holds a list of messages, which are sent as they are. Leave "
+                    "prompt out."
+                )
+            return {"messages": with_system(self.system_prompt, source), **self._params()}
+        filled = partial(fill, self.prompt, document)
+        content = filled(await self._cut(self.prompt, filled, source, self.system_prompt))
+        return chat_payload(self.system_prompt, content, self._params())
+
+    async def _cut(self, template: str, filled: Filled, text: str, system_prompt: str | None) -> str:
+        if self.max_chars is not None:
+            text = cut_to_chars(filled, text, times_text(template), self.max_chars)
+        return await cut_to_limit(self, template, filled, text, system_prompt or "")
+
+
+@dataclass
+class CompletionRollout(OneRequest):
+    """One plain completion per document, for base models and servers with ``use_chat: false``.
+
+    Attributes:
+        prompt: the text that the model continues, with the same names as in PromptRollout.
+        generation_params: payload keys such as ``max_tokens``; they override ``default_generation_params``.
+
+    The other settings are those of PromptRollout, without ``system_prompt`` and ``max_chars``.
+
+    Raises:
+        ConfigError: a template that cannot be filled in, or a generation parameter that is not one.
+    """
+
+    prompt: str = "{text}"
+    generation_params: Payload | None = None
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt)
+        super().__post_init__()
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        source = prompt_source(document, self.prompt_column)
+        if isinstance(source, list):
+            raise ConfigError(
+                f"prompt_column: document {document.id!r} holds a list of messages, which a plain completion has no "
+                "place for; use PromptRollout."
+            )
+        filled = partial(fill, self.prompt, document)
+        text = await cut_to_limit(self, self.prompt, filled, source, "")
+        return (await self._ask(generate, [{"prompt": filled(text)} | self._params()]))[0]
+
+
+async def cut_to_limit(rollout: OneRequest, template: str, filled: Filled, text: str, system_prompt: str) -> str:
+    """The text, cut to the rollout's limit in tokens, if it has one.
+
+    Args:
+        filled: fills the template with the text.
+    """
+    limit = rollout._limit()
+    if limit is None:
+        return text
+    times = times_text(template)
+    if rollout.chars_per_token is not None:
+        chars = int(limit * rollout.chars_per_token) - len(system_prompt)
+        return cut_to_chars(filled, text, times, chars)
+    if fits_for_sure(system_prompt + filled(text), limit):
+        return text
+
+    def cut() -> str:
+        counter = rollout._counter()
+        return cut_to_tokens(filled, text, times, limit - counter.count(system_prompt), counter)
+
+    # Counting a long text takes milliseconds, and reading a tokenizer a second.
+    return await asyncio.to_thread(cut)

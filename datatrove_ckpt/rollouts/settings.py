@@ -1,0 +1,248 @@
+"""What the ready-made rollouts have in common: settings, and how they are fitted to the config of a run."""
+
+# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+from datatrove.pipeline.inference.types import InferenceResult
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, Engine, InvalidAnswer, Schema, engine_of
+from datatrove_ckpt.rollouts.interface import Generate, Payload, generate_all
+from datatrove_ckpt.rollouts.model_defaults import load_defaults
+from datatrove_ckpt.rollouts.tokens import TokenCounter, load_counter
+
+_CHAT_TEMPLATE_TOKENS = 64
+_SET_ELSEWHERE = ("messages", "prompt", "model", "stream")
+
+
+@dataclass(kw_only=True)
+class ReadyMade:
+    """The settings that all ready-made rollouts share. Subclasses document them.
+
+    Those here, and all of the subclasses that are given by keyword only, were added after the first release. They are
+    missing from ``vars`` while they have their defaults, so that earlier runs are the same runs.
+    """
+
+    prompt_column: str | None = None
+    generation_config: str | None = None
+    chars_per_token: float | None = None
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    # found by for_config
+    tokenizer_hash: str | None = field(default=None, init=False)
+    generation_defaults: Payload | None = field(default=None, init=False)
+    counted_by: list[str | None] | None = field(default=None, init=False)
+
+    _token_setting: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self._check_params("generation_params", self._own_params())
+        if self.chars_per_token is not None and not self.chars_per_token > 0:
+            raise ConfigError(f"chars_per_token: must be > 0; it is {self.chars_per_token!r}.")
+        if self.tokenizer is not None and self.chars_per_token is not None:
+            raise ConfigError("tokenizer: is set together with chars_per_token; set only one of them.")
+        if (self.tokenizer or self.chars_per_token or self.tokenizer_revision) and not self._counts_tokens():
+            raise ConfigError(f"tokenizer: nothing is measured in tokens; set {self._token_setting}.")
+        self._leave_out_defaults()
+
+    def _own_params(self) -> Payload | None:
+        """``generation_params``: a field of the subclasses, where it has its place among the positional ones."""
+        params: Payload | None = getattr(self, "generation_params", None)
+        return params
+
+    def _check_params(self, setting: str, params: Payload | None) -> None:
+        for name in _SET_ELSEWHERE:
+            if name in (params or {}):
+                raise ConfigError(f"{setting}: {name!r} cannot be given here; the rollout or the server sets it.")
+        check_generation_params(setting, params or {})
+
+    def _counts_tokens(self) -> bool:
+        return getattr(self, self._token_setting) is not None
+
+    def _leave_out_defaults(self) -> None:
+        for one in dataclasses.fields(self):
+            if (one.kw_only or not one.init) and vars(self).get(one.name, one) == one.default:
+                del vars(self)[one.name]
+
+    def for_config(self, config: InferenceConfig) -> Self:
+        """A copy that knows what it needs of the config. What it finds in the model's files is part of its identity.
+
+        Raises:
+            ConfigError: a file of the model is missing, or the settings do not go together.
+        """
+        fitted = copy.copy(self)
+        fitted._fit(config)
+        fitted._leave_out_defaults()
+        return fitted
+
+    def _fit(self, config: InferenceConfig) -> None:
+        flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
+        model, revision = config.model_name_or_path, flags.get("revision")
+        if self.generation_config is not None:
+            place = (model, revision) if self.generation_config == "auto" else (self.generation_config, None)
+            found = load_defaults(*place)
+            check_generation_params("generation_config", found)
+            # The request's own keys would override those of the config.
+            self.generation_defaults = {
+                name: value for name, value in found.items() if name not in config.default_generation_params
+            }
+        if self._counts_tokens() and self.chars_per_token is None:
+            own = (flags.get("tokenizer"), flags.get("tokenizer-revision")) if "tokenizer" in flags else None
+            name, version = own or (model, flags.get("tokenizer-revision", revision))
+            if self.tokenizer is not None:
+                name, version = self.tokenizer, self.tokenizer_revision
+            self.counted_by = [name, self.tokenizer_revision or version]
+            self.tokenizer_hash = load_counter(*self.counted_by).digest  # type: ignore[arg-type]
+
+    def prepare(self) -> None:
+        """Reads the tokenizer on the machine that processes documents: if it is missing, no document is at fault.
+
+        Raises:
+            ConfigError: it cannot be read, or is another one.
+        """
+        if self.counted_by is not None:
+            self._counter()
+
+    def _counter(self) -> TokenCounter:
+        """May read a file: to be called in a thread."""
+        if self.counted_by is None:
+            if self.tokenizer is None:
+                raise ConfigError("tokenizer: is not known outside of an InferenceRunner; call for_config(config).")
+            return load_counter(self.tokenizer, self.tokenizer_revision)
+        name, revision = self.counted_by
+        return load_counter(str(name), revision, self.tokenizer_hash)
+
+    def _params(self) -> Payload:
+        return {**(self.generation_defaults or {}), **(self._own_params() or {})}
+
+
+@dataclass(kw_only=True)
+class OneRequest(ReadyMade):
+    """The settings of rollouts whose requests are whole documents: a limit in tokens, and the form of the answer."""
+
+    max_prompt_tokens: int | Literal["auto"] | None = None
+    json_schema: Schema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    answer_attempts: int = 3
+    show_error: bool = False
+    invalid_answer: Literal["fail", "drop"] = "fail"
+    engine: Engine | None = None
+    # found by for_config
+    form_for: str | None = field(default=None, init=False)
+    prompt_tokens: int | None = field(default=None, init=False)
+
+    _token_setting: ClassVar[str] = "max_prompt_tokens"
+
+    def __post_init__(self) -> None:
+        self.form.check()
+        if self.form.kind is not None and self.engine is not None:
+            self.form.fields(self.engine)
+        if self.answer_attempts < 1:
+            raise ConfigError(f"answer_attempts: must be >= 1; it is {self.answer_attempts!r}.")
+        limit = self.max_prompt_tokens
+        if limit not in (None, "auto") and not (isinstance(limit, int) and limit >= 1):
+            raise ConfigError(f'max_prompt_tokens: {limit!r} is not "auto" or a number of 1 or more.')
+        super().__post_init__()
+
+    @property
+    def _is_free(self) -> bool:
+        """An answer may have any form. The usual case, and one that is looked at for each request."""
+        return self.json_schema is None and self.regex is None and self.choice is None
+
+    @property
+    def form(self) -> AnswerForm:
+        return AnswerForm(self.json_schema, self.regex, self.choice)
+
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if self.form.kind is not None:
+            canned = config.server_type == "dummy"
+            self.form_for = CANNED if canned else self.engine or engine_of(config.server_type, self.form)
+            self.form.fields(self.form_for)
+        if self.max_prompt_tokens == "auto":
+            self.prompt_tokens = self._left_for_the_prompt(config)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.form.check()  # its package may be missing here
+
+    def _left_for_the_prompt(self, config: InferenceConfig) -> int:
+        params = {**config.default_generation_params, **self._params()}
+        answer = next((params[name] for name in TOKEN_LIMITS if params.get(name)), None)
+        if answer is None:
+            raise ConfigError(
+                "max_prompt_tokens: auto is what the context leaves beside the answer, but nothing says how long that "
+                "may be. Set max_tokens in default_generation_params or generation_params."
+            )
+        left = config.model_max_context - int(answer) - (_CHAT_TEMPLATE_TOKENS if config.use_chat else 0)
+        if left < 1:
+            raise ConfigError(
+                f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in model_max_context, which is "
+                f"{config.model_max_context}."
+            )
+        return left
+
+    def _limit(self) -> int | None:
+        """Tokens that a prompt may have."""
+        if self.max_prompt_tokens != "auto":
+            return self.max_prompt_tokens
+        if self.prompt_tokens is None:
+            raise ConfigError("max_prompt_tokens: auto needs the config; call for_config(config).")
+        return self.prompt_tokens
+
+    def _params(self) -> Payload:
+        if self._is_free:
+            return super()._params()
+        return {**super()._params(), **self.form.fields(self.form_for or self.engine or "none")}
+
+    async def _ask(self, generate: Generate, payloads: list[Payload]) -> list[InferenceResult | None]:
+        """A valid answer to each payload, or None if there is none and invalid answers are dropped.
+
+        All first attempts are made at once, then all second ones: so equal payloads get the same answers when the
+        document is processed again, in whatever order they arrive.
+
+        Raises:
+            InvalidAnswer: there is none.
+        """
+        if self._is_free or self.form_for == CANNED:
+            if len(payloads) == 1:
+                return [await generate(payloads[0])]
+            return [*await generate_all(generate, payloads)]
+        valid: list[InferenceResult | None] = [None] * len(payloads)
+        waiting = dict(enumerate(payloads))
+        problems: dict[int, str] = {}
+        for _ in range(self.answer_attempts):
+            results = await generate_all(generate, list(waiting.values()))
+            for index, result in zip(list(waiting), results, strict=True):
+                text, problem = self.form.read(str(result.text))
+                if problem:
+                    problems[index] = f"{problem} (finish_reason {result.finish_reason})"
+                    if self.show_error and result.finish_reason != "length":
+                        waiting[index] = _with_error(waiting[index], str(result.text), problem)
+                else:
+                    valid[index] = dataclasses.replace(result, text=text)
+                    del waiting[index]
+            if not waiting:
+                break
+        if waiting and self.invalid_answer == "fail":
+            index = min(waiting)
+            raise InvalidAnswer(
+                f"{self.form.kind}: none of {self.answer_attempts} answers is valid. The last one: {problems[index]}."
+            )
+        return valid
+
+
+def _with_error(payload: Payload, answer: str, problem: str) -> Payload:
+    """The conversation goes on: what is wrong with the answer."""
+    if "messages" not in payload:
+        return payload
+    said = f"That answer is not valid: {problem}. Answer again, correctly and completely, and write nothing else."
+    more: list[dict[str, Any]] = [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    return {**payload, "messages": [*payload["messages"], *more]}

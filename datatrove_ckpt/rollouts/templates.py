@@ -1,0 +1,100 @@
+"""Templates of prompts. Only the template is parsed, never a document, so braces in a document have no meaning."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import lru_cache
+from string import Formatter
+
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import ConfigError
+
+_FIELD = re.compile(r"metadata\[([^\[\]{}]+)\]|(?!metadata$)([^\W\d]\w*)")
+_OWN = ("text", "id")
+_ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace"
+_DOCUMENT = "[[DOCUMENT]]"
+BARE = ("{text}", _DOCUMENT)
+"""Templates that add nothing to the text."""
+
+
+@lru_cache(maxsize=64)
+def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str], ...]:
+    """(literal, name, metadata key) for each part of a template. A literal has no name.
+
+    ``str.format`` is not used: ``{text.__class__}`` would reach Python's objects.
+
+    Raises:
+        ConfigError: it is broken, or has a name that is not allowed.
+    """
+    parts: list[tuple[str, str, str]] = []
+    if _DOCUMENT in template:
+        if "{text}" in template:
+            raise ConfigError(f"{setting}: has both {{text}} and {_DOCUMENT}; use one of them for the document's text.")
+        for literal in template.split(_DOCUMENT):
+            parts += [(literal, "", "")] * bool(literal) + [("", "text", "")]
+        return tuple(parts[:-1])
+    try:
+        parsed = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"{setting}: the template is broken ({error}); {_ALLOWED}.") from None
+    for literal, field, spec, conversion in parsed:
+        if literal:
+            parts.append((literal, "", ""))
+        if field is None:
+            continue
+        match = _FIELD.fullmatch(field)
+        if match is None or spec or conversion:
+            written = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+            raise ConfigError(f"{setting}: {{{written}}} cannot be filled in; {_ALLOWED}.")
+        parts.append(("", field, "") if field in _OWN else ("", "metadata", match[1] or match[2]))
+    return tuple(parts)
+
+
+def check_template(template: str, setting: str = "prompt") -> None:
+    """Raises ConfigError if it is broken, or says the same to every document."""
+    if not any(name for _, name, _ in parse(template, setting)):
+        raise ConfigError(f"{setting}: nothing is filled in, so every document would get the same prompt; {_ALLOWED}.")
+
+
+def times_text(template: str) -> int:
+    """How often the document's text is filled in."""
+    return sum(name == "text" for _, name, _ in parse(template))
+
+
+def fixed_length(template: str) -> int:
+    """Characters of the template that are there for every document."""
+    return sum(len(literal) for literal, _, _ in parse(template))
+
+
+def fill(template: str, document: Document, text: str, **others: str) -> str:
+    """The template with the document's values, ``text`` for its text, and ``others`` before the metadata of that name.
+
+    Raises:
+        ConfigError: the document lacks one of the values.
+    """
+    return "".join(literal or _lookup(name, key, document, text, others) for literal, name, key in parse(template))
+
+
+def lacks(document: Document, setting: str, key: str) -> ConfigError:
+    """The document has no metadata of this name."""
+    keys = list(map(str, document.metadata))
+    close = difflib.get_close_matches(key, [*keys, *_OWN], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return ConfigError(
+        f"{setting}: document {document.id!r} has no metadata {key!r}; its metadata keys: {', '.join(keys) or 'none'}."
+        f"{hint}"
+    )
+
+
+def _lookup(name: str, key: str, document: Document, text: str, others: dict[str, str]) -> str:
+    if name == "text":
+        return text
+    if name == "id":
+        return str(document.id)
+    if key in others:
+        return others[key]
+    if key not in document.metadata:
+        raise lacks(document, "prompt", key)
+    return str(document.metadata[key])

@@ -1,0 +1,226 @@
+"""Whether a loader that stopped goes on where it stopped: the samples of a run with stops against those without.
+
+The idea is the leakage check of data loader benchmarks: train in pieces, and look for samples that two pieces share or
+that no piece has. Here the order counts, too, and so do the borders of the batches.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import xxhash
+
+Batch: TypeAlias = tuple[int, tuple[str, ...]]
+"""Epoch, and the names of the samples in order."""
+
+_SHOWN = 60  # characters of a sample in a message
+_NAMED = 5  # samples that a message names; it counts the others
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What was tried.
+
+    Attributes:
+        samples: number of samples in each epoch of the run without stops.
+        batches: number of batches in each epoch of the run without stops.
+        stops: the stops of each resumed run: numbers of batches, each counted from the stop before it.
+    """
+
+    samples: list[int] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    stops: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.stops)} resumed runs of {len(self.samples)} epochs with {sum(self.samples)} samples in "
+            f"{sum(self.batches)} batches: each as the run without stops"
+        )
+
+
+def samples_of(batch: Any) -> list[Any]:
+    """The samples of a batch, as torch's and Hugging Face's default collate functions make it.
+
+    A dict of columns of one length, and a list of arrays of one length, are split into rows, a list into its items, an
+    array along its first dimension. Anything else is one sample.
+    """
+    columns = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(columns, list | tuple):
+        lengths = {_length(column) for column in columns}
+        is_table = isinstance(batch, Mapping) or all(hasattr(column, "shape") for column in columns)
+        if columns and is_table and len(lengths) == 1 and lengths != {None}:
+            rows = zip(*columns, strict=True)
+            return [dict(zip(batch, row, strict=True)) for row in rows] if isinstance(batch, Mapping) else list(rows)
+        return [batch] if isinstance(batch, Mapping) else list(columns)
+    return list(batch) if _length(batch) is not None else [batch]
+
+
+def assert_resume_is_exact(
+    make_loader: Callable[[], Any],
+    stops: Iterable[int | Sequence[int]] | None = None,
+    *,
+    epochs: int = 1,
+    samples: Callable[[Any], Iterable[Any]] = samples_of,
+) -> ResumeReport:
+    """Asserts that a loader that stops and resumes gives the samples of one that does not, in the same batches.
+
+    Each run is a training loop: a new loader, its state if there is one, then the rest of the epochs. The state comes
+    from ``loader.state_dict()`` (or ``loader.dataset.state_dict()`` if the loader has none) and goes through pickle, as
+    it would through a file. With more than one epoch, ``set_epoch`` of the loader, or else of its dataset and its
+    sampler, is called before each.
+
+    Args:
+        make_loader: makes a loader of the same data each time: a StatefulDataLoader, a DataLoader, a dataset, a reader
+            of any library: anything that can be iterated and has ``state_dict`` and ``load_state_dict``.
+        stops: after how many batches to stop, counted over all epochs; or several numbers for a run that stops several
+            times, each counted from the one before. None: after the first, in the middle, after the last batch of each
+            epoch and one batch later. At the end of an epoch, both its last batch and the time after it are tried.
+        epochs: how many epochs a run has.
+        samples: the samples of a batch. Each is compared by its values.
+
+    Raises:
+        AssertionError: a resumed run differs. The message names the stop, and the samples that were seen twice,
+            skipped or moved.
+        TypeError: neither the loader nor its dataset has ``state_dict`` and ``load_state_dict``.
+        ValueError: a stop lies behind the last batch, or there is no batch at all.
+    """
+    trial = _Trial(make_loader, epochs, samples)
+    whole = list(trial.run(None, 0))
+    if not whole:
+        raise ValueError("The loader gave no batch. Nothing can be compared.")
+    report = ResumeReport(
+        [sum(len(names) for at, names in whole if at == epoch) for epoch in range(epochs)],
+        [sum(at == epoch for at, _ in whole) for epoch in range(epochs)],
+    )
+    for stop in _default_stops(report.batches) if stops is None else stops:
+        numbers = (stop,) if isinstance(stop, int) else tuple(stop)
+        if min(numbers, default=-1) < 0 or sum(numbers) > len(whole):
+            raise ValueError(f"stops must lie from 0 to {len(whole)}, the number of batches, not {stop!r}.")
+        for between in (False, True) if _ends_an_epoch(sum(numbers), report.batches) else (False,):
+            _compare(whole, trial.in_pieces(numbers, between), numbers, between)
+            report.stops.append(numbers)
+    return report
+
+
+class _Trial:
+    """Runs of one loader."""
+
+    def __init__(self, make_loader: Callable[[], Any], epochs: int, samples: Callable[[Any], Iterable[Any]]) -> None:
+        self.make_loader = make_loader
+        self.epochs = epochs
+        self.samples = samples
+        self.state: tuple[int, bytes] | None = None
+
+    def run(self, stop: int | None, first: int, between: bool = False) -> Iterator[Batch]:
+        """The batches of one process: all, or ``stop`` of them. Keeps the state at the stop.
+
+        ``between``: the state is taken when the epoch is over, and not at its last batch.
+        """
+        loader = self.make_loader()
+        stateful: Any = loader if hasattr(loader, "state_dict") else getattr(loader, "dataset", None)
+        if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
+            raise TypeError(f"{type(loader).__name__} has no state_dict and load_state_dict, and nor has its dataset.")
+        if self.state is not None:
+            stateful.load_state_dict(pickle.loads(self.state[1]))
+        taken = 0
+        for epoch in range(first, self.epochs):
+            if self.epochs > 1:
+                _set_epoch(loader, epoch)
+            # No iterator for a state that is taken before the first batch.
+            batches = iter(loader) if stop != 0 or between else iter(())
+            while (taken != stop or between) and (batch := next(batches, None)) is not None:
+                taken += 1
+                yield epoch, tuple(name_of(sample) for sample in self.samples(batch))
+            if taken == stop:
+                self.state = epoch + between, pickle.dumps(stateful.state_dict())
+                return
+
+    def in_pieces(self, stops: tuple[int, ...], between: bool) -> list[Batch]:
+        """The batches of a run that stops there, one process after the other."""
+        self.state = None
+        seen: list[Batch] = []
+        for number, stop in enumerate([*stops, None]):
+            first = self.state[0] if self.state else 0
+            seen += self.run(stop, first, between and number == len(stops) - 1)
+        return seen
+
+
+def name_of(sample: Any) -> str:
+    """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
+    text = repr(_plain(sample))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
+
+
+def _plain(value: Any) -> Any:
+    """The values of tensors, arrays and their containers, without their types and devices."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _length(value: Any) -> int | None:
+    """The length of a column, or None for anything else."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    return len(value) if isinstance(value, list | tuple) else None
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    parts: list[Any] = [getattr(loader, name, None) for name in ("dataset", "sampler")]
+    for part in [loader] if hasattr(loader, "set_epoch") else parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def _default_stops(batches: list[int]) -> list[int]:
+    stops, before = set(), 0
+    for count in batches:
+        stops |= {before + 1, before + max(count // 2, 1), before + count}
+        before += count
+    return sorted(stop for stop in stops if stop <= before)
+
+
+def _ends_an_epoch(stop: int, batches: list[int]) -> bool:
+    """Whether another epoch begins after this number of batches."""
+    return stop > 0 and any(stop == sum(batches[: epoch + 1]) for epoch in range(len(batches) - 1))
+
+
+def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], between: bool) -> None:
+    """Raises an AssertionError that says how they differ."""
+    if seen == whole:
+        return
+    wanted, got = _counts(whole), _counts(seen)
+    lines = [
+        f"Stopped after {' and then '.join(map(str, stops))} batches{', between two epochs,' * between} the loader "
+        "did not go on where it had stopped:"
+    ]
+    for what, more in (("seen too often", got - wanted), ("skipped", wanted - got)):
+        for epoch in sorted({epoch for epoch, _ in more}):
+            these = {name: count for (at, name), count in more.items() if at == epoch}
+            named = ", ".join(list(these)[:_NAMED]) + ", ..." * (len(these) > _NAMED)
+            lines.append(f"  {what} in epoch {epoch}: {sum(these.values())} samples: {named}")
+    if len(lines) == 1:
+        lines.append("  " + _where_they_part(whole, seen))
+    raise AssertionError("\n".join(lines))
+
+
+def _counts(batches: list[Batch]) -> Counter[tuple[int, str]]:
+    return Counter((epoch, name) for epoch, names in batches for name in names)
+
+
+def _where_they_part(whole: list[Batch], seen: list[Batch]) -> str:
+    """For runs with the same samples."""
+    flat = [[name for _, names in batches for name in names] for batches in (whole, seen)]
+    for index, (wanted, got) in enumerate(zip(*flat, strict=True)):
+        if wanted != got:
+            return f"the same samples in another order: sample {index} is {got}, and without a stop {wanted}"
+    index = next(i for i, pair in enumerate(zip(whole, seen, strict=False)) if pair[0] != pair[1])
+    sizes = len(seen[index][1]), len(whole[index][1])
+    return f"the same samples in other batches: batch {index} has {sizes[0]}, and without a stop {sizes[1]}"

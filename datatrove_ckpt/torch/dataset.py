@@ -1,0 +1,352 @@
+"""ReaderDataset: any of this package's readers as a torch dataset whose position can be saved and restored.
+
+    reader = ParquetReader("s3://bucket/corpus")
+    dataset = ReaderDataset(reader, rank, world_size, shuffle_seed=0)
+    loader = StatefulDataLoader(dataset, batch_size=32, num_workers=4)   # torchdata.stateful_dataloader
+    first_epoch = 0
+    if saved:                                                            # the files of all ranks
+        first_epoch = restore(loader, saved)
+    for epoch in range(first_epoch, epochs):
+        dataset.set_epoch(epoch)
+        for batch in loader:
+            ...
+            torch.save(loader.state_dict(), f"loader-{rank}.pt")
+
+An epoch has one order for all ranks and workers (``order.py``), which take turns (``deal.py``). So ranks differ by one
+sample at most, ``len()`` is known, and the states of all ranks continue with any other number of ranks and workers.
+What cannot be counted is read by ``streams.py``, without these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from datatrove.data import Document
+from loguru import logger
+from torch.utils.data import IterableDataset, get_worker_info
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.deal import Even, Topology
+from datatrove_ckpt.torch.epoch import Epoch, LoadedTooLate
+from datatrove_ckpt.torch.index import Index
+from datatrove_ckpt.torch.iterations import Handle, Iterations
+from datatrove_ckpt.torch.plan import Plan, Settings, Sharding, make_order, parse_window
+from datatrove_ckpt.torch.shared import Shared
+from datatrove_ckpt.torch.stateful import Refused
+from datatrove_ckpt.torch.states import DatasetState, Slot
+from datatrove_ckpt.torch.streams import StreamEpoch, is_stream_state, start_state
+
+Sample: TypeAlias = Any
+"""Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
+
+Iteration: TypeAlias = Epoch | StreamEpoch | LoadedTooLate | Refused
+
+
+def text_and_id(document: Document) -> dict[str, str]:
+    """The two fields that every document has, so that torch can collate the samples."""
+    return {"text": document.text, "id": str(document.id)}
+
+
+class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignore]
+    """The documents of a reader.
+
+    Args:
+        reader: one of this package's readers. It is copied, and its own state does not change. Its ``skip`` and
+            ``limit`` count rows of the whole input.
+        rank: the rank of this process in the training.
+        world_size: the number of processes in the training.
+        shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the reader's own, or in the
+            order of the files if it has none.
+        transform: makes a sample from a document, or from a row if there are ``columns``. The default one keeps text
+            and id, or the row.
+        columns: read only these columns, and make no documents: a sample is a dict of them, in which a list of
+            numbers (token rows) is a numpy array.
+        arrays: a sample is a whole batch of ``batch_size`` rows: a dict with one array for each column, (rows,) of
+            numbers and (rows, length) of token rows of one length; else a list of values. Give the loader
+            ``batch_size=None``. Needs ``columns``.
+        sharding: "rows": any block may be read by any worker. "files": each worker reads whole files as long as all
+            have some, and shares the rest. "auto": files where that makes even shares and saves reading, else rows.
+        even: None: ranks differ by one sample at most. "drop": all have the same number, and the last samples are left
+            out. "repeat": all have the same number, and the first samples come again.
+        shuffle_window: how much is shuffled at once, over all ranks and workers: a number of rows, or bytes with a unit
+            ("256MB"). No worker holds more than this, and one more part of it while it reads on.
+        batch_size: that of the loader. With it, workers take turns by the batch: only the last batch of a rank is
+            smaller, so ``len(loader)`` is exact, and the global batch of a step does not depend on the topology. None:
+            workers take turns by the sample.
+        indexed: False: do not count the rows of the input; see ``streams.py``.
+
+    Raises:
+        ConfigError: the reader cannot seek, or an argument is not allowed.
+        InputError: a file of the input is damaged.
+    """
+
+    def __init__(
+        self,
+        reader: SeekingReader,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle_seed: int | None = None,
+        transform: Callable[[Any], Sample] | None = None,
+        *,
+        columns: Sequence[str] | None = None,
+        arrays: bool = False,
+        sharding: Sharding = "auto",
+        even: Even = None,
+        shuffle_window: int | str = "256MB",
+        batch_size: int | None = None,
+        indexed: bool = True,
+    ) -> None:
+        if not isinstance(reader, SeekingReader):
+            raise ConfigError(f"{type(reader).__name__} cannot seek. Use a reader of datatrove_ckpt.readers.")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}.")
+        self.reader = reader
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle_seed = shuffle_seed
+        self.transform = transform or (text_and_id if columns is None else None)
+        self.columns = columns
+        self.arrays = arrays
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise ConfigError(f'columns must be a list of names, such as ["input_ids"], not {columns!r}.')
+        if arrays and not (columns and batch_size):
+            raise ConfigError("arrays=True needs columns and batch_size.")
+        seed = reader.shuffle_seed if shuffle_seed is None else shuffle_seed
+        self.settings = Settings(seed, parse_window(shuffle_window), sharding, even, batch_size or 1)
+        self._index: Index | None = None
+        if indexed and isinstance(reader, JsonlReader | ParquetReader | IpcReader):
+            self._index = Index(self._plain_reader)
+        elif even is not None or columns is not None:
+            raise ConfigError(
+                f"even and columns need the number of rows, and those of {type(reader).__name__} are not counted"
+                f"{'' if indexed else ' with indexed=False'}. Leave them out, or use a JsonlReader, ParquetReader or "
+                "IpcReader."
+            )
+        self._shared = Shared()
+        self._next_state: State | None = None
+        self._load_number = 0
+        self._running: Iteration | None = None
+        self._iterations = Iterations()
+
+    @cached_property
+    def _plain_reader(self) -> SeekingReader:
+        """The reader, without a shuffle of its own: the order is that of the epoch."""
+        reader = copy.copy(self.reader)
+        reader.shuffle_seed = None
+        return reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For workers that are not forked. They iterate themselves.
+        return self.__dict__ | {"_running": None}
+
+    def __len__(self) -> int:
+        """The number of samples of this rank in an epoch, all its workers together; with ``arrays``, of batches.
+
+        Rows that hold no document count.
+
+        Raises:
+            TypeError: the rows of the input were not counted.
+        """
+        if self._index is None:
+            raise TypeError(
+                f"A ReaderDataset of {type(self.reader).__name__} has no length, because its rows are not counted."
+            )
+        rows = Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
+        return -(-rows // self.settings.batch) if self.arrays else rows
+
+    @property
+    def shuffle_bytes(self) -> int:
+        """How many bytes of rows are open at once, as the files have them: in a worker that reads alone.
+
+        With n workers in sum each has a part of them, down to one n-th.
+        """
+        if self._index is None or self.settings.seed is None:
+            return 0
+        table, window = self._index.table, self.settings.window
+        most = make_order(table, self.settings, 0, 0).largest_window
+        return most if window.rows is None else most * int(table.bytes.sum()) // max(1, table.total)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the rows of the input are counted. Else ``streams.py`` reads them."""
+        return self._index is not None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the next epoch. Call it before each epoch.
+
+        Raises:
+            CheckpointMismatch: the epoch before gave nothing, because its state was of the end of another one.
+        """
+        if isinstance(self._running, Epoch):
+            self._running.check_used(epoch)
+        self._shared.set_epoch(epoch)
+
+    def at_epoch(self, epoch: int) -> ReaderDataset:
+        """A copy that begins this epoch. Later calls of ``set_epoch`` and ``load_state_dict`` do not reach it."""
+        other = copy.copy(self)
+        other._shared, other._load_number = Shared(), 0
+        other._next_state = other._running = None
+        other._iterations = Iterations()
+        other.set_epoch(epoch)
+        return other
+
+    def __iter__(self) -> Handle:
+        return self._iterations.begin(self._begin())
+
+    def _begin(self) -> Iteration:
+        # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
+        worker = get_worker_info()
+        slot = Slot(self.rank, self.world_size, worker.id if worker else 0, worker.num_workers if worker else 1)
+        number = worker.id if worker else None
+        if self._next_state is None and number is not None and self._shared.loads > self._load_number >= 0:
+            self._running = LoadedTooLate()
+            return self._running
+        state = self._take_state(number)
+        try:
+            epoch, is_next = self._epoch_of(state)
+            self._check_again(state, epoch, slot)
+        except CheckpointMismatch as error:
+            if worker is None:
+                raise
+            self._running = Refused(error)  # raised here, it would end the workers only after seconds
+            return self._running
+        if state is None and self.settings.seed is not None and self._shared.epoch_begins_again(number):
+            logger.warning(
+                f"Epoch {epoch} begins again, in the same order as before. Call set_epoch(epoch) before each epoch."
+            )
+        if isinstance(self._running, Epoch):
+            self._running.check_used(epoch)
+        if worker is None:
+            self._shared.forget_workers()
+        start = None if is_next else state
+        if self._index is None or (start is not None and is_stream_state(start)):
+            seed = self.shuffle_seed
+            self._running = StreamEpoch(
+                self.reader, seed, self.settings.sharding, slot, epoch, start, self.transform, self._note_read(number)
+            )
+        else:
+            then = DatasetState.from_json(start) if start is not None else None
+            plan = Plan(self._index.table, self.settings, slot, epoch, then)
+            self._running = Epoch(
+                self._index,
+                plan,
+                self._plain_reader,
+                self.columns,
+                self.transform,
+                self._note_read(number),
+                is_next,
+                self.arrays,
+            )
+        return self._running
+
+    # States --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """The position of the latest iteration. Plain JSON, below 1 kB.
+
+        Raises:
+            ConfigError: the samples were read by workers of a loader, and only they know how far they are; or there are
+                two iterations at once.
+        """
+        if get_worker_info() is None and self._shared.workers_read:
+            raise ConfigError(
+                "The workers of the DataLoader read the samples, and the dataset here does not know how far they are. "
+                "Use StatefulDataLoader of torchdata.stateful_dataloader, and save loader.state_dict() instead of "
+                "dataset.state_dict()."
+            )
+        if self._running is not None:
+            self._iterations.check(self)
+            return self._running.state()
+        if self._next_state is not None:
+            return self._next_state
+        if self._index is None:
+            return start_state(self.shuffle_seed, self._shared.epoch)
+        order = self.settings.order | {"shares": None}
+        return DatasetState(self._shared.epoch, order, self._index.state).to_json()
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Lets the next iteration resume there: with a state of this rank, or with one of all ranks (``merge``).
+
+        Raises:
+            CheckpointMismatch: the state was made in another order or of other files, or by another release. That it
+                belongs to another worker is found when the iteration begins.
+        """
+        if not is_stream_state(state_dict):
+            then = DatasetState.from_json(state_dict)
+            if self._index is None:
+                raise CheckpointMismatch(
+                    "The state was made of an input whose rows were counted. Resume with indexed=True and the same "
+                    "reader."
+                )
+            then.check_order(self.settings.order)
+            self._index.check(then.input)
+        elif state_dict["shuffle_seed"] != self.shuffle_seed:
+            raise CheckpointMismatch(
+                f"The state was made with shuffle_seed={state_dict['shuffle_seed']}, and this is {self.shuffle_seed}. "
+                "Use the same, or start without the state."
+            )
+        self._next_state = state_dict
+        self._running = None
+        self._iterations.forget()
+        self._load_number = -1 if get_worker_info() else self._shared.note_load()
+
+    def _take_state(self, worker: int | None) -> State | None:
+        """The state that this iteration resumes from. Each worker takes a state once."""
+        state = self._next_state
+        if state is None:
+            return None
+        if worker is None or self._load_number < 0:
+            self._next_state = None
+            return state
+        return state if self._shared.take_load(self._load_number, worker) else None
+
+    def _epoch_of(self, state: State | None) -> tuple[int, bool]:
+        """The number of this epoch, and whether it is the one after that of the state, which had ended.
+
+        Raises:
+            CheckpointMismatch: the state is of another epoch.
+        """
+        epoch = self._shared.epoch
+        if state is None:
+            return epoch, False
+        then = int(state["epoch"])
+        if epoch == then or not self._shared.epoch_was_set:
+            self._shared.adopt_epoch(then)
+            return then, False
+        if epoch == then + 1 and self._has_ended(state):
+            return epoch, True
+        raise CheckpointMismatch(
+            f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop of epochs at {then}, or "
+            f"start epoch {epoch} without the state."
+        )
+
+    def _check_again(self, state: State | None, epoch: int, slot: Slot) -> None:
+        """Loaders that keep in their state that they had ended drop the iterator that resumes there, and begin another
+        one, as torchdata does.
+
+        Raises:
+            CheckpointMismatch: an epoch that was at its end would be given once more.
+        """
+        number = slot.worker if get_worker_info() else None
+        if not self._shared.epoch_was_set:
+            return
+        if state is not None and int(state["epoch"]) == epoch and self._has_ended(state):
+            self._shared.note_resumed_at_end(number)
+        elif state is None and self._shared.resumed_at_end(number, slot.workers):
+            raise CheckpointMismatch(
+                f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all of the epoch would "
+                f"come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before each."
+            )
+
+    def _has_ended(self, state: State) -> bool:
+        if self._index is None or is_stream_state(state):
+            return bool(state.get("ended"))
+        return DatasetState.from_json(state).has_ended()
+
+    def _note_read(self, worker: int | None) -> Callable[[], None]:
+        return lambda: self._shared.note_read(worker)

@@ -1,0 +1,198 @@
+"""Mix: samples of several sources, in shares that are given.
+
+    mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
+    loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
+
+Which source the n-th sample comes from is a hash of seed, epoch, rank, worker and n: nothing else has to be kept, and
+stops change nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import isfinite
+from typing import Any, Literal
+
+from loguru import logger
+from xxhash import xxh3_64_intdigest
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.torch.stateful import State, StatefulWrapper, at_epoch
+
+_END = object()
+_PASS = 32  # bits: the n-th pass of a source in epoch e is its epoch e + (n << 32), which no epoch of its own has
+
+
+class Mix(StatefulWrapper):
+    """Samples of several stateful iterables, drawn by weight.
+
+    Each worker draws for itself, from its own shares of the sources. A state belongs to its rank and worker.
+
+    Args:
+        sources: stateful iterables.
+        weights: how often each is drawn, relative to the others.
+        seed: of the draws.
+        at_end: what follows when a source ends. "stop": the epoch ends there, and what is left of the others is not
+            read. "drop": the others go on, with their weights, until all have ended; each sample is seen once.
+            "repeat": the source begins again, in another order if it shuffles, until each has ended at least once.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        weights: Sequence[float],
+        seed: int = 0,
+        at_end: Literal["stop", "drop", "repeat"] = "stop",
+    ) -> None:
+        super().__init__(sources)
+        if not sources or len(sources) != len(weights):
+            raise ConfigError(f"weights must have one number for each source: {len(sources)}, not {len(weights)}.")
+        if not all(isfinite(weight) and weight > 0 for weight in weights):
+            raise ConfigError(f"weights must be finite numbers above 0, not {list(weights)}. Leave out unused sources.")
+        if at_end not in ("stop", "drop", "repeat"):
+            raise ConfigError(f"at_end must be 'stop', 'drop' or 'repeat', not {at_end!r}.")
+        self.weights = [float(weight) for weight in weights]
+        self.seed = seed
+        self.at_end = at_end
+        self._warned: set[int] = set()
+
+    def __len__(self) -> int:
+        """The number of samples of an epoch, if all are read once.
+
+        Raises:
+            TypeError: with another ``at_end`` than "drop", or if a source does not know its length.
+        """
+        if self.at_end != "drop":
+            raise TypeError(f"A Mix with at_end={self.at_end!r} does not know how many samples it has. Set max_steps.")
+        return sum(len(source) for source in self._sources)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the sources, so that ranks do not all draw the same sources at the same time."""
+        return next((int(source.rank) for source in self._sources if hasattr(source, "rank")), 0)
+
+    def _options(self) -> State:
+        return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
+
+    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Mixing:
+        sources = [None] * len(self._sources) if state is None else state["sources"]
+        if len(sources) != len(self._sources):  # as many weights, so somebody edited it
+            raise CheckpointMismatch(f"The state of Mix has {len(sources)} sources, and this has {len(self._sources)}.")
+        started = [self._start(number, epoch, sources[number]) for number in range(len(sources))]
+        draws = f"{self.seed}/{epoch}/{self.rank}/{worker[0]}/{worker[1]}"
+        return Mixing(self, epoch, draws, started, 0 if state is None else int(state["drawn"]))
+
+    def _start(self, number: int, epoch: int, state: State | None) -> _Source:
+        """Starts a source, or resumes it. One that has ended is not touched."""
+        one = _Source(number) if state is None else _Source(number, *(state[key] for key in _KEPT))
+        if one.is_live:
+            self.begin_pass(one, epoch, None if state is None else state["state"])
+        return one
+
+    def begin_pass(self, one: _Source, epoch: int, state: State | None) -> None:
+        one.iterable = self._sources[one.number]
+        if self.at_end == "repeat":
+            one.iterable = at_epoch(one.iterable, epoch + (one.passes << _PASS))
+        if state is not None:
+            one.iterable.load_state_dict(state)
+        one.iterator = iter(one.iterable)
+
+    def note_empty(self, number: int) -> None:
+        """A source has ended, and gave nothing. A warning, once in each process."""
+        if number not in self._warned:
+            self._warned.add(number)
+            what = "so the epoch ends there" if self.at_end == "stop" else "so the others are read alone"
+            logger.warning(f"Source {number} of Mix ({type(self._sources[number]).__name__}) gave no sample, {what}.")
+
+
+_KEPT = ("passes", "has_given", "has_ended", "is_live")
+
+
+@dataclass(slots=True)
+class _Source:
+    """Where a source is.
+
+    Attributes:
+        number: its index.
+        passes: how often it has begun again.
+        has_given: whether this pass gave a sample. A source without any is not begun again.
+        has_ended: whether a pass has ended.
+        is_live: whether it is drawn.
+    """
+
+    number: int
+    passes: int = 0
+    has_given: bool = False
+    has_ended: bool = False
+    is_live: bool = True
+    iterable: Any = None
+    iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
+
+    def state(self) -> State:
+        kept = {key: getattr(self, key) for key in _KEPT}
+        return kept | {"state": self.iterable.state_dict() if self.is_live else None}
+
+
+class Mixing:
+    """One pass of a ``Mix``."""
+
+    def __init__(self, mix: Mix, epoch: int, draws: str, sources: list[_Source], drawn: int) -> None:
+        self.finished = False
+        self._mix = mix
+        self._epoch = epoch
+        self._draws = draws
+        self._sources = sources
+        self._drawn = drawn
+        self._weigh()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while not self.finished:
+            source = self._draw()
+            sample = next(source.iterator, _END)
+            if sample is not _END:
+                source.has_given = True
+                self._drawn += 1
+                return sample
+            self._end(source)
+        raise StopIteration
+
+    def state(self) -> State:
+        # A finished source is not asked: its state may be that of its next epoch.
+        return {"drawn": self._drawn, "sources": [] if self.finished else [one.state() for one in self._sources]}
+
+    def _weigh(self) -> None:
+        self._live = [source for source in self._sources if source.is_live]
+        self._sums = list(accumulate(self._mix.weights[source.number] for source in self._live))
+
+    def _draw(self) -> _Source:
+        number = xxh3_64_intdigest(f"{self._draws}/{self._drawn}".encode()) / 2**64
+        # The product may round up to the sum itself.
+        return self._live[min(bisect_right(self._sums, number * self._sums[-1]), len(self._live) - 1)]
+
+    def _end(self, source: _Source) -> None:
+        """A source gave no more samples. The same number is drawn again, from what is there now."""
+        source.has_ended = True
+        if not source.has_given:
+            self._mix.note_empty(source.number)
+        if self._mix.at_end == "stop":
+            self.finished = True
+        elif self._mix.at_end == "drop" or not source.has_given:
+            source.is_live = False
+            source.iterable, source.iterator = None, iter(())
+            self._weigh()
+            self.finished = not self._live
+        if all(one.has_ended for one in self._sources):
+            self.finished = True
+        elif source.is_live and not self.finished:
+            source.passes += 1
+            source.has_given = False
+            self._mix.begin_pass(source, self._epoch, None)

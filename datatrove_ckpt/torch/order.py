@@ -1,0 +1,369 @@
+"""The order of an epoch: which row of which block stands at which position. Pure: no files, no torch.
+
+An epoch has one order, however many ranks and workers read it. Seed, epoch, window and the blocks of the input define
+it, so a position (the number of samples before it) is all that a state needs, and another number of ranks or workers
+can continue there (``deal.py``).
+
+    blocks -> shuffled, so that each stretch has blocks of all files in proportion
+           -> cut into canonical shares of equal numbers of rows
+           -> each share is read window by window; the rows of a window come in shuffled order
+           -> position p is row p // shares of share p % shares, while all shares have rows
+
+Canonical shares, dealt out to whatever workers there are, are the idea of MosaicML Streaming (``num_canonical_nodes``).
+There they are for nodes that keep files; here they let a worker read only some of the blocks: with as many workers as
+shares, each block is read once. The number of shares follows from the window and the input, and never from the workers.
+
+A file that cannot be entered in the middle (a compressed one, an Arrow stream) is read from its beginning. Its blocks
+keep their order, and up to ``OPEN_STREAMS`` such files are read at a time in a share. So rows of such an input mix
+with those of other files, and with those of their own file within the window.
+
+Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+OPEN_BLOCKS = 24
+"""A share has at least this many blocks in its window, if the window has room for them: else there are fewer shares."""
+OPEN_STREAMS = 16
+_SHARE_COUNTS = (1, 2, 4, *(3 * 2**n for n in range(1, 14)))
+"""Numbers with many divisors: workers that divide the number of shares read no block twice."""
+
+
+class AnyBlock(Protocol):
+    """``readers.blocks.Block``, or the like."""
+
+    @property
+    def file(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How much is shuffled at once, over all ranks and workers. One of the two is None."""
+
+    rows: int | None = None
+    bytes: int | None = 2**28
+
+    @property
+    def limit(self) -> int:
+        return self.rows or self.bytes or 1
+
+
+class BlockTable:
+    """The blocks of an input as columns.
+
+    Args:
+        blocks: in the order of the input.
+        streams: the files that cannot be entered in the middle.
+        skip: leave out that many rows at the beginning.
+        limit: and all rows after so many; -1: none.
+        size: bytes of a row in memory, for each of its bytes in the file.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[AnyBlock],
+        streams: Iterable[int] = (),
+        skip: int = 0,
+        limit: int = -1,
+        size: int = 1,
+    ) -> None:
+        table = np.array([(b.file, b.first, b.rows, b.bytes) for b in blocks], dtype=np.int64).reshape(-1, 4)
+        self.file, self.first, rows, in_file = (np.ascontiguousarray(column) for column in table.T)
+        ends = np.cumsum(rows)
+        last = int(rows.sum()) if limit < 0 else min(skip + limit, int(rows.sum()))
+        self.start: Numbers = np.clip(skip - (ends - rows), 0, rows)
+        self.rows: Numbers = np.clip(last - (ends - rows), 0, rows) - self.start
+        self.rows = np.maximum(self.rows, 0)
+        self.bytes: Numbers = size * in_file * self.rows // np.maximum(rows, 1)
+        self.is_stream = np.isin(self.file, np.fromiter(streams, np.int64))
+        self.total = int(self.rows.sum())
+
+    @cached_property
+    def hash(self) -> str:
+        """Changes with the rows and bytes of any block, and with what is left out."""
+        columns = np.stack([self.file, self.first, self.start, self.rows, self.bytes])
+        return xxh3_64_hexdigest(columns.astype("<i8").tobytes())
+
+    @cached_property
+    def used(self) -> Numbers:
+        """The blocks that have rows."""
+        return np.flatnonzero(self.rows)
+
+    def weights(self, window: Window) -> Numbers:
+        """What each block takes of the window."""
+        return self.rows if window.rows is not None else np.maximum(self.bytes, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Parts of blocks, in the order in which they are read."""
+
+    block: Numbers
+    start: Numbers
+    rows: Numbers
+
+    def part(self, low: int, high: int) -> Pieces:
+        return Pieces(self.block[low:high], self.start[low:high], self.rows[low:high])
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """A window of one share: what must be read for it, and which of these rows comes when.
+
+    ``order[i]``: the row that is the ``i``-th of the window, counted over all its pieces. ``first``: the number of the
+    window's first row in its share.
+    """
+
+    pieces: Pieces
+    order: Numbers
+    first: int
+
+
+class Share:
+    """One canonical share: a fixed sequence of rows."""
+
+    def __init__(
+        self, pieces: Pieces, weights: Numbers, limit: float, salt: int | None, files: Numbers | None = None
+    ) -> None:
+        """``salt``: of the permutations; None: rows in the order of the input.
+
+        ``files``: the file of each block; given if a window has one stretch of each file only. Then files take turns,
+        because two rows of one file are always near each other.
+        """
+        self._pieces, self._salt, self._files = pieces, salt, files
+        self.rows = int(pieces.rows.sum())
+        self._cuts = _cut_windows(weights, limit)
+        self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1] if len(self._cuts) > 1 else np.zeros(0, int)
+        sums = np.add.reduceat(weights, self._cuts[:-1]) if len(weights) else np.zeros(1, int)
+        self.largest_window = int(sums.max())
+
+    def window_of(self, rows: Numbers) -> Numbers:
+        """The numbers of the windows in which these rows of the share are."""
+        found: Numbers = np.searchsorted(self._ends, rows, side="right")
+        return found
+
+    def window(self, number: int) -> OpenWindow:
+        first = int(self._ends[number - 1]) if number else 0
+        count = int(self._ends[number]) - first
+        pieces = self._pieces.part(*self._cuts[number : number + 2])
+        if self._salt is None:
+            return OpenWindow(pieces, np.arange(count), first)
+        salt = hashed(self._salt, number)
+        order = scramble(count, salt) if self._files is None else _in_turns(pieces, self._files, count, salt)
+        return OpenWindow(pieces, order, first)
+
+    @property
+    def windows(self) -> int:
+        return len(self._ends)
+
+
+class EpochOrder:
+    """All canonical shares of an epoch, and where each position is in them."""
+
+    def __init__(self, shares: Sequence[Share], had: Sequence[int] | None = None) -> None:
+        """``had``: how many rows of each share come no more."""
+        self.shares = shares
+        self._had: Numbers = np.array(had if had is not None else [0] * len(shares), dtype=np.int64)
+        lengths = np.maximum(np.array([share.rows for share in shares], dtype=np.int64) - self._had, 0)
+        self.rows = int(lengths.sum())
+        self._turns = _Turns(lengths)
+
+    def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
+        """For each position, its share and its row there."""
+        shares, rows = self._turns.locate(positions)
+        return shares, rows + self._had[shares]
+
+    @property
+    def largest_window(self) -> int:
+        """What all open windows take together at most, in the window's unit: held by a worker that reads alone."""
+        return sum(share.largest_window for share in self.shares)
+
+
+class _Turns:
+    """Shares take turns, one row each. A share that has ended is left out from then on."""
+
+    def __init__(self, lengths: Numbers) -> None:
+        self._levels = np.unique(np.concatenate([[0], lengths]))
+        self._active = [np.flatnonzero(lengths > level) for level in self._levels[:-1]]
+        counts = np.array([len(active) for active in self._active], dtype=np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(counts * np.diff(self._levels))])
+
+    def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
+        share, row = np.empty_like(positions), np.empty_like(positions)
+        level = np.searchsorted(self._starts, positions, side="right") - 1
+        for number in np.unique(level):
+            chosen, active = level == number, self._active[number]
+            turn = positions[chosen] - self._starts[number]
+            share[chosen] = active[turn % len(active)]
+            row[chosen] = self._levels[number] + turn // len(active)
+        return share, row
+
+
+def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Window) -> EpochOrder:
+    """The order that does not depend on who reads. ``seed`` None: the order of the input, in one share."""
+    if seed is None:
+        return EpochOrder([Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)])
+    salt = hashed(seed, epoch)
+    if table.is_stream.any():
+        files = len(np.unique(table.file[table.used]))
+        return order_by_files(table, seed, epoch, window, 2 if files >= 2 * OPEN_STREAMS else 1)
+    weights = table.weights(window)
+    mean = max(1.0, float(weights[table.used].mean())) if len(table.used) else 1.0
+    opened = min(window.limit / mean, len(table.used))
+    count = _largest_count(opened / OPEN_BLOCKS)
+    pieces = _whole(table, shuffled_blocks(table, table.used, salt))
+    cuts, ends = [table.total * number // count for number in range(count + 1)], np.cumsum(pieces.rows)
+    parts = [_rows_between(pieces, ends, low, high) for low, high in pairwise(cuts)]
+    limit = window.limit / count
+    return EpochOrder([Share(part, weights[part.block], limit, hashed(salt, n)) for n, part in enumerate(parts)])
+
+
+def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Window, count: int) -> EpochOrder:
+    """Each share has whole files, so that shares may differ in length. ``count``: the number of shares.
+
+    A share has at least ``OPEN_BLOCKS`` blocks in its window, because a worker that reads one share mixes these alone.
+    """
+    salt = None if seed is None else hashed(seed, epoch)
+    share_of, shares = deal_files(table, count)[table.file[table.used]], []
+    weights = table.weights(window)
+    mean = float(weights[table.used].mean()) if len(table.used) else 1.0
+    limit = 0 if salt is None else max(window.limit / count, min(window.limit, OPEN_BLOCKS * mean))
+    for number in range(count):
+        blocks = table.used[share_of == number]
+        if salt is not None:
+            blocks = shuffled_blocks(table, blocks, hashed(salt, number))
+        own = None if salt is None else hashed(salt, count, number)
+        files = table.file if table.is_stream.any() else None
+        shares.append(Share(_whole(table, blocks), weights[blocks], limit, own, files))
+    return EpochOrder(shares)
+
+
+def deal_files(table: BlockTable, count: int) -> Numbers:
+    """The share of each file, of ``count`` shares: the longest file first, each to the share with the fewest rows."""
+    rows = np.bincount(table.file, weights=table.rows).astype(np.int64)
+    sums, dealt = [(0, number) for number in range(count)], np.zeros(len(rows), np.int64)
+    for file in np.argsort(-rows, kind="stable"):
+        length, share = heappop(sums)
+        heappush(sums, (length + int(rows[file]), share))
+        dealt[file] = share
+    return dealt
+
+
+def unevenness(table: BlockTable, count: int) -> float:
+    """What part of the longest share the shortest one lacks, if whole files are dealt out."""
+    sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
+    return float(1 - sums.min() / sums.max()) if len(sums) and sums.max() else 0.0
+
+
+def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
+    """The blocks in an order in which each stretch has blocks of all files, in proportion to their rows."""
+    if not len(blocks):
+        return blocks
+    files, inverse = np.unique(table.file[blocks], return_inverse=True)
+    # The blocks file by file, each file's in random order; those of a stream in their own.
+    within = np.where(table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt))
+    own = np.lexsort((within, inverse))
+    blocks, of_file = blocks[own], inverse[own]
+    rows = table.rows[blocks]
+    sums = np.bincount(of_file, weights=rows)
+    before = np.cumsum(rows) - rows - (np.cumsum(sums) - sums)[of_file]
+    # One random number per file, so that files of equal size take turns exactly.
+    turn = _hashes(files, hashed(salt, "turns")) / 2.0**64
+    keys = (before + rows * turn[of_file]) / sums[of_file]
+    streams = np.unique(of_file[table.is_stream[blocks]])
+    if len(streams):
+        groups = -(-len(streams) // OPEN_STREAMS)
+        group_of = np.zeros(len(files))
+        group_of[streams[np.argsort(_hashes(files[streams], hashed(salt, "files")))]] = np.arange(len(streams)) % groups
+        keys = np.where(table.is_stream[blocks], (group_of[of_file] + keys) / groups, keys)
+    found: Numbers = blocks[np.argsort(keys, kind="stable")]
+    return found
+
+
+def scramble(count: int, salt: int) -> Numbers:
+    """The numbers below ``count`` in an order that depends on ``salt`` alone."""
+    # No two hashes are equal (splitmix64 is a bijection), so the fastest way of sorting gives the same order.
+    found: Numbers = np.argsort(_hashes(np.arange(count), salt))
+    return found
+
+
+def _in_turns(pieces: Pieces, files: Numbers, count: int, salt: int) -> Numbers:
+    """A window's rows in shuffled order, in which each stretch has its part of each file's rows.
+
+    Of files with equal numbers of rows, each turn has one row of each, in any order. So neighbours are of one file only
+    where a turn ends and the next begins.
+    """
+    numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
+    file = np.repeat(of_file, pieces.rows)
+    order = scramble(count, salt)
+    by_file = order[np.argsort(file[order], kind="stable")]  # file by file, each file's rows shuffled
+    rows = np.bincount(file, minlength=len(numbers))
+    turn = np.arange(count) - np.repeat(np.cumsum(rows) - rows, rows)
+    chance = _hashes(by_file, hashed(salt, "turns")) / 2.0**64
+    found: Numbers = by_file[np.argsort((turn + chance) / np.repeat(rows, rows), kind="stable")]
+    return found
+
+
+def hashed(*key: object) -> int:
+    return int(xxh3_64_intdigest("/".join(map(str, key)).encode()))
+
+
+def _hashes(numbers: Numbers, salt: int) -> npt.NDArray[np.uint64]:
+    """splitmix64 of each number."""
+    with np.errstate(over="ignore"):
+        mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _largest_count(most: float) -> int:
+    return max([count for count in _SHARE_COUNTS if count <= most], default=1)
+
+
+def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
+    return Pieces(blocks, table.start[blocks], table.rows[blocks])
+
+
+def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
+    """The pieces' rows from ``low`` to ``high``, counted over all of them. Pieces at the edges are cut.
+
+    ``ends``: the sums of the pieces' rows.
+    """
+    first = int(np.searchsorted(ends, low, side="right"))
+    last = int(np.searchsorted(ends, high, side="left")) + 1 if high > low else first
+    part = pieces.part(first, last)
+    starts = ends[first:last] - part.rows
+    skipped = np.maximum(0, low - starts)
+    return Pieces(part.block, part.start + skipped, np.minimum(part.rows, high - starts) - skipped)
+
+
+def _cut_windows(weights: Numbers, limit: float) -> Numbers:
+    """The first piece of each window, and the number of pieces. A window has one piece at least."""
+    if limit <= 0:
+        return np.arange(len(weights) + 1)
+    cuts, ends, first = [0], np.cumsum(weights), 0
+    while first < len(weights):
+        before = ends[first] - weights[first]
+        first = max(first + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        cuts.append(first)
+    return np.array(cuts, dtype=np.int64)

@@ -1,0 +1,215 @@
+"""Pack: rows of tokens, one after the other, cut into samples of one length.
+
+    rows = ReaderDataset(reader, rank, world_size, transform=tokenize)   # {"input_ids": [...]}
+    loader = StatefulDataLoader(Pack(rows, 4096, separator=eos), batch_size=8, num_workers=4)
+
+No token is lost between two samples, and none at a stop: the tokens that have no sample yet are part of the state.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.torch.stateful import State, StatefulWrapper
+
+Tokens: TypeAlias = npt.NDArray[Any]
+Fill: TypeAlias = int | Mapping[str, int]
+
+_FIRST = "first of its row"  # a column of our own
+
+
+class Pack(StatefulWrapper):
+    """Samples of ``length`` tokens from rows of any length.
+
+    Each worker packs its own share of the rows. A state belongs to its rank and worker.
+
+    Args:
+        source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of token ids. Lists, numpy
+            arrays and CPU tensors will do.
+        length: tokens in a sample.
+        columns: the keys of a row that have one value per token. They are cut at the same places. Other keys are
+            dropped.
+        separator: put after each row: one number for all columns, or one for each. None: nothing.
+        pad: fills up the last sample of an epoch: one number for all columns, or one for each. None: tokens at the end
+            of an epoch that make no whole sample are dropped.
+        positions: adds ``position_ids``, which count from 0 in each row, for attention that does not cross rows. They
+            begin at 0 in each sample, too.
+
+    Raises:
+        ConfigError: a setting cannot work, or a row has no such columns.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        length: int,
+        columns: Sequence[str] = ("input_ids",),
+        separator: Fill | None = None,
+        pad: Fill | None = None,
+        positions: bool = False,
+    ) -> None:
+        super().__init__([source])
+        if length < 1:
+            raise ConfigError(f"length must be at least 1 token, not {length}.")
+        if isinstance(columns, str) or not columns:
+            raise ConfigError(f"columns must be a list of keys, such as ['input_ids'], not {columns!r}.")
+        self.length = length
+        self.columns = list(columns)
+        self.separator = self._for_columns("separator", separator)
+        self.pad = self._for_columns("pad", pad)
+        self.positions = positions
+
+    def _for_columns(self, name: str, fill: Fill | None) -> dict[str, int] | None:
+        if fill is None:
+            return None
+        if not isinstance(fill, Mapping):
+            return dict.fromkeys(self.columns, fill)
+        if set(fill) != set(self.columns):
+            raise ConfigError(
+                f"{name} must have a number for each of the columns {self.columns}, not for {list(fill)}."
+            )
+        return dict(fill)
+
+    def _options(self) -> State:
+        names = ("length", "columns", "separator", "pad", "positions")
+        return {name: getattr(self, name) for name in names}
+
+    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Packing:
+        (source,) = self._sources
+        rest = None
+        if state is not None:
+            source.load_state_dict(state["source"])
+            rest = {name: _decoded(tokens) for name, tokens in state["rest"].items()}
+        return Packing(self, source, rest)
+
+
+class Packing:
+    """One pass of a ``Pack``. Holds less than one sample, and what follows of one row."""
+
+    def __init__(self, pack: Pack, source: Any, rest: dict[str, Tokens] | None) -> None:
+        self.finished = False
+        self._pack = pack
+        self._source = source
+        self._rows = iter(source)
+        self._names = pack.columns + [_FIRST] * pack.positions
+        self._held: dict[str, list[Tokens]] = {name: [rest[name]] if rest else [] for name in self._names}
+        self._start = 0  # how much of the first array is in samples already
+        self._count = len(rest[pack.columns[0]]) if rest else 0
+
+    def __iter__(self) -> Iterator[dict[str, Tokens]]:
+        return self
+
+    def __next__(self) -> dict[str, Tokens]:
+        length = self._pack.length
+        while self._count < length and not self.finished:
+            try:
+                row = next(self._rows)
+            except StopIteration:
+                self.finished = True
+            else:
+                self._add(row)
+        if self._count >= length:
+            return self._sample(self._take(length))
+        if not self._count or self._pack.pad is None:
+            raise StopIteration
+        return self._sample(self._padded(self._take(self._count)))
+
+    def state(self) -> State:
+        rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
+        # A finished source is not asked: its state may be that of its next epoch.
+        return {"source": None if self.finished else self._source.state_dict(), "rest": rest}
+
+    def _add(self, row: Any) -> None:
+        columns = self._pack.columns
+        tokens = [_tokens(row, name, len(columns)) for name in columns]
+        size = len(tokens[0])
+        if any(len(other) != size for other in tokens):
+            lengths = ", ".join(f"{len(other)} {name}" for name, other in zip(columns, tokens, strict=True))
+            raise ConfigError(f"The columns of a row differ in length: {lengths}. Each must have one value per token.")
+        if not size:
+            return
+        separator = self._pack.separator
+        for name, these in zip(columns, tokens, strict=True):
+            self._held[name].append(these)
+            if separator is not None:
+                self._held[name].append(np.array([separator[name]], these.dtype))
+        self._count += size + (separator is not None)
+        if self._pack.positions:
+            first = np.zeros(size + (separator is not None), np.bool_)
+            first[0] = True
+            self._held[_FIRST].append(first)
+
+    def _joined(self, name: str) -> Tokens:
+        held = self._held[name]
+        if len(held) != 1:
+            held[:] = [np.concatenate(held) if held else np.empty(0, np.int64)]
+        return held[0]
+
+    def _take(self, count: int) -> dict[str, Tokens]:
+        stop = self._start + count
+        taken = {name: self._joined(name)[self._start : stop] for name in self._names}
+        self._start = stop
+        self._count -= count
+        if not self._count:
+            self._start = 0
+            self._held = {name: [] for name in self._names}
+        elif self._count < self._pack.length:  # no more samples in it: the rest alone is kept in memory
+            self._held = {name: [self._joined(name)[self._start :].copy()] for name in self._names}
+            self._start = 0
+        return taken
+
+    def _padded(self, columns: dict[str, Tokens]) -> dict[str, Tokens]:
+        padded = {}
+        for name, tokens in columns.items():
+            missing = self._pack.length - len(tokens)
+            fill = 0 if name == _FIRST else (self._pack.pad or {})[name]
+            padded[name] = np.concatenate([tokens, np.full(missing, fill, tokens.dtype)])
+            if name == _FIRST:
+                padded[name][len(tokens)] = True
+        return padded
+
+    def _sample(self, columns: dict[str, Tokens]) -> dict[str, Tokens]:
+        first = columns.pop(_FIRST, None)
+        if first is not None:
+            index = np.arange(len(first))
+            columns["position_ids"] = index - np.maximum.accumulate(np.where(first, index, 0))
+        return columns
+
+
+def _tokens(row: Any, name: str, columns: int) -> Tokens:
+    """One column of a row as an array: integers as int64, because embeddings and losses of torch take those."""
+    if isinstance(row, Mapping):
+        if name not in row:
+            raise ConfigError(
+                f"A row has no {name!r}; it has {list(row)}. Tokenise the documents in the dataset's transform, or set "
+                "columns to keys that have one value per token."
+            )
+        row = row[name]
+    elif columns > 1:
+        raise ConfigError(f"With several columns each row must be a dict with them, not a {type(row).__name__}.")
+    tokens = np.asarray(row)
+    if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
+        raise ConfigError(
+            f"{name!r} of a row must be a list of numbers, one per token, not {type(row).__name__} of shape "
+            f"{tokens.shape} and type {tokens.dtype}."
+        )
+    return tokens.astype(np.int64, copy=False) if tokens.dtype.kind in "iub" else tokens
+
+
+def _encoded(tokens: Tokens) -> list[str]:
+    """An array as JSON: its type, and its bytes in base64. Integers in the smallest type that holds them."""
+    if tokens.dtype.kind in "iu" and tokens.size:
+        tokens = tokens.astype(np.promote_types(np.min_scalar_type(tokens.min()), np.min_scalar_type(tokens.max())))
+    tokens = tokens.astype(tokens.dtype.newbyteorder("<"))
+    return [tokens.dtype.str, base64.b64encode(tokens.tobytes()).decode()]
+
+
+def _decoded(encoded: list[str]) -> Tokens:
+    tokens = np.frombuffer(base64.b64decode(encoded[1]), encoded[0])
+    return tokens.astype(np.int64 if tokens.dtype.kind in "iu" else tokens.dtype)

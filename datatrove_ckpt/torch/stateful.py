@@ -1,0 +1,324 @@
+"""What ``Pack`` and ``Mix`` share: iterables around other iterables, with a state that holds the states of those.
+
+A source is any iterable with ``state_dict`` and ``load_state_dict``: a ``ReaderDataset``, a ``Pack`` or ``Mix``, a
+streaming dataset of Hugging Face, a loader. Its state must be the one of its latest iterator, as torchdata has it.
+
+Without torch the wrappers are plain iterables. With torch they are iterable datasets: torchdata's StatefulDataLoader
+asks for that class.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.torch.iterations import Iterations
+
+if TYPE_CHECKING:
+
+    class _Iterable: ...
+
+else:
+    try:
+        from torch.utils.data import IterableDataset as _Iterable
+    except ImportError:
+        _Iterable = object
+
+State: TypeAlias = dict[str, Any]
+"""The state of a wrapper: plain JSON values, if the states of its sources are."""
+
+_VERSION = 1
+_UNSET = -1
+_REMEDY = "Restore the setting, or start the epoch again without the state."
+
+
+class Iteration(Protocol):
+    """One pass over a wrapper."""
+
+    finished: bool
+    """Whether the end was reached: the next state begins nothing."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __next__(self) -> Any: ...
+
+    def state(self) -> State:
+        """The position after the latest sample."""
+
+
+class StatefulWrapper(_Iterable):
+    """An iterable of other iterables, whose position can be saved and restored.
+
+    The state belongs to one worker of a loader: each worker has a part of the data, and so a state of its own.
+
+    Raises:
+        ConfigError: a source is not stateful, or is there twice.
+    """
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        for number, source in enumerate(sources):
+            missing = [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(source, name)]
+            if missing:
+                raise ConfigError(
+                    f"Source {number} of {type(self).__name__} ({type(source).__name__}) has no "
+                    f"{' and no '.join(missing)}: its position cannot be saved. Use a ReaderDataset, or another "
+                    "iterable with a state."
+                )
+        self._sources = list(sources)
+        self._shared = SharedEpoch()
+        self._next_state: State | None = None
+        self._running: tuple[int, tuple[int, int], Iteration] | None = None
+        self._iterations = Iterations()
+        self._check_twice()
+
+    @abstractmethod
+    def _options(self) -> State:
+        """The settings that a state belongs to. Plain JSON."""
+
+    @abstractmethod
+    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Iteration:
+        """Starts an iteration, or resumes it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the next epoch, for the sources, too. Call it before each epoch."""
+        self._shared.set(epoch)
+        for source in self._sources:
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+
+    def at_epoch(self, epoch: int) -> Self:
+        """A copy that begins this epoch. Later calls of ``set_epoch`` do not reach it."""
+        other = copy.copy(self)
+        other._shared = SharedEpoch()
+        other._shared.set(epoch)
+        other._sources = [at_epoch(source, epoch) for source in self._sources]
+        other._next_state = other._running = None
+        other._iterations = Iterations()
+        return other
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
+        state, self._next_state = self._next_state, None
+        epoch, worker = self._shared.epoch, this_worker()
+        if state is not None and self._is_older(state, epoch):
+            state = None
+        if state is not None:
+            self._check_place(state, epoch, worker)
+            epoch = int(state["epoch"])
+        epoch = max(epoch, 0)
+        running: Iteration
+        if state is not None and state["finished"]:
+            self._shared.note_ended(worker[0])
+            running = _Ended(state)
+        else:
+            again = self._comes_again(state, epoch, worker)
+            running = self._iteration(epoch, worker, state) if again is None else Refused(again)
+        self._running = epoch, worker, running
+        return self._iterations.begin(running)
+
+    def state_dict(self) -> State:
+        """The position of the latest iteration.
+
+        Raises:
+            ConfigError: nothing was read here. With workers, the datasets that were read are copies in other processes.
+        """
+        if self._next_state is not None:
+            return self._next_state
+        if self._running is None:
+            raise ConfigError(
+                f"This {type(self).__name__} was not iterated in this process, so it has no position. If a DataLoader "
+                "with workers reads it, use torchdata's StatefulDataLoader and its state_dict()."
+            )
+        self._iterations.check(self)
+        epoch, worker, running = self._running
+        place = place_of(self)
+        # The iteration's state comes first: it may notice that it has finished.
+        state = running.state()
+        head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
+        head |= {"epoch": epoch, "worker": list(worker), "place": place and list(place)}
+        return head | {"finished": running.finished} | state
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Lets the next iteration resume there.
+
+        Raises:
+            CheckpointMismatch: the state is of another class, version or setting. Differences of the sources, of the
+                epoch and of the workers are found when the iteration begins.
+        """
+        name = type(self).__name__
+        made_by = state_dict.get("kind"), state_dict.get("version")
+        if made_by != (name, _VERSION):
+            raise CheckpointMismatch(
+                f"This is no state of {name} (version {_VERSION}): it says {made_by[0]!r} (version {made_by[1]}). "
+                "Load it into what made it, or start the epoch again without it."
+            )
+        then, now = state_dict["options"], self._options()
+        for key in now:
+            if then.get(key) != now[key]:
+                raise CheckpointMismatch(
+                    f"The state of {name} was made with {key}={then.get(key)!r}, now {now[key]!r}. {_REMEDY}"
+                )
+        self._next_state = state_dict
+        self._iterations.forget()
+
+    def _check_twice(self) -> None:
+        """Raises ConfigError if one source would be iterated twice at once: it has one position only."""
+        seen: set[int] = set()
+        for source in _all_sources(self):
+            if id(source) in seen:
+                raise ConfigError(
+                    f"The same {type(source).__name__} is in {type(self).__name__} twice, and it has one position. "
+                    "Make a dataset of its own for each."
+                )
+            seen.add(id(source))
+
+    def _is_older(self, state: State, epoch: int) -> bool:
+        """Whether the state is the end of an epoch before the one that was set."""
+        return bool(state["finished"]) and epoch > state["epoch"]
+
+    def _comes_again(self, state: State | None, epoch: int, worker: tuple[int, int]) -> CheckpointMismatch | None:
+        """The error, if an epoch that was at its end would be given once more. See ``ReaderDataset``."""
+        if state is not None or self._shared.epoch == _UNSET or not self._shared.have_ended(worker[1]):
+            return None
+        return CheckpointMismatch(
+            f"The state of {type(self).__name__} is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
+            f"all of the epoch would come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before "
+            "each."
+        )
+
+    def _check_place(self, state: State, epoch: int, worker: tuple[int, int]) -> None:
+        name = type(self).__name__
+        if epoch not in (_UNSET, state["epoch"]):
+            raise CheckpointMismatch(
+                f"The state of {name} was made in epoch {state['epoch']}, and set_epoch said {epoch}. Continue with "
+                f"epoch {state['epoch']}, or start epoch {epoch} without the state."
+            )
+        if tuple(state["worker"]) != worker:
+            raise CheckpointMismatch(
+                f"The state of {name} was made by worker {state['worker'][0]} of {state['worker'][1]}, and this is "
+                f"worker {worker[0]} of {worker[1]}. Resume with the same num_workers, in torchdata's "
+                "StatefulDataLoader, which keeps one state per worker."
+            )
+        then, now = state.get("place"), place_of(self)
+        if then and now and tuple(then) != now:
+            raise CheckpointMismatch(
+                f"The state of {name} was made by rank {then[0]} of {then[1]}, and this is rank {now[0]} of {now[1]}. "
+                "Resume with the same world_size, and each rank with its own state."
+            )
+
+
+class _Ended:
+    """An iteration that was at its end when its state was saved."""
+
+    finished = True
+
+    def __init__(self, state: State) -> None:
+        self._state = {key: state[key] for key in state if key not in _HEAD}
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def state(self) -> State:
+        return self._state
+
+
+class Refused:
+    """An iteration that may not begin. It is an error at the first sample: earlier, a worker could not report it."""
+
+    finished = False
+
+    def __init__(self, error: CheckpointMismatch) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise self._error
+
+    def state(self) -> State:
+        return {}
+
+
+_HEAD = ("kind", "version", "options", "epoch", "worker", "place", "finished")
+
+
+_WORKERS = 512
+
+
+class SharedEpoch:
+    """The epoch, which the copies of its owner in worker processes see, too: in shared memory where torch is there.
+
+    Workers that survive an epoch (``persistent_workers``) would otherwise never learn of the next one.
+    """
+
+    def __init__(self) -> None:
+        numbers = [_UNSET, 0] + [0] * _WORKERS  # epoch, calls of set, and the call in which each worker was at the end
+        self._numbers: Any = numbers
+        try:
+            import torch
+        except ImportError:
+            return
+        self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        self._numbers.share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """-1: was never set."""
+        return int(self._numbers[0])
+
+    def set(self, epoch: int) -> None:
+        self._numbers[0] = epoch
+        self._numbers[1] += 1
+
+    def note_ended(self, worker: int) -> None:
+        """A state of the end of this epoch was resumed."""
+        self._numbers[2 + worker % _WORKERS] = self._numbers[1] + 1
+
+    def have_ended(self, workers: int) -> bool:
+        """Whether all workers have done that since the epoch was set."""
+        now = int(self._numbers[1]) + 1
+        return all(int(self._numbers[2 + worker % _WORKERS]) == now for worker in range(workers))
+
+
+def _all_sources(source: Any) -> Iterator[Any]:
+    """The sources of a wrapper, and those of its sources."""
+    source = getattr(source, "dataset", source)  # of a loader
+    if isinstance(source, StatefulWrapper):
+        for one in source._sources:
+            yield one
+            yield from _all_sources(one)
+
+
+def place_of(source: Any) -> tuple[int, int] | None:
+    """Rank and world size of what a source reads. None: it does not say."""
+    source = getattr(source, "dataset", source)  # of a loader
+    if isinstance(source, StatefulWrapper):
+        return next((place for place in map(place_of, source._sources) if place is not None), None)
+    rank, ranks = getattr(source, "rank", None), getattr(source, "world_size", None)
+    return (rank, ranks) if isinstance(rank, int) and isinstance(ranks, int) else None
+
+
+def at_epoch(source: Any, epoch: int) -> Any:
+    """The source at this epoch: a copy where it can make one, because others may read the original's number."""
+    if hasattr(source, "at_epoch"):
+        return source.at_epoch(epoch)
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(epoch)
+    return source
+
+
+def this_worker() -> tuple[int, int]:
+    """The number of this worker of a torch loader, and how many there are; (0, 1) outside of workers."""
+    try:
+        from torch.utils.data import get_worker_info
+    except ImportError:
+        return 0, 1
+    worker = get_worker_info()
+    return (worker.id, worker.num_workers) if worker else (0, 1)

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.lines import read_lines
 
 def until_kept(checkpoints: Path, number: int) -> None:
     """Waits until there are so many answers, of all ranks."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (kept := answers_kept(checkpoints)) < number:
         assert time.monotonic() < deadline, f"{kept} of {number} answers are kept"
         time.sleep(0.01)

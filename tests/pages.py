@@ -22,9 +22,25 @@ RUN_ELSEWHERE = {
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
+    "python -m tests.status_page": "tests/unit/test_pages.py compares what it writes with the page",
+    "datatrove-ckpt reshard configs/quickstart.yaml --tasks 2 --dry-run": "the same file runs it for the help",
+    "datatrove-ckpt reshard job.yaml --tasks 40 --dry-run": "tests/integration/test_reshard.py",
+    "datatrove-ckpt reshard job.yaml --tasks 40": "tests/integration/test_reshard.py",
+    "datatrove-ckpt run job.yaml --executor.tasks=40": "tests/integration/test_reshard.py",
+    "python -m tests.bench.status_scale 1000 10000": "two minutes; tests/integration/test_status.py runs its parts",
     "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
     "python -m tests.bench.auto_concurrency --model MODEL --flags max-num-seqs=64": "tests/real/test_vllm.py",
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
+    "python -m tests.bench.hub --ranks 100 --chunks 34": "seven minutes; tests/hub/test_bench.py runs it with 4 ranks",
+    "python -m tests.bench.scale --ranks 10000 --documents 10000000000": "an hour on a busy machine; "
+    "tests/integration/test_scale.py runs it with 3 ranks",
+    "pytest --override-ini addopts= -s tests/real/test_loader_matrix.py tests/real/test_trainers.py": ".ci/run",
+    "python -m tests.bench.moves": "five minutes; tests/integration/test_moves_together.py runs one of its lines",
+    "python -m tests.bench.training_order": "a minute; tests/unit/test_training_order.py runs it with fewer rows",
+    "python -m tests.bench.loaders --mosaic-python other-environment/bin/python": "minutes; "
+    "tests/real/test_loader_bench.py runs it with fewer rows",
+    "python -m tests.bench.training_rows rows": "minutes; tests/real/test_loader_bench.py runs it with fewer rows",
+    "python -m tests.bench.training_rows resume": "minutes; tests/real/test_loader_bench.py runs it with fewer rows",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",
 }
@@ -71,9 +87,14 @@ def commands() -> list[str]:
     return [line for line in lines if line.startswith("python3 -m venv")]
 
 
+def torch_examples() -> list[Block]:
+    """The training loop, and packing. They need torch, so tests in ``tests/real`` run them."""
+    return [block for block in blocks("python") if "torchdata" in block.text]
+
+
 def torch_example() -> Block:
-    """The training loop. It needs torch, so ``tests/real/test_torch.py`` runs it."""
-    (block,) = [block for block in blocks("python") if "torchdata" in block.text]
+    """The training loop, which ``tests/real/test_torch.py`` runs."""
+    (block,) = [block for block in torch_examples() if "def batches" in block.text]
     return block
 
 

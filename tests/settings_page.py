@@ -1,4 +1,4 @@
-"""docs/settings.md, made of the signatures and docstrings of InferenceRunner and InferenceConfig.
+"""docs/settings.md, made of the signatures and docstrings of the runner, its configs and the rollouts.
 
     python -m tests.settings_page
 
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
+from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, CompletionRollout, PromptRollout
 from datatrove_ckpt.runner import InferenceRunner
 from tests.pages import ROOT
 
@@ -25,19 +26,21 @@ PAGE = ROOT / "docs/settings.md"
 
 _UNITS = (
     "seconds", "tokens", "requests", "documents", "rollouts", "attempts", "servers", "restarts", "GPUs", "copies",
-    "stages", "port",
+    "stages", "port", "commits", "characters", "parts", "answers",
 )  # fmt: skip
+_PURE_NUMBERS = ("seed",)
 _ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {12}.*)*)", re.MULTILINE)
 _HEAD = """\
 # Settings
 
-Generated from the docstrings of `InferenceRunner` and `InferenceConfig` by `python -m tests.settings_page`. Do not edit
-this page: edit the docstrings.
+Generated from the docstrings of `InferenceRunner`, `InferenceConfig`, `MonitoringConfig` and the rollouts by
+`python -m tests.settings_page`. Do not edit this page: edit the docstrings.
 
-In YAML, the settings of the runner are keys of its `init_args`, and those of the config are keys of `config` below
-them. In Python, both are keyword arguments. On the [command line](cli.md#change-settings-on-the-command-line),
-`--pipeline.1.drain_seconds=60` and `--pipeline.1.config.tp=2` override them.
-[recovery.md](recovery.md#one-checkpoint-belongs-to-one-run) tells which settings may change between two runs.
+In YAML, the settings of the runner are keys of its `init_args`, and those of the others are keys of `config` and
+`monitoring` below them. In Python, they are keyword arguments. On the
+[command line](cli.md#change-settings-on-the-command-line), `--pipeline.1.drain_seconds=60` and
+`--pipeline.1.config.tp=2` override them. [recovery.md](recovery.md#one-checkpoint-belongs-to-one-run) tells which
+settings may change between two runs.
 """
 _RUNNER = """
 ## InferenceRunner
@@ -49,6 +52,26 @@ _CONFIG = """
 
 The settings up to `server_start_max_retries` are those of datatrove's `InferenceConfig`, with its defaults.
 """
+_ROLLOUT = """
+## {name}
+
+{first} [rollouts.md](rollouts.md) has examples.{others}
+"""
+_ROLLOUTS: dict[type, str] = {
+    PromptRollout: "",
+    CompletionRollout: ""
+    " All other settings of `PromptRollout` besides `system_prompt` and `max_chars` are settings here, too.",
+    ChunkedRollout: ""
+    " `prompt_column`, `tokenizer`, `tokenizer_revision`, `chars_per_token` and `generation_config` are those of "
+    "`PromptRollout`.",
+    BestOfRollout: " All settings of `PromptRollout` are settings here, too.",
+}
+"""Each with what is said of the settings that it has from another one."""
+_MONITORING = """
+## MonitoringConfig
+
+The keys of `monitoring`; [monitoring.md](monitoring.md) has examples.
+"""
 _COLUMNS = "\n| setting | type | default | unit | meaning |\n|---|---|---|---|---|\n"
 
 
@@ -58,11 +81,25 @@ def page() -> str:
         (one.name, one.annotation, one.default)
         for one in inspect.signature(InferenceRunner, eval_str=True).parameters.values()
     ]
-    hints = typing.get_type_hints(InferenceConfig)
-    config = [(one.name, hints[one.name], _field_default(one)) for one in dataclasses.fields(InferenceConfig)]
-    return (
-        f"{_HEAD}{_RUNNER}{_COLUMNS}{_rows(runner, InferenceRunner)}{_CONFIG}{_COLUMNS}{_rows(config, InferenceConfig)}"
-    )
+    found = f"{_HEAD}{_RUNNER}{_COLUMNS}{_rows(runner, InferenceRunner)}"
+    for head, cls in ((_CONFIG, InferenceConfig), (_MONITORING, MonitoringConfig)):
+        hints = typing.get_type_hints(cls)
+        settings = [(one.name, hints[one.name], _field_default(one)) for one in dataclasses.fields(cls)]
+        found += f"{head}{_COLUMNS}{_rows(settings, cls)}"
+    return found + "".join(_rollout(cls, others) for cls, others in _ROLLOUTS.items())
+
+
+def _rollout(cls: type, others: str) -> str:
+    """A rollout's section. What its docstring leaves out is one of PromptRollout's settings."""
+    settings = [
+        (one.name, one.annotation, one.default) for one in inspect.signature(cls, eval_str=True).parameters.values()
+    ]
+    if cls is not PromptRollout:
+        inherited = set(inspect.signature(PromptRollout).parameters) - set(descriptions(cls))
+        settings = [one for one in settings if one[0] not in inherited]
+    first = " ".join((cls.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
+    heading = _ROLLOUT.format(name=cls.__name__, first=first, others=others)
+    return f"{heading}{_COLUMNS}{_rows(settings, cls)}"
 
 
 def _field_default(field: dataclasses.Field[Any]) -> Any:
@@ -97,7 +134,7 @@ def unit(name: str, hint: Any, text: str) -> str:
     Raises:
         ValueError: the docstring does not say it.
     """
-    if not {int, float} & set(_alternatives(hint)):
+    if name in _PURE_NUMBERS or not {int, float} & set(_alternatives(hint)):
         return ""
     if name.endswith(("_seconds", "_sec")):
         return "seconds"

@@ -1,16 +1,22 @@
 """What a position on each document costs, and what skipping to one does.
 
     python tests/bench/reader_cost.py [documents]
+    python tests/bench/reader_cost.py cold [documents]
 
 Reading: datatrove's reader and ours by turns, on the same files, the best of five each, in seconds; below 1.05 is the
 aim. What tracking adds to one document is measured by itself as well, because the two readers differ in more than that.
 Skipping: seconds until the last document, all others done.
+
+cold: seconds from the start of a new process to the document behind a million others of a dataset in Parquet, by
+HuggingFaceDatasetReader: streaming, and map-style with its Arrow cache made before. Of these, what the imports take.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -109,5 +115,74 @@ def tracking() -> None:
     print(f"\nA positioned document takes {best['positioned'] - best['plain']:.2f} us longer to make than a plain one.")
 
 
+COLD = """
+import itertools, json, sys, time
+started = time.time()
+from loguru import logger
+logger.remove()
+folder, streaming, number, state = sys.argv[1:]
+from datatrove.pipeline.readers import HuggingFaceDatasetReader
+if state:
+    from datatrove_ckpt.readers import HuggingFaceDatasetReader
+import datasets
+imported = time.time()
+datasets.disable_progress_bars()
+options = {"data_files": folder + "/*.parquet", "split": "train", "cache_dir": folder + "/cache"}
+reader = HuggingFaceDatasetReader("parquet", options, streaming=streaming == "True")
+if state:
+    reader.load_state_dict(json.loads(state))
+    document = next(reader.run())
+else:
+    document = next(itertools.islice(reader.run(), int(number), None))
+assert document.id == "id " + number, document.id
+print(json.dumps([imported - started, time.time() - imported]))
+"""
+
+
+def cold(count: int) -> None:
+    logger.remove()
+    print(f"Document {count} in a new process; seconds\n")
+    print("| dataset | reader | after the imports | imports |")
+    print("|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        write_many(Path(folder) / "a.parquet", count + 10)
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+
+        def run(streaming: bool, state: Any) -> list[float]:
+            arguments = [folder, str(streaming), str(count), json.dumps(state) if state else ""]
+            command = [sys.executable, "-c", COLD, *arguments]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+            found: list[float] = json.loads(done.stdout)
+            return found
+
+        for streaming in (True, False):
+            state = state_before(folder, streaming, count)
+            for name, given in (("ours", state), ("datatrove", None)):
+                imports, rest = run(streaming, given)
+                print(f"| {'stream' if streaming else 'map-style'} | {name} | {rest:.2f} | {imports:.2f} |", flush=True)
+
+
+def write_many(path: Path, count: int) -> None:
+    """Rows of 2 kB, in row groups of 1,000 as the hub recommends."""
+    some = [row["text"] for row in rows(1000)]
+    schema = pa.schema([("text", pa.string()), ("id", pa.string())])
+    with pq.ParquetWriter(path, schema) as writer:
+        for first in range(0, count, 1000):
+            ids = [f"id {number}" for number in range(first, min(first + 1000, count))]
+            writer.write_table(pa.table({"text": some[: len(ids)], "id": ids}, schema=schema))
+
+
+def state_before(folder: str, streaming: bool, count: int) -> Any:
+    """The position right before document ``count``, made from that of an early one: rows are documents here."""
+    options = {"data_files": f"{folder}/*.parquet", "split": "train", "cache_dir": f"{folder}/cache"}
+    reader = ours.HuggingFaceDatasetReader("parquet", options, streaming=streaming)
+    state = position_state(next(reader.run()))
+    assert state is not None
+    return state | {"documents": count, "at": [count]}
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)
+    if sys.argv[1:2] == ["cold"]:
+        cold(int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000)
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)

@@ -111,7 +111,6 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
         )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("after_crash", "torn", "number"),
     [
@@ -152,7 +151,6 @@ def prove_restoring(folder: Path, server: FakeServer, after_crash: Any) -> Crash
     return assert_same_output_after_crash(run, folder, recoveries=False, torn=True, after_crash=after_crash)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("after_crash", [pytest.param(lose_the_node, marks=pytest.mark.slow), keep_the_node])
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
     folder: Path, after_crash: Any

@@ -323,16 +323,33 @@ def test_a_check_is_a_line() -> None:
     assert str(PreflightCheck("ok", "output", "room", "9 GB free.")) == "ok       output, room: 9 GB free."
 
 
+# Each measurement takes two seconds, and not a moment that a busy test may miss.
+SLOWLY = """
+import sys, time
+from datatrove_ckpt.__main__ import main
+from datatrove_ckpt.preflight import probes
+
+def repeats(seconds, at_most):
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        yield 0
+
+probes._repeats = repeats
+sys.exit(main())
+"""
+
+
 @pytest.mark.parametrize("command", [["doctor"], ["plan", "--mtbf=6h"]])
 def test_ctrl_c_in_the_middle_leaves_nothing(job: Path, command: list[str]) -> None:
     before = names(job)
-    argv = [sys.executable, "-m", "datatrove_ckpt", command[0], "job.yaml", *command[1:]]
+    argv = [sys.executable, "-c", SLOWLY, command[0], "job.yaml", *command[1:]]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as running:
         while not list(job.glob(f"{PROBE}*/journal-*")):  # it measures syncs now, which takes a while
             assert running.poll() is None
             time.sleep(0.005)
         running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=60)[1]
+        said = running.communicate(timeout=300)[1]
     assert (running.returncode, said.splitlines()[-1]) == (130, "interrupted")
     assert "Traceback" not in said
     assert names(job) == before

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from datatrove_ckpt.testing.disks import copy_tree
 from tests.jobs import STOPS_SOON, documents, runner
 from tests.mirrors import ONE_BY_ONE, ask_twice
 
+pytestmark = pytest.mark.usefixtures("code_described_once")
+
 RANK = Path("checkpoints/00000")
 FILES = (
     "00000/run.json",
@@ -28,10 +31,11 @@ FILES = (
     "00000/chunk_00002.jsonl",
     "00000/replay.sqlite3",
     "00000/dead_letters.jsonl",
+    "00000/history.jsonl",
     "00000/lock",
     "last_chunk/00000.txt",
 )
-TEXT = ("run.json", "commits.jsonl", "chunk_00002.jsonl", "dead_letters.jsonl")
+TEXT = ("run.json", "commits.jsonl", "chunk_00002.jsonl", "dead_letters.jsonl", "history.jsonl")
 Mutation = tuple[str, Callable[[Path], None]]
 
 
@@ -88,9 +92,8 @@ class Half:
 @pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Half:
     shm = Path("/dev/shm")
-    root = tmp_path_factory.mktemp("half") if not shm.is_dir() else Path(f"/dev/shm/datatrove-ckpt-{id(server)}")
-    root.mkdir(exist_ok=True)
-    return Half(root, server)
+    on_disk = tmp_path_factory.mktemp("half")
+    return Half(Path(tempfile.mkdtemp(dir=shm, prefix="datatrove-ckpt-")) if shm.is_dir() else on_disk, server)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -238,7 +241,7 @@ def judge(half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], 
     said("status", folder)
     code, text = said("verify", folder, "--output", str(folder / "output"))
     assert "Traceback" not in text, name
-    assert "remove it if nothing else needs it" not in text, f"{name}: advises to remove output: {text}"
+    assert "delete it if nothing else needs it" not in text, f"{name}: advises to remove output: {text}"
     said("repair", folder, "--dry-run", "--output", str(folder / "output"))
     before = outputs(folder / "output")
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,15 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, OutputMismatch, TooManyDeadLetters
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DocumentFailed,
+    OutputMismatch,
+    TooManyDeadLetters,
+    WorkerDied,
+)
+from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.generation.dead_letters import TakenLetters
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
@@ -223,7 +233,86 @@ executor:
         refused.clear()
         assert main(["run", job, "--retry-dead-letters", "--pipeline.1.retry_errors=true"]) == 0
         assert "6 of 6 documents are in 3 files" in capsys.readouterr().out
+        assert main(["run", job, "--pipeline.1.retry_dead_letters=true"]) == 0
+    assert "Rank 1: there are no dead letters to retry" in (tmp_path / "logs" / "logs" / "task_00001.log").read_text()
     assert ids(tmp_path, "*_retry1_*") == ["id 4"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_retries_ranks_that_are_complete(tmp_path: Path, workers: int) -> None:
+    bad, logs = {"text 1"}, tmp_path / "logs"
+    (tmp_path / "input").mkdir()
+    for task in range(2):
+        rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 3, task * 3 + 3)]
+        (tmp_path / "input" / f"{task}.jsonl").write_text("\n".join(rows))
+    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
+    with FakeServer(status=status) as server:
+
+        def execute(retry: bool) -> OurExecutor:
+            step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
+            steps = [JsonlReader(str(tmp_path / "input")), step]
+            executor = OurExecutor(steps, tasks=2, workers=workers, logging_dir=str(logs))
+            executor.run()
+            return executor
+
+        execute(retry=False)
+        assert "id 1" not in ids(tmp_path)
+        bad.clear()
+        server.asked.clear()
+        assert execute(retry=True).skip_completed
+        assert set(server.asked) == {"text 1"}
+        assert ids(tmp_path, "*_retry1_*") == ["id 1"]
+        server.asked.clear()
+        execute(retry=False)
+        assert not server.asked
+
+
+def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server: FakeServer) -> None:
+    """Its ranks have markers, those of the run before."""
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if (tmp_path / "kill").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("bad")
+
+    def execute(retry: bool, **settings: Any) -> None:
+        step = runner(tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry)
+        places = {"logging_dir": str(tmp_path / "logs"), "start_method": "fork"}
+        OurExecutor([documents(1), step], tasks=1, workers=2, **places, **settings).run()
+
+    execute(retry=False)
+    (tmp_path / "kill").touch()
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        execute(retry=True, max_rank_attempts=1)
+    (tmp_path / "kill").unlink()
+    execute(retry=True)
+
+
+def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path: Path, log: list[str]) -> None:
+    """A rejected request was sent, too. Each retry sends it again, so the same command has something to do."""
+    bad = {"text 1"}
+    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
+    with FakeServer(status=status) as server:
+
+        def closing(retry: bool, number: int = 4) -> str:
+            log.clear()
+            server.asked.clear()
+            step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
+            step.run(documents(number))
+            return next(line for line in log if "documents written to" in line or "document written to" in line)
+
+        line = closing(retry=False)
+        assert "3 of 4 documents written to" in line
+        assert "(0 dropped, 1 dead letter); 4 requests, of which 4 were sent in this run" in line
+        assert "If you run the same command again, it has nothing to do." in line
+        for _ in range(2):
+            line = closing(retry=True)
+            assert "0 of 1 document written to" in line
+            assert "(0 dropped, 1 dead letter); 1 request, of which 1 was sent in this run, 0 prompt tokens" in line
+            assert "If you run the same command again, it tries 1 dead letter once more." in line
+            assert server.asked.total() == 1
+        bad.clear()
+        assert "If you run the same command again, it has nothing to do." in closing(retry=True)
 
 
 def test_dead_letters_need_a_checkpoint(tmp_path: Path, server: FakeServer) -> None:
@@ -232,7 +321,6 @@ def test_dead_letters_need_a_checkpoint(tmp_path: Path, server: FakeServer) -> N
                                        on_document_error="dead_letter")  # fmt: skip
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("code_described_once", "names_follow_lives")
 @pytest.mark.parametrize("retrying", [False, True])
 def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(

@@ -82,7 +82,7 @@ def test_a_dead_endpoint(found: Doctor) -> None:
         state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
     assert state == "problem"
     assert text.startswith(f"{url}/v1/models: Cannot connect to host")
-    assert "Start the server, or correct endpoint_url (without /v1)." in text
+    assert "Start the server, or correct endpoint_url." in text
 
 
 def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
@@ -105,8 +105,8 @@ def test_a_model_that_the_endpoint_does_not_list(found: Doctor) -> None:
         (web.Response(status=401), "problem", "it refuses this run's API key. Check api_key_env"),
         (web.Response(status=403), "problem", "it refuses this run's API key"),
         (web.Response(status=503), "problem", "HTTP 503. Start the server"),
-        (web.Response(status=404), "warning", "Some gateways have no /v1/models"),
-        (web.Response(text="<html>"), "warning", "correct endpoint_url (without /v1)."),
+        (web.Response(status=404), "warning", "Some gateways have no such list"),
+        (web.Response(text="<html>"), "warning", "correct endpoint_url."),
         (web.json_response([1]), "warning", "answers, and does not list its models."),
         (web.json_response({"data": [1, {"id": 7}]}), "problem", "it lists 7."),
     ],
@@ -452,7 +452,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found: Doctor, monkeyp
         raise RuntimeError("of a kind\nthat nobody thought of")
 
     monkeypatch.setattr(doctor, "check_checkpoints", fails)
-    monkeypatch.setattr(input_checks, "encode", fails)
+    monkeypatch.setattr(input_checks, "as_read", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."
     assert checks["checkpoints, checked"] == ("problem", message)

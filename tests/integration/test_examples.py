@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from loguru import logger
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.parsers import OVERRIDES_HELP
-from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_example
+from datatrove_ckpt.cli.parsers import OVERRIDES_HELP, make_parser
+from datatrove_ckpt.testing import FakeServer
+from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_examples
+from tests.words import write_tokenizer
+from tests.yaml_jobs import ENDPOINT, job_yaml
 
 Capture = pytest.CaptureFixture[str]
 
@@ -34,10 +38,19 @@ def write_documents(folder: Path) -> None:
     (folder / "documents/a.jsonl").write_text("\n".join(lines[:3]))
 
 
+def write_datatroves(checkpoints: Path, rank: int = 0) -> None:
+    """A checkpoint that datatrove's own runner left."""
+    folder = checkpoints / f"{rank:05d}"
+    folder.mkdir(parents=True)
+    (folder / "chunk_00000.jsonl").write_text('{"text": "", "id": "a", "media": [], "metadata": {}}\n')
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder; it has documents."""
+    """The current folder; it has documents, and small files of a model."""
     write_documents(tmp_path)
+    write_tokenizer(tmp_path / "my-model")
+    (tmp_path / "my-model/generation_config.json").write_text('{"temperature": 0.6}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     DataFolder.clear_instance_cache()  # it knows folders by relative names
@@ -64,7 +77,7 @@ runpy.run_path("example.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("block", [one for one in blocks("python") if one != torch_example()], ids=str)
+@pytest.mark.parametrize("block", [one for one in blocks("python") if one not in torch_examples()], ids=str)
 def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
@@ -72,9 +85,10 @@ def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     ended = subprocess.run(
         [sys.executable, *(["-c", WITHOUT_COLLECTIONS] if many_lives else ["example.py"])],
         cwd=folder,
+        env={**os.environ, "TMPDIR": str(ram)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=550,
         check=False,
         preexec_fn=on_one_core,
     )
@@ -111,6 +125,46 @@ def _merge(arguments: dict[str, Any], fragment: dict[str, Any]) -> None:
             arguments[name] = value
 
 
+GOOD = '{"explanation": "It explains rain.", "score": 4}'
+
+
+def answer(payload: dict[str, Any], times: int) -> str:
+    """What the examples of docs/rollouts.md count as a valid answer."""
+    if "response_format" in payload:
+        return "I cannot say." if not times else GOOD
+    if "structured_outputs" in payload:
+        return str(payload["structured_outputs"]["choice"][0])
+    if "regex" in payload:
+        return "1999"
+    rating = payload["messages"][-1]["content"].startswith("Rate")
+    return str(times) if rating else f"That is {times}. Answer: {times // 2}"
+
+
+@pytest.mark.parametrize("block", blocks("yaml", "docs/rollouts.md"), ids=str)
+def test_the_rollouts_of_the_docs_run(folder: Path, capsys: Capture, block: Block) -> None:
+    content, rows = yaml.safe_load(block.text), []
+    for number in range(2):
+        messages = [{"role": "user", "content": f"Why {number}?"}]
+        text = f"It rains {number} times.\n\n" * 400
+        rows.append({"id": str(number), "text": text, "site": "a.org", "question": "Why?", "messages": messages})
+    Path("input").mkdir()
+    Path("input/0.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with FakeServer(answer) as server:
+        whole = yaml.safe_load(job_yaml(ENDPOINT.replace("URL", server.url)))
+        _merge(whole["executor"]["init_args"]["pipeline"][-1]["init_args"], content)
+        Path("job.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+        assert main(["run", "job.yaml"]) == 0, capsys.readouterr().err
+        results = [
+            json.loads(line)["metadata"]["rollout_results"]
+            for line in Path("output/00000_00000.jsonl").read_text().splitlines()
+        ]
+        assert all(len(one) == 1 and one[0]["text"] for one in results)
+        assert len(results) == 2
+        said = str(server.payloads)
+        assert "{text}" not in said
+        assert "[[DOCUMENT]]" not in said
+
+
 # bash ----------------------------------------------------------------------------------------------------------------
 
 
@@ -118,9 +172,20 @@ SAME_JOB = [[name, "configs/quickstart.yaml"] for name in ("run", "doctor")]
 """They compare a job with what an earlier run has left, so they need its settings."""
 
 
+def type_in(line: str, more: Sequence[str] = ()) -> None:
+    """Does what a shell does with a command line of ours, and fails if the exit code is not 0."""
+    command, _, file = line.partition(" > ")
+    with contextlib.ExitStack() as stack:
+        if file:
+            output = stack.enter_context(Path(file).expanduser().open("w"))
+            stack.enter_context(contextlib.redirect_stdout(output))
+        assert main([*shlex.split(command)[1:], *more]) == 0, line
+
+
 def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
     """Against the quick start, with fewer documents and shorter answers."""
     shutil.copytree(ROOT / "configs", "configs")
+    write_datatroves(Path("datatrove/checkpoints"))
     small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
     small.append("--pipeline.1.config.model_kwargs.threads=1")  # see on_one_core
     assert main(["run", "configs/quickstart.yaml", *small]) == 0, capsys.readouterr().err
@@ -135,12 +200,37 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
                 _run_export(line)
                 continue
             assert name == "datatrove-ckpt", f"{block}: no test runs {line!r}"
-            own = small if arguments[:2] in SAME_JOB else []
-            assert main([*arguments, *own]) == 0, (str(block), line, capsys.readouterr())
+            type_in(line, small if arguments[:2] in SAME_JOB else [])
     said = capsys.readouterr().out
-    assert len(done) == 12
+    assert len(done) == 21
     assert "\nno problem, " in said  # of doctor
     assert "\nsettings for this machine:\n  sync_seconds: " in said  # of plan
+
+
+def help_examples() -> list[str]:
+    """The command lines below "examples:" in each command's help, and in that of datatrove-ckpt itself."""
+    parser = make_parser()
+    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found: list[str] = []
+    for name, one in {"": parser, **action.choices}.items():
+        listed = one.format_help().partition("\nexamples:\n")[2].partition("\n\n")[0]
+        lines = [line.removeprefix("  ") for line in listed.splitlines()]
+        assert lines, f"{name or 'datatrove-ckpt'} --help has no example"
+        assert all(line.startswith(f"datatrove-ckpt {name}") for line in lines)
+        found += lines
+    return list(dict.fromkeys(found))
+
+
+def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shell's words; a server with canned answers takes the model's place."""
+    shutil.copytree(ROOT / "configs", "configs")
+    write_datatroves(Path("datatrove/checkpoints"))
+    text = Path("configs/quickstart.yaml").read_text()
+    assert "server_type: llamacpp" in text
+    Path("configs/quickstart.yaml").write_text(text.replace("server_type: llamacpp", "server_type: dummy"))
+    monkeypatch.setenv("HOME", str(folder))
+    for line in help_examples():
+        type_in(line)
 
 
 def test_overrides_in_the_help_can_be_typed(folder: Path, capsys: Capture) -> None:
@@ -209,6 +299,14 @@ def finished(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(kept / "job")
 
 
+def _datatroves(rank: int = 0) -> None:
+    write_datatroves(Path("theirs"), rank)
+
+
+def _of_more_tasks() -> None:
+    _datatroves(7)
+
+
 def _interrupted() -> None:
     raise KeyboardInterrupt
 
@@ -237,6 +335,9 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("plan", "0"): (_nothing, "plan job.yaml --mtbf 6h"),
     ("plan", "1"): (_nothing, "plan job.yaml --mtbf 6h --pipeline.1.checkpoints_local_dir=job.yaml/checkpoints"),
     ("plan", "2"): (_nothing, "plan job.yaml"),
+    ("migrate", "0"): (_datatroves, "migrate job.yaml --from theirs"),
+    ("migrate", "1"): (_of_more_tasks, "migrate job.yaml --from theirs"),
+    ("migrate", "2"): (_nothing, "migrate job.yaml --from theirs"),
     ("status", "0"): (_nothing, "status checkpoints"),
     ("status", "1"): (_damaged, "status checkpoints"),
     ("status", "2"): (_nothing, "status empty"),
@@ -247,6 +348,19 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("repair", "0"): (_nothing, "repair checkpoints --dry-run"),
     ("repair", "1"): (_damaged, "repair checkpoints --output out"),
     ("repair", "2"): (_nothing, "repair empty"),
+    ("relocate", "0"): (_nothing, "relocate checkpoints --output out"),
+    ("relocate", "1"): (_nothing, "relocate checkpoints --output empty"),
+    ("relocate", "2"): (_nothing, "relocate empty --output out"),
+    ("fork", "0"): (_nothing, "fork checkpoints new"),
+    ("fork", "1"): (_damaged, "fork checkpoints new"),
+    ("fork", "2"): (_nothing, "fork empty new"),
+    ("reshard", "0"): (_nothing, "reshard job.yaml --tasks 2 --dry-run"),
+    ("reshard", "1"): (_damaged, "reshard job.yaml --tasks 2"),
+    ("reshard", "2"): (_nothing, "reshard checkpoints --tasks 2"),
+    ("schema", "0"): (_nothing, "schema"),
+    ("schema", "2"): (_nothing, "schema job.yaml"),
+    ("completion", "0"): (_nothing, "completion zsh"),
+    ("completion", "2"): (_nothing, "completion sh"),
 }
 
 

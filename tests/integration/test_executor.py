@@ -257,12 +257,12 @@ def test_a_rank_that_is_complete_counts_although_its_worker_died_before_it_said_
     class SlowToSaySo(LocalPipelineExecutor):
         def mark_rank_as_completed(self, rank: int) -> None:
             super().mark_rank_as_completed(rank)
-            time.sleep(0.3 if rank == 1 else 0.0)
+            time.sleep(600 if rank == 1 else 0)  # until it is killed
 
     SlowToSaySo(
         [DiesWhenMarked(tmp_path)], 3, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=tries
     ).run()
-    assert json.loads((tmp_path / "logs" / "stats.json").read_text())[0]["stats"]["ranks"]["total"] == 3
+    assert json.loads((tmp_path / "logs" / "stats.json").read_text())[0]["stats"]["ranks"] == 3
     assert len(attempts(tmp_path)[1]) == 1
 
 
@@ -327,10 +327,11 @@ async def ask(document, generate):
 
 def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "script.py", *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "script.py", *arguments], cwd=folder, capture_output=True, text=True, timeout=500, check=False
     )
 
 
+@pytest.mark.timeout(1800)  # three programs with workers
 def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
     write_inputs(tmp_path, 3)
     (tmp_path / "script.py").write_text(OTHER_CODE)
@@ -343,6 +344,7 @@ def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_
         assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.timeout(1200)
 def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(tmp_path: Path) -> None:
     write_inputs(tmp_path, 3)
     (tmp_path / "script.py").write_text(OTHER_CODE)

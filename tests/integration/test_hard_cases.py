@@ -45,7 +45,6 @@ async def cancels_its_own_request(document: Document, generate: Any) -> Any:
     return await request
 
 
-@pytest.mark.timeout(20)
 def test_a_cancellation_that_leaks_from_a_rollout_is_a_failure_of_its_document(
     tmp_path: Path, server: FakeServer
 ) -> None:
@@ -84,7 +83,7 @@ def test_answers_are_kept_while_publishing_is_slow(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
-    held, failed = threading.Event(), threading.Event()
+    held, failed, answered = threading.Event(), threading.Event(), threading.Semaphore(0)
     write_chunk = ChunkOutput.write_chunk
 
     def slow(self: ChunkOutput, *args: Any) -> Any:
@@ -93,9 +92,10 @@ def test_answers_are_kept_while_publishing_is_slow(
 
     async def rollout(document: Document, generate: Any) -> Any:
         result = await ask(document, generate)
+        answered.release()
         if document.id == "id 5" and not failed.is_set():
-            while sum(server.asked.values()) < 6:
-                await asyncio.sleep(0.001)
+            for _ in range(6):  # a request in flight would be cut off
+                await asyncio.to_thread(answered.acquire)
             failed.set()
             held.set()
             raise RuntimeError("stop here")
@@ -270,7 +270,7 @@ except Exception as error:
 """
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=400, check=False
     )
     assert "ended: Document 'id 0'" in done.stderr
 
@@ -280,7 +280,7 @@ def test_documents_are_asked_while_the_reader_stalls(tmp_path: Path, server: Fak
 
     def read() -> Iterator[Document]:
         yield from documents(5)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while len(server.asked) < 5:
             assert time.monotonic() < deadline, "documents wait for the reader's next one"
             time.sleep(0.001)

@@ -46,7 +46,7 @@ def test_below_a_parent_that_is_deaf_tests_of_signals_pass(workers: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_below_a_parent_that_is_deaf_commands_and_their_workers_hear_all_signals() -> None:
     passes_below_a_deaf_parent(2, *IN_OTHERS)
 

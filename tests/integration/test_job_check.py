@@ -193,8 +193,21 @@ def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> Non
     finish_one_task(run)
     error = run("--executor.tasks=2", "--pipeline.1.accept_changes=true", code=1)
     assert "tasks: 3 -> 2" in error
-    assert "Finished with the old settings: task 0." in error
+    assert (
+        "Finished with the old settings: task 0. What is finished stays as it is. Go on with 3 tasks "
+        "(--executor.tasks=3), or choose another checkpoints_local_dir (and output, and logging_dir) for the new ones. "
+        "`datatrove-ckpt reshard WHAT --tasks 2` deals what is left out to 2 tasks." in error
+    )
     assert "12 of 12 documents" in run()
+
+
+def test_reshard_is_no_advice_if_other_settings_differ_too(run: Command) -> None:
+    finish_one_task(run)
+    error = run("--executor.tasks=2", OTHER_MODEL, code=1)
+    assert "tasks: 3 -> 2" in error
+    assert 'model: "fake" -> "other"' in error
+    assert "Go on with the old settings, or choose another checkpoints_local_dir" in error
+    assert "datatrove-ckpt reshard" not in error
 
 
 def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) -> None:

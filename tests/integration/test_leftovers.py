@@ -22,8 +22,8 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers import leftovers
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
-from datatrove_ckpt.inference.servers.guardian import process_table
 from datatrove_ckpt.inference.servers.leftovers import ServerRecord, end_leftovers
+from tests.processes import is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfd")
 
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and
 # (as of a program that sets its process title), and one with neither, which nothing can tell from another program.
 SERVER = """
 import os, pathlib, subprocess, sys, time
-sleep = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(1200)"]
 kinds = {"plain": {}, "session": {"start_new_session": True}, "title": {"env": {}},
          "stranger": {"env": {}, "start_new_session": True, "stdout": -3, "stderr": -3}}
 for kind, options in kinds.items():
     process = subprocess.Popen(sleep, **options)
     pathlib.Path("new").write_text(str(process.pid))
     os.rename("new", f"{kind}.pid")
-time.sleep(300)
+time.sleep(1200)
 """
 RUNNER = """
 import asyncio, os, pathlib
@@ -49,21 +49,17 @@ async def main():
     await server.launch()
     pathlib.Path("new.g").write_text(str(server._process.pid))
     os.rename("new.g", "guardian.pid")
-    await asyncio.sleep(300)
+    await asyncio.sleep(1200)
 asyncio.run(main())
 """
 OURS = ("plain", "session", "title")
 
 
 def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    return any(process.pid == pid and not process.zombie for process in process_table())
 
 
 class Run:
@@ -84,7 +80,7 @@ class Run:
         self.runner.wait()
         guardian = os.pidfd_open(self.pids["guardian"])
         os.kill(self.pids["guardian"], signal.SIGKILL)
-        select.select([guardian], [], [], 10)
+        select.select([guardian], [], [], 120)
         os.close(guardian)
 
     def alive(self) -> set[str]:
@@ -189,7 +185,7 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
     record = ServerRecord.create("test")
     assert record is not None
     with (tmp_path / "log").open("wb") as output:
-        another = subprocess.Popen(["sleep", "300"], stdout=output, stderr=output, start_new_session=True)
+        another = subprocess.Popen(["sleep", "1200"], stdout=output, stderr=output, start_new_session=True)
         status = os.fstat(output.fileno())
     try:
         log = (status.st_dev, status.st_ino)
@@ -202,7 +198,7 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
         # The proof that the above was near: the same, and nothing that differs.
         replace(record, runner=(os.getpid(), 1), guardian=(another.pid, 1), log=log)._write()
         end_leftovers()
-        assert another.wait(10) == -signal.SIGKILL
+        assert another.wait(120) == -signal.SIGKILL
     finally:
         another.kill()
         another.wait()

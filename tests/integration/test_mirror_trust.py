@@ -94,7 +94,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "files of another type": lambda content: content.update(files=[]),
     "another type of finished": lambda content: content.update(finished="no"),
     "control characters": lambda content: content.update(when="\x1b[2J"),
-    "another format": lambda content: content.update(format=99),
+    "a format that is no number": lambda content: content.update(format="99"),
 }
 
 

@@ -47,6 +47,16 @@ def raises(error: BaseException) -> Callable[[Document], None]:
     return fail
 
 
+def raises_its_own_cause(document: Document) -> None:
+    try:
+        try:
+            raise KeyError("cause")
+        except KeyError as cause:
+            raise ValueError("error") from cause
+    except ValueError as error:
+        raise error.__cause__ from None
+
+
 def nested(depth: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(depth):
@@ -83,6 +93,7 @@ UNWRITABLE: dict[str, Callable[[Document], None]] = {
     "None as key": meta(None),
     "tuple as key": meta((1, 2)),
     "object": meta("k", object()),
+    "errors in a circle": raises_its_own_cause,
     "mute error": raises(Mute()),
     "error of a mute value": raises(ValueError(Mute())),
     "exit with a mute value": raises(SystemExit(Mute())),

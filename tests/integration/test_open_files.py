@@ -31,7 +31,7 @@ def run_job(folder: Path, url: str, limit: str) -> subprocess.CompletedProcess[s
     write_job(folder, JOB.replace("URL", url), [f"text {n}" for n in range(200)])
     command = f'ulimit {limit} && exec "$0" -m datatrove_ckpt run job.yaml'
     return subprocess.run(
-        ["bash", "-c", command, sys.executable], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", command, sys.executable], cwd=folder, capture_output=True, text=True, timeout=400, check=False
     )
 
 
@@ -58,7 +58,7 @@ def release_when_asked(server: FakeServer, number: int) -> threading.Thread:
     """Holds all answers until so many requests are in flight at once."""
 
     def wait() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while len(server.payloads) < number and time.monotonic() < deadline:
             time.sleep(0.02)
         server.release()

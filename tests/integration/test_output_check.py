@@ -25,8 +25,9 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
-from datatrove_ckpt.output.folders import check_pipeline_folders
+from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output
 from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -173,7 +174,6 @@ def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
 # during a run --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
     tmp_path: Path, server: FakeServer, what: str
@@ -296,7 +296,7 @@ def test_a_file_that_no_commit_names_is_refused_at_the_end_and_by_the_next_run(j
     (job / "output" / "00001_00000.jsonl").rename(job / "output" / "00002_00000.jsonl")
     code, said = call("run", "job.yaml")
     assert code == 1
-    assert "are of ranks that a job with tasks=2 does not have: 00002_00000.jsonl. Their documents may be" in said
+    assert "are of ranks that a job with tasks=2 does not have: 00002_00000.jsonl. Its documents may be" in said
     (job / "output" / "00002_00000.jsonl").unlink()
     assert call("run", "job.yaml")[0] == 0
 
@@ -369,7 +369,7 @@ def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server
         folder = tmp_path / str(number) / "checkpoints" / "00000"
         folder.mkdir(parents=True)
         (folder / name).write_text("")
-        with pytest.raises(CkptError, match=f"holds {name} but no run.json. If another program made it"):
+        with pytest.raises(CkptError, match=f"holds {name} but no run.json. If datatrove's own"):
             runner(tmp_path / str(number), server).run(documents(1))
 
 
@@ -478,7 +478,7 @@ def test_remote_files_of_another_run_are_refused(tmp_path: Path, server: FakeSer
 # cost ----------------------------------------------------------------------------------------------------------------
 
 
-def test_two_thousand_files_are_compared_in_well_under_a_second(ram: Path) -> None:
+def test_two_thousand_files_are_compared_in_a_moment(ram: Path) -> None:
     number = 2_000
     (ram / "output").mkdir()
     (ram / "checkpoints" / "00000").mkdir(parents=True)
@@ -496,7 +496,7 @@ def test_two_thousand_files_are_compared_in_well_under_a_second(ram: Path) -> No
     check.refuse_unknown(commits, found)
     seconds = time.process_time() - start
     print(f"{number} files: {seconds:.2f} s")
-    assert seconds < 0.5  # measured: 0.04
+    assert seconds < 4  # measured: 0.04
 
 
 # another output folder -----------------------------------------------------------------------------------------------
@@ -530,6 +530,21 @@ def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, ca
     assert "repair" not in said
 
 
+@pytest.mark.parametrize("name", ["00000_00009.jsonl", "00007_00000.jsonl"])
+def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(
+    job: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["run", "job.yaml"]) == 0
+    (job / "output" / name).write_bytes(b"{}\n")
+    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
+        assert main(command) == 1
+        said = "".join(capfd.readouterr())
+        assert name in said
+        assert "Its documents may be in the output twice. Move it out of the output folder, or delete it" in said
+    (job / "output" / name).rename(job / name)
+    assert main(["run", "job.yaml"]) == 0
+
+
 # the closing line ----------------------------------------------------------------------------------------------------
 
 
@@ -560,4 +575,31 @@ def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, call: Cal
     (retry / "00000" / "commits.jsonl").write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits))
     code, said = call("run", "job.yaml")
     assert code == 1
-    assert "contradict each other: 10 documents were read, 15 are written, 0 dropped, -5 dead letters" in said
+    assert "contradict each other: 10 documents read, 15 written, 0 dropped, -5 dead letters" in said
+
+
+def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_asked(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "0.jsonl").write_text('{"id": "0", "text": "a"}\n')
+    step = runner(tmp_path, server, output_writer=writer(tmp_path / "input"))
+    reader = JsonlReader(str(tmp_path / "input"))
+    with pytest.raises(
+        ConfigError, match=r"/input/output' is inside the folder that JsonlReader reads, '.*/input', so"
+    ):
+        step.run(reader.run(None, 0, 1), 0, 1)
+    assert not server.asked
+    beside = JsonlReader(str(tmp_path / "input"), glob_pattern="0.jsonl")
+    step.run(beside.run(None, 0, 1), 0, 1)
+    assert server.asked.total() == 1
+
+
+@pytest.mark.parametrize("branch", ["", "@main", "@refs%2Fheads%2Fmain"])
+@pytest.mark.parametrize("other", ["", "@main"])
+def test_the_main_branch_of_a_repository_has_several_names(branch: str, other: str) -> None:
+    reader = JsonlReader(f"hf://datasets/org/data{other}")
+    output = JsonlWriter(f"hf://datasets/org/data{branch}/c", "${rank}_${chunk_index}.jsonl", compression=None)
+    with pytest.raises(ConfigError, match="is inside the folder that JsonlReader reads"):
+        refuse_own_output([reader], output)
+    refuse_own_output([JsonlReader("hf://datasets/org/data@another")], output)

@@ -68,7 +68,7 @@ class Script:
             text=True,
             start_new_session=True,
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(server.payloads) < 6:
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(self.popen.communicate()[0])
@@ -79,7 +79,7 @@ class Script:
 
     def ends(self) -> int:
         try:
-            self.output, _ = self.popen.communicate(timeout=15)
+            self.output, _ = self.popen.communicate(timeout=300)
             return self.popen.returncode
         finally:
             self.left = left_of(self.popen.pid)
@@ -129,9 +129,35 @@ def test_a_worker_that_has_handed_in_its_error_is_ended_by_nobody_else(tmp_path:
         worker = os.pidfd_open(script.worker(1))
         script.popen.send_signal(signal.SIGSTOP)  # nobody takes the error, or ends the pool
         signal.pidfd_send_signal(worker, signal.SIGTERM)
-        assert select.select([worker], [], [], 10)[0]
+        assert select.select([worker], [], [], 300)[0]
         os.close(worker)
         script.popen.send_signal(signal.SIGCONT)
         assert script.ends() == 1
         assert "ENDS WITH Preempted Stopped by SIGTERM." in script.output
         assert script.left == []
+
+
+AFTER_OURS = """
+import datatrove_ckpt
+from datatrove.executor import LocalPipelineExecutor
+
+def nothing(data, rank, world_size):
+    yield from ()
+
+if __name__ == "__main__":
+    for number, executor in enumerate([datatrove_ckpt.LocalPipelineExecutor, LocalPipelineExecutor]):
+        executor([nothing], tasks=2, workers=2, logging_dir=f"logs {number}").run()
+    print("done")
+"""
+
+
+def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path: Path) -> None:
+    """Both use one fork server. With the signals blocked that ours blocks, a pool's workers would not be terminated."""
+    (tmp_path / "script.py").write_text(AFTER_OURS)
+    popen = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert popen.communicate(timeout=400)[0] == "done\n"
+    finally:
+        left_of(popen.pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -76,10 +77,9 @@ def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path:
     with FakeServer(hold_after=6, status=status) as server:
         process = start(tmp_path, server)
         until_kept(tmp_path / "run/checkpoints", 2)
-        deadline = time.monotonic() + 30
-        while (
-            not (tmp_path / "run/checkpoints/last_chunk/00000.txt").exists() or not (tmp_path / "run/mirror").exists()
-        ):
+        deadline = time.monotonic() + 300
+        there = ("checkpoints/last_chunk/00000.txt", "checkpoints/00000/chunk_00001.jsonl", "mirror")
+        while not all((tmp_path / "run" / name).exists() for name in there):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)  # also the process of datatrove's that would stay
@@ -127,6 +127,9 @@ def test_commands_say_which_checkpoint_they_may_not_read(
     (root / "00000").mkdir(parents=True)
     for name in ("run.json", "commits.jsonl", "chunk_00001.jsonl"):
         (root / "00000" / name).touch()
+    shutil.copytree(root, tmp_path / "readable")
+    main([command, str(tmp_path / "readable")])  # imports what it needs: Python may be in a folder of root's
+    capsys.readouterr()
     (root / closed).chmod(0)
     request.getfixturevalue("_not_root")
     assert main([command, str(root)]) == 2

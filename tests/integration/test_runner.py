@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 import weakref
 from collections import Counter
@@ -146,6 +147,7 @@ def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path: Path, s
     runner(tmp_path, server).run(documents(5))
     assert sorted(outputs(tmp_path / "checkpoints")) == [
         "00000/commits.jsonl",
+        "00000/history.jsonl",
         "00000/run.json",
         "00000/shard.json",
         "job.json",
@@ -348,13 +350,14 @@ def test_skip_bad_requests_makes_a_dead_letter_and_goes_on(tmp_path: Path) -> No
 def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path) -> None:
     broken = [True]
     status = lambda payload, times: 400 if broken[0] and payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
+    in_turn = {"max_concurrent_generations": 1}  # the rejection cuts no other request off
     with FakeServer(status=status) as server:
         for _ in range(2):
             with pytest.raises(DocumentFailed):
-                runner(tmp_path, server).run(documents(2))
+                runner(tmp_path, server, config=in_turn).run(documents(2))
         assert server.asked["text 1"] == 1, "a permanent error is an answer"
         broken[0] = False
-        runner(tmp_path, server, retry_errors=True).run(documents(2))
+        runner(tmp_path, server, retry_errors=True, config=in_turn).run(documents(2))
     assert ids(tmp_path) == ["id 0", "id 1"]
     assert server.asked == {"text 0": 1, "text 1": 2}
 
@@ -459,8 +462,14 @@ def test_a_value_that_cannot_be_kept_stops_the_rank_and_names_document_and_value
 def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers(
     tmp_path: Path, server: FakeServer
 ) -> None:
+    both = threading.Event()
+
     async def rollout(document: Document, generate: Any) -> Any:
         await ask(document, generate)
+        if document.id == "id 1" and not both.is_set():
+            both.set()
+            await asyncio.Event().wait()  # until the other one stops the rank: a request in flight would be cut off
+        await asyncio.to_thread(both.wait)
         return np.zeros((2, 2))  # the journal could keep it, but it is no JSON
 
     with pytest.raises(DocumentNotSerializable, match=r"'id 0'.*JsonlWriter"):
@@ -474,6 +483,15 @@ def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers
     fixed.run(documents(2))
     assert lines(tmp_path) == [{"id": "id 0", "shape": [2, 2]}, {"id": "id 1", "shape": [2, 2]}]
     assert set(server.asked.values()) == {1}
+
+
+def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    async def forgets(document: Document, generate: Any) -> None:
+        await ask(document, generate)
+
+    runner(tmp_path, server, forgets).run(documents(3))
+    (said,) = [line for line in log if "Does the rollout lack a return?" in line]
+    assert said.startswith("WARNING Rank 0: the rollout returned None for each document")
 
 
 # datatrove -----------------------------------------------------------------------------------------------------------
@@ -685,6 +703,42 @@ def test_a_secret_among_a_rollouts_globals_is_kept_as_a_hash(
         runner(tmp_path, server, ask_with_key, shared_context=lambda: {}).run(documents(1))
 
 
+def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = InferenceConfig("endpoint", "fake", endpoint_url=["${MY_URL}", "${MY_URL}/v2", " http://h/v1 "])
+    with pytest.raises(ConfigError, match=r"names the environment variable MY_URL, which is not set"):
+        make_server(config, 0)
+    monkeypatch.setenv("MY_URL", "http://host:1\n")
+    assert [repr(url) for url in make_server(config, 0).urls] == ["http://host:1", "http://host:1/v2", "http://h/v1"]
+
+
+@pytest.mark.parametrize("value", ["host:8000", "ftp://host", "http://ho st", "", "http://me:hush/x@host", "//host"])
+def test_a_variable_that_is_no_url_is_refused_and_not_shown(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_URL", value)
+    with pytest.raises(ConfigError, match=r"endpoint_url: \$\{MY_URL\} is not a URL") as refused:
+        make_server(InferenceConfig("endpoint", "fake", endpoint_url="${MY_URL}"), 0)
+    assert not value or value not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["${MY_URL", "$MY_URL", "host/v1", "", "http://h/v1 x", "http://h\n/v1"])
+def test_an_endpoint_url_that_cannot_work_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="endpoint_url: "):
+        InferenceConfig("endpoint", "fake", endpoint_url=url)
+
+
+@pytest.mark.parametrize(
+    ("url", "cause"), [("${MY_URL}/?code=hush", "in its query"), ("${MY_URL}me:pass@host", "use api_key_env")]
+)
+def test_beside_a_variable_no_secret_may_be_written_out(url: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        InferenceConfig("endpoint", "fake", endpoint_url=url)
+
+
+@pytest.mark.parametrize(("server_type", "value"), [("vllm", True), ("dummy", True), ("endpoint", "false")])
+def test_accept_null_finish_reason_is_refused_where_it_cannot_be_meant(server_type: Any, value: Any) -> None:
+    with pytest.raises(ConfigError, match="accept_null_finish_reason: "):
+        InferenceConfig(server_type, "m", endpoint_url="http://h", accept_null_finish_reason=value)
+
+
 def test_an_endpoint_url_with_a_password_is_refused(tmp_path: Path, server: FakeServer) -> None:
     with pytest.raises(ConfigError, match="use api_key_env"):
         InferenceConfig("endpoint", "fake", endpoint_url="http://me:pass@127.0.0.1:1/v1")
@@ -765,9 +819,9 @@ def test_an_output_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Pa
     assert set(server.asked.values()) == {1}
 
 
-def test_a_second_process_for_a_rank_is_refused_with_host_and_pid(tmp_path: Path, server: FakeServer) -> None:
+def test_a_second_run_of_a_rank_in_this_process_is_refused(tmp_path: Path, server: FakeServer) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
-        with pytest.raises(CheckpointLocked, match=r'"host":".*"pid":\d+'):
+        with pytest.raises(CheckpointLocked, match="This very process works on this rank already"):
             await asyncio.to_thread(runner(tmp_path, server).run, documents(1))
         return True
 
@@ -778,5 +832,5 @@ def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server
     theirs = tmp_path / "checkpoints" / "00000"
     theirs.mkdir(parents=True)
     (theirs / "chunk_00000.jsonl").write_text('{"text": "t", "id": "i", "media": [], "metadata": {}}\n')
-    with pytest.raises(CheckpointMismatch, match="another program made it"):
+    with pytest.raises(CheckpointMismatch, match="datatrove-ckpt migrate CONFIG --from"):
         runner(tmp_path, server).run(documents(1))

@@ -21,6 +21,7 @@ import pytest
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.patience import Patience
 
 DRAINS = "requests in flight have"
 ROLLOUTS = """
@@ -90,13 +91,13 @@ class Process:
                 self._lines.put(line)
 
     def until(self, text: str) -> None:
-        while text not in (line := self._lines.get(timeout=30)):
+        while text not in (line := self._lines.get(timeout=300)):
             self.log += line
         self.log += line
 
     def end(self) -> int:
         """Its exit code; ``left`` are those of its session who do not end with it."""
-        code = self.popen.wait(timeout=60)
+        code = self.popen.wait(timeout=400)
         self.left = [process.pid for process in self._others() if not ends(process.pid)]
         guardian.kill_session(self.popen.pid)
         self._reader.join()
@@ -123,7 +124,7 @@ def ends(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([descriptor], [], [], 10)[0])
+        return Patience(10).ends(descriptor)
     finally:
         os.close(descriptor)
 
@@ -150,7 +151,7 @@ class Job:
 
     def until_drains(self, *tasks: int) -> None:
         """Until these ranks say so, or all of them."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         for task in tasks or range(self.tasks):
             log = self.folder / "logs" / "logs" / f"task_{task:05d}.log"
             while DRAINS not in log.read_text():
@@ -264,15 +265,16 @@ def test_the_death_of_the_fork_server_is_not_taken_for_that_of_its_workers(tmp_p
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
     with FakeServer(answer, hold_after=0) as server:
         job = Job(tmp_path, server, 2)
+        (tmp_path / "job.yaml").write_text((tmp_path / "job.yaml").read_text() + "          drain_seconds: 3600\n")
         process = job.start()
         until_asked(server, 8)
         os.killpg(process.popen.pid, signal.SIGINT)
         job.until_drains()
         time.sleep(preemption.SAME_EVENT)  # earlier ones are taken for the same Ctrl-C
-        began = time.monotonic()
+        patience = Patience(10)
         os.killpg(process.popen.pid, signal.SIGINT)
         assert process.end() == 130
-        assert time.monotonic() - began < 10
+        assert not patience.over()
         assert process.log.count("To resume:") == 1
         assert "Traceback" not in process.log
         assert process.left == []
@@ -292,7 +294,7 @@ def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
         if number == signal.SIGTERM:
             job.until_drains(1)
             server.release()
-        assert select.select([worker], [], [], 60)[0]
+        assert select.select([worker], [], [], 300)[0]
         os.close(worker)
         server.release()
         assert process.end() == 0, process.log
@@ -337,10 +339,10 @@ def test_no_worker_outlives_a_run_that_is_killed(tmp_path: Path, number: signal.
         process = job.start()
         until_asked(server, 8)
         process.popen.send_signal(number)
-        began = time.monotonic()
+        patience = Patience(5)
         assert process.end() == -number  # and its output is closed: `job | tee log` ends
         assert process.left == []
-        assert time.monotonic() - began < 5
+        assert not patience.over()
 
 
 # --------------------------------------------------------------------------- datatrove's Slurm executor
@@ -351,7 +353,10 @@ from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.process import slurm_job
 from my_rollouts import ask
+
+slurm_job._SQUEUE_TIMEOUT = 600.0  # it answers once all is asked
 
 runner = InferenceRunner(
     ask,

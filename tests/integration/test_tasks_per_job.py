@@ -83,7 +83,7 @@ def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def attempt(folder: Path, server: FakeServer, *signals: str) -> int:
     argv = [sys.executable, "task.py", server.url, *signals]
-    return subprocess.run(argv, cwd=folder, capture_output=True, timeout=60, check=False).returncode
+    return subprocess.run(argv, cwd=folder, capture_output=True, timeout=400, check=False).returncode
 
 
 def requeued(folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from datatrove_ckpt.inference.servers.server import free_port
 
 ROOT = Path(__file__).parents[2]
 # The fixture builds a wheel, in an environment that pip makes for it.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def first_answer(url: str, server: subprocess.Popen[bytes], log: Path) -> bytes:
     """Polls, because the server says nothing when it is ready."""
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=300) as answer:
                 return bytes(answer.read())
         except urllib.error.URLError:
             assert server.poll() is None, log.read_text()

@@ -125,7 +125,7 @@ class Commands:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
-        pid, ended = self._pids.get(timeout=60)
+        pid, ended = self._pids.get(timeout=300)  # it imports first
         return Running(argv, pid, log, ended)
 
     def _listen(self) -> None:

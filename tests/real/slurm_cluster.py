@@ -162,7 +162,7 @@ class Cluster:
         self._inside("slurmctld", "-f", str(self.config), "-c")
         for node in NODES:
             self.start_node(node)
-        until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 30, self.logs)
+        until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 120, self.logs)
 
     def start_node(self, node: str) -> None:
         self._inside("slurmd", "-f", str(self.config), "-N", node)
@@ -214,8 +214,8 @@ class Cluster:
             if not processes(lambda argv, _, node=node: argv[0].endswith("slurmd") and argv[-1:] == [node]):
                 self.start_node(node)
                 self.command("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
-        until(lambda: not self.command("squeue", "-h"), 40, lambda: self.command("squeue") + self.logs())
-        until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 40, self.logs)
+        until(lambda: not self.command("squeue", "-h"), 240, lambda: self.command("squeue") + self.logs())
+        until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 240, self.logs)
 
 
 def processes(chosen: Callable[[list[str], dict[str, str]], Any]) -> list[int]:

@@ -46,7 +46,7 @@ class Job:
     def until_held(self, ranks: int | None = None) -> None:
         """Everything is in flight that may be, and what was answered is kept."""
         expected = HELD + IN_FLIGHT * (self.tasks if ranks is None else ranks)
-        until(lambda: self.asked() >= expected, 60, self.describe)
+        until(lambda: self.asked() >= expected, 240, self.describe)
         until_kept(self.folder / "checkpoints", HELD)
 
     def asked(self) -> int:
@@ -60,14 +60,14 @@ class Job:
             program = argv[1] if len(argv) > 1 else ""
             return mine == (self.id, str(index)) and program.endswith("launch_pickled_pipeline")
 
-        return [Watched(pid) for pid in until(lambda: processes(is_it), 30, self.describe)]
+        return [Watched(pid) for pid in until(lambda: processes(is_it), 120, self.describe)]
 
     def worker(self, index: int = 0) -> Watched:
         """The process that runs our code in an array task of one node."""
         (only,) = self.workers(index)
         return only
 
-    def until_ended(self, *states: str, indices: int | None = None, seconds: float = 60) -> None:
+    def until_ended(self, *states: str, indices: int | None = None, seconds: float = 240) -> None:
         """Waits for the end of all array tasks, which is to be one of ``states``."""
         for index in range(self.tasks if indices is None else indices):
             until(lambda index=index: self.state(index) in ENDED, seconds, self.describe)
@@ -76,7 +76,7 @@ class Job:
     def until_logged(self, text: str) -> None:
         """Waits for a line of any task, in any attempt."""
         logs = self.folder / "logs/slurm_logs"
-        until(lambda: any(text in log.read_text() for log in logs.iterdir()), 60, self.describe)
+        until(lambda: any(text in log.read_text() for log in logs.iterdir()), 240, self.describe)
 
     def is_complete(self, rank: int = 0) -> bool:
         """Marked complete by datatrove."""
@@ -110,6 +110,6 @@ class Stopwatch:
     def __init__(self) -> None:
         self._start = time.monotonic()
 
-    def until_gone(self, process: Watched, seconds: float = 30) -> float:
+    def until_gone(self, process: Watched, seconds: float = 120) -> float:
         process.wait(seconds)
         return time.monotonic() - self._start

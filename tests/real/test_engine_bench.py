@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.engine.__main__ import ROWS, main
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_every_row_answers_the_same_prompts_at_the_same_length(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ SIZES = {
 """Sizes of the disk in kB, at most of which something does not fit."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("on_it", SIZES)
 def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
     tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str
@@ -274,7 +274,7 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
     assert failed >= len(SIZES[on_it])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_disk_that_somebody_else_fills_may_be_full_at_any_moment(
     tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes]
 ) -> None:
@@ -332,7 +332,7 @@ def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator
 # Read-only disks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_output_that_turns_read_only_stops_the_rank(
     tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes]
 ) -> None:
@@ -355,12 +355,12 @@ def test_an_output_that_turns_read_only_stops_the_rank(
 
 def make_read_only(folder: Path) -> None:
     """As soon as no file is open for writing."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True).returncode:
         assert time.monotonic() < deadline, f"{folder} is busy for ever"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("on_it", ["checkpoints", "output", "checkpoints and output"])
 def test_a_file_system_that_turns_read_only_stops_the_rank(
     tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str

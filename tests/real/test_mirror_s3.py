@@ -24,7 +24,7 @@ from tests.mirrors import Job, Killed, answered, ask_twice, read_rows, up_to
 from tests.real.s3 import KEY, SECRET, Weed
 
 # s3fs closes its sessions in the background.
-pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

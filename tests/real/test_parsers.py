@@ -6,6 +6,8 @@ the place where it would load the model, and its guard of the HTTP server by its
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -16,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers.engines import sglang_command, vllm_command
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.redaction import Key
+from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
 from tests.bench.engine.work import Work
 from tests.real import environment
 
@@ -84,7 +89,9 @@ def test_vllm_accepts_every_command() -> None:
     ]
     commands = [vllm_command(config, 4321, Key("hush"), "vllm") for config in configs("vllm", kwargs)]
     commands += [vllm_command(config, 4321, Key("hush"), None) for config in configs("vllm", kwargs)]
-    plain = InferenceConfig("vllm", "org/model", model_max_context=4096)
+    plain = InferenceConfig(
+        "vllm", "org/model", model_max_context=4096, model_kwargs={"distributed-executor-backend": "ray"}
+    )
     commands += [vllm_command(plain, 4321, Key("hush"), start, nodes) for start in ("vllm", None) for nodes in NODES]
     argvs = [command.argv[command.argv.index("serve") + 1 :] for command in commands if "serve" in command.argv]
     argvs += [command.argv[3:] for command in commands if "serve" not in command.argv]
@@ -100,6 +107,7 @@ def test_vllm_accepts_every_command() -> None:
         assert values["shutdown_timeout"] in ("30", 30, "0", 0)
         assert values["api_key"] is None
         assert values["headless"] == (values["node_rank"] == 1)
+        assert values["nnodes"] == 1 or values["distributed_executor_backend"] != "ray"
 
 
 def test_sglang_accepts_every_command() -> None:
@@ -119,6 +127,41 @@ def test_sglang_accepts_every_command() -> None:
         assert values["context_length"] == 4096
         assert values["tp_size"] == values["dp_size"] == values["pp_size"]
         assert values["enable_metrics"]
+
+
+_SGLANG_REQUESTS = """
+import json, sys
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+for payload in json.load(sys.stdin):
+    request = ChatCompletionRequest(model="m", **payload)
+    values = request.to_sampling_params(stop=[], model_generation_config={})
+    values["continued"] = request.continue_final_message
+    print(json.dumps({name: values.get(name) for name in ("json_schema", "regex", "continued")}))
+"""
+
+
+def test_sglang_understands_the_fields_of_rollouts() -> None:
+    schema = {"type": "object", "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}}}
+    config = InferenceConfig("sglang", "org/model")
+    forms: list[dict[str, Any]] = [{"json_schema": schema}, {"regex": "a|b"}, {"choice": ["a", "b (c)"]}]
+    rollouts: list[Any] = [for_config(PromptRollout(**form, answer_attempts=1), config) for form in forms]
+    rollouts.append(ChunkedRollout(max_chars_per_part=4, carry="continue"))
+    payloads: list[dict[str, Any]] = []
+
+    async def generate(payload: dict[str, Any]) -> InferenceResult:
+        payloads.append(payload)
+        return InferenceResult("a", "stop", {})
+
+    for rollout in rollouts:
+        with contextlib.suppress(InvalidAnswer):
+            asyncio.run(rollout(Document(text="some text", id="1"), generate))
+    command = [environment.sglang_python(), "-c", _SGLANG_REQUESTS]
+    done = subprocess.run(command, input=json.dumps(payloads), capture_output=True, text=True, check=False)
+    values = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(values) == len(payloads) == 5, done.stderr
+    assert list(json.loads(values[0]["json_schema"])["properties"]) == ["why", "answer"]
+    assert [one["regex"] for one in values] == [None, "a|b", r"(a|b \(c\))", None, None]
+    assert [one["continued"] for one in values] == [False, False, False, False, True]
 
 
 def test_the_offline_tools_parse_the_arguments_of_the_benchmark() -> None:

@@ -20,7 +20,7 @@ from tests.real.cluster_job import DOCUMENTS, IN_FLIGHT
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(600)  # the first one also installs Ray
+pytestmark = pytest.mark.timeout(900)  # the first one also installs Ray
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,7 @@ def follow(read: Callable[[float], Any], until: Callable[[Target], bool]) -> tup
     async def run() -> Target:
         target, sink = Target(), logger.add(lambda message: lines.append(str(message)), format="{message}")
         following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read, Admission()))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(300):
             while not until(target):
                 await asyncio.sleep(0)
         following.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -338,7 +340,7 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
     monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
     storage.start()
     storage.put_answer(request(0))
-    assert synced.wait(10)
+    assert synced.wait(300)
     storage.stop()
 
 
@@ -354,7 +356,7 @@ def test_auto_syncs_a_slow_disk_as_often_as_its_share_allows(tmp_path: Path) -> 
     with disk_in_place(SlowDisk()):
         storage.start()
         storage.put_finished(CHUNK, finished(0))
-        assert synced.wait(30)
+        assert synced.wait(300)
         storage.stop()
     # The journal and its folder take 30 ms each, which is 2 % of 3 s. Load on the machine can only lengthen this.
     assert interval.seconds >= 3.0
@@ -397,6 +399,37 @@ def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:
     full = Path("/dev/full")
     with pytest.raises(StorageFailed, match=r"Could not write to /dev/full: No space left.*Free some space"):
         files.disk.append(full, b"x")
+
+
+def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as lock_holder does
+    waits = []
+
+    def look_away(seconds: float) -> None:
+        waits.append(seconds)
+        os.close(looking)
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_away))
+    files.Lock(path).release()
+    assert len(waits) == 1
+
+
+def test_a_rank_does_not_wait_for_a_stopped_process_that_looks_at_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(files, "_PATIENCE_SECONDS", -1.0)
+    with pytest.raises(CheckpointLocked):
+        files.Lock(path)
+    os.close(looking)
 
 
 def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.overrides import read_config
+from datatrove_ckpt.cli.yaml_text import read_value
 
 JOB = """
 executor:
@@ -88,15 +90,10 @@ def test_a_run_that_ends_well_is_0(run: Run) -> None:
     assert Path("logs/completions/00000").exists()
 
 
-def test_a_dry_run_builds_everything_prints_a_line_per_step_and_runs_nothing(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_builds_everything_prints_it_and_runs_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--dry-run") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == 'executor LocalPipelineExecutor logging_dir="logs", workers=1'
-    assert lines[1] == 'pipeline[0] JsonlReader data_folder="documents"'
-    assert lines[2] == 'pipeline[1] my_steps.Step end="done"'
-    assert lines[3] == "pipeline[2] InferenceRunner rollout_fn=PromptRollout, config={...}, output_writer=JsonlWriter"
+    steps = read_value(capsys.readouterr().out)["executor"]["init_args"]["pipeline"]
+    assert steps[1] == {"class_path": "my_steps.Step", "init_args": {"end": "done", "size": 1}}
     assert not Path("logs").exists()
     assert not Path("out").exists()
 
@@ -117,6 +114,41 @@ def test_arguments_can_be_set_on_the_command_line(run: Run, overrides: list[str]
 def test_an_override_may_set_what_the_file_leaves_out_or_replace_a_whole_step(run: Run) -> None:
     assert run("--dry-run", "--pipeline.2.config.default_generation_params.temperature=0.5") == 0
     assert run("--dry-run", "--pipeline.1={class_path: ParquetReader, init_args: {data_folder: d}}") == 0
+
+
+PROMPT = "--pipeline.2.rollout_fn.prompt="
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        (PROMPT + "Summarise: {text}", "Summarise: {text}"),
+        (PROMPT + "{text}", "{text}"),
+        (PROMPT + "[1] {text}", "[1] {text}"),
+        (PROMPT + "# {text}", "# {text}"),
+        (PROMPT + "- {text} # all of it", "- {text} # all of it"),
+        (PROMPT + "{text}\n\nShorter:\n", "{text}\n\nShorter:\n"),
+        (PROMPT + "'{text}'", "{text}"),
+        ("--pipeline.2.config.model_name_or_path=7", "7"),
+        ("--pipeline.2.config.server_log_folder=null", None),
+        ("--pipeline.2.config.endpoint_url=http://a:1", "http://a:1"),
+        ("--pipeline.2.config.endpoint_url=[http://a:1, http://b:2]", ["http://a:1", "http://b:2"]),
+        ("--pipeline.2.config.max_concurrent_generations=auto", "auto"),
+        ("--pipeline.2.config.max_concurrent_generations=7", 7),
+        ("--pipeline.2.config.default_generation_params.stop=a: b", "a: b"),
+        ("--pipeline.2.config.default_generation_params.stop=[a, b]", ["a", "b"]),
+        ("--pipeline.2.config.default_generation_params=temperature: 0.5", {"temperature": 0.5}),
+        ("--pipeline.2.output_writer.output_folder=7", "7"),
+        ("--pipeline.2.output_writer.output_folder=[s3://b, {anon: true}]", ["s3://b", {"anon": True}]),
+        ("--executor.depends.x=a: b", "a: b"),
+    ],
+)
+def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run: Run, override: str, value: object) -> None:
+    node = read_config("job.yaml", [override])["executor"]
+    for key in override.partition("=")[0].removeprefix("--").removeprefix("executor.").split("."):
+        node = node.get("init_args", node) if isinstance(node, dict) else node
+        node = node[int(key)] if isinstance(node, list) else node[key]
+    assert node == value
 
 
 @pytest.mark.parametrize(
@@ -180,7 +212,7 @@ def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) 
     warnings = ["-W", "error", "-W", "ignore::ResourceWarning"]
     command = [sys.executable, *warnings, "-m", "datatrove_ckpt", "run", "job.yaml"]
     overrides = ["--executor.tasks=2", "--executor.workers=2", "--pipeline.1.end=own"]
-    ended = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 1
     assert ended.stderr.endswith("error: The prompt is another one.\n")
     assert "Traceback" not in ended.stderr
@@ -200,7 +232,7 @@ sys.meta_path.insert(0, Finder())
 """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     command = [str(Path(sys.executable).with_name("datatrove-ckpt")), "run", "job.yaml"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
@@ -251,6 +283,22 @@ def test_tasks_that_failed_without_a_word_are_1(
     )
 
 
+def test_tasks_of_ray_that_should_have_run_once_more_and_failed_are_1(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a retry of dead letters: all tasks have markers of the run before."""
+    text = JOB.replace("Local", "Ray").replace("workers: 1", "tasks: 2\n    skip_completed: false")
+    Path("job.yaml").write_text(text)
+    for rank in range(2):
+        marker = Path(f"logs/completions/{rank:05d}")
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        os.utime(marker, (1e9, 1e9))
+    monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(1))
+    assert run() == 1
+    assert "error: 1 of 2 tasks are not complete; rank 0 is the first." in capsys.readouterr().err
+
+
 def test_a_disk_error_is_1_and_its_message(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--pipeline.1.end=disk") == 1
     assert capsys.readouterr().err.endswith("error: [Errno 2] No such file or directory: 'missing/file'\n")
@@ -277,7 +325,8 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFix
     [
         (["--version"], 0, "datatrove-ckpt 0."),
         (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
-        (["--help"], 0, "show what each rank has done; also during a run"),
+        (["--help"], 0, "show how far a run is, and which ranks need attention"),
+        (["--help"], 0, "3  verify: no problem, but something is not finished"),
         (["status", "--help"], 0, "print one JSON object instead of text"),
         (["verify", "--help"], 0, "3  no problem found, but something is not finished"),
         (["repair", "--help"], 0, "--logging-dir DIR"),
@@ -285,8 +334,9 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFix
         (["plan", "--help"], 0, "sqrt(2 * cost * MTBF)"),
         (["plan", "job.yaml"], 2, "--mtbf"),
         (["plan", "job.yaml", "--mtbf", "6"], 2, "'6' is not a duration; give a number with s, m, h or d, such as 6h"),
-        (["verify"], 2, "CHECKPOINTS"),
+        (["verify"], 2, "WHAT"),
         (["verify", "checkpoints", "--executor.tasks=4"], 2, "unrecognized arguments: --executor.tasks=4"),
+        (["status", "checkpoints", "--interval", "0"], 2, "'0' is no number of seconds, such as 2"),
         ([], 2, "usage: datatrove-ckpt"),
         (["run"], 2, "CONFIG"),
         (["run", "job.yaml", "--dyr-run"], 2, "--dyr-run"),

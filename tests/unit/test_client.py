@@ -27,10 +27,11 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import answers, transport
+from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import Key
 
 
@@ -42,8 +43,13 @@ def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 UNFINISHED_REASONS = ["", "abort", "aborted", "canceled", "Cancelled", "error", "ERROR", "timeout"]
+UNFINISHED_REASONS += ["incomplete", "unknown", "failed", "interrupted", "in_progress", "null", "None"]
 Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"model": "m", "messages": []}'
+KINDS: dict[str, dict[str, Any]] = {
+    "endpoint": {"server_type": "endpoint", "endpoint_url": "http://127.0.0.1:1"},
+    "custom": {"server_type": "custom", "model_kwargs": {"server_script": "x.py"}},
+}
 
 
 def chat(content: Any = "hi", finish_reason: Any = "stop", **message: Any) -> bytes:
@@ -184,6 +190,31 @@ def test_an_answer_without_content_is_empty_text() -> None:
     assert Outcome(answer(http(200, chat(None)))).result == Completion("", "stop", {"total_tokens": 3})
 
 
+@pytest.mark.parametrize(
+    ("url", "chat_url"),
+    [
+        ("http://h:1", "http://h:1/v1/chat/completions"),
+        ("http://h:1/", "http://h:1/v1/chat/completions"),
+        ("http://h/v1", "http://h/v1/chat/completions"),
+        ("http://h/v1/", "http://h/v1/chat/completions"),
+        ("https://h/api/openai/v3", "https://h/api/openai/v3/chat/completions"),
+        ("https://h/v1beta/openai/", "https://h/v1beta/openai/chat/completions"),
+        ("https://h/a%2Fb/v2", "https://h/a%2Fb/v2/chat/completions"),
+        (
+            "https://h/openai/deployments/m?api-version=1",
+            "https://h/openai/deployments/m/chat/completions?api-version=1",
+        ),
+        ("https://h/x/chat/completions?api-version=1", "https://h/x/chat/completions?api-version=1"),
+        ("https://h/chat/completions", "https://h/chat/completions"),
+        ("https://h/x/completions/", "https://h/x/chat/completions"),
+    ],
+)
+def test_the_path_of_a_url_is_taken_as_given(url: str, chat_url: str) -> None:
+    assert str(HiddenUrl(url).api("chat/completions").reveal()) == chat_url
+    plain = chat_url.replace("/chat/completions", "/completions")
+    assert str(HiddenUrl(url).api("completions").reveal()) == plain
+
+
 def test_a_completion_answer_is_parsed() -> None:
     body = json.dumps({"choices": [{"text": "hello", "finish_reason": "stop"}]}).encode()
     outcome = Outcome(answer(http(200, body)), use_chat=False)
@@ -230,10 +261,25 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
         ("\ud83d\ude00 é", "\U0001f600 é"),
         ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
         ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
+        (["one ", "two"], "one two"),
+        ([{"text": "one "}, "two"], "one two"),
+        ([], ""),
     ],
 )
 def test_a_text_that_is_only_odd_is_made_fit(content: Any, text: str) -> None:
     assert Outcome(answer(http(200, chat(content)))).result == Completion(text, "stop", {"total_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "data:x"}}],
+        [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}],
+        [{"type": "refusal", "refusal": "no"}],
+    ],
+)
+def test_parts_that_are_no_text_are_passed_on_as_they_are(content: Any) -> None:
+    assert Outcome(answer(http(200, chat(content)))).result == Completion(content, "stop", {"total_tokens": 3})
 
 
 @pytest.mark.parametrize(
@@ -243,6 +289,15 @@ def test_another_finish_reason_is_an_end(reason: str) -> None:
     assert Outcome(answer(http(200, chat(finish_reason=reason)))).result == Completion(
         "hi", reason, {"total_tokens": 3}
     )
+
+
+def test_a_stop_string_of_the_request_is_an_end() -> None:
+    async def run() -> None:
+        reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
+        async with serving(reply) as (_, url), CompletionClient(config(), [url], None, sleep=Sleeps()) as client:
+            assert (await client.complete(b'{"messages": [], "stop": ["abort"]}')).text == "hi"
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("error", [b"null", b'""', b"{}"])
@@ -262,15 +317,6 @@ def test_of_several_choices_the_one_with_index_0_is_taken() -> None:
     assert Outcome(answer(http(200, json.dumps({"choices": choices[:1]}).encode()))).result == Completion(
         "choice 2", "stop", {}
     )
-
-
-def test_bytes_that_are_not_utf_8_are_replaced_with_one_warning(log: list[str]) -> None:
-    answers._warn_of_replaced_bytes.cache_clear()
-    for _ in range(2):
-        assert Outcome(answer(http(200, chat().replace(b"hi", b"h\xff")))).result == Completion(
-            "h\ufffd", "stop", {"total_tokens": 3}
-        )
-    assert sum("not UTF-8" in line for line in log) == 1
 
 
 def test_the_body_is_sent_as_it_is_with_the_key() -> None:
@@ -318,7 +364,9 @@ UNFINISHED = {
     "no choices": answer(http(200, b'{"choices": []}')),
     "choices null": answer(http(200, b'{"choices": null}')),
     "choice without a message": answer(http(200, b'{"choices": [{"finish_reason": "stop"}]}')),
-    "content not text": answer(http(200, chat(["parts"]))),
+    "content not text": answer(http(200, chat([7]))),
+    "content a part": answer(http(200, chat({"type": "text", "text": "hi"}))),
+    "content parts of no kind": answer(http(200, chat([{"type": 7, "text": "hi"}]))),
     "content a number": answer(http(200, chat(7))),
     "content parts without text": answer(http(200, chat([{"type": "text", "text": 7}]))),
     "reasoning not text": answer(http(200, chat(reasoning={"a": 1}))),
@@ -329,6 +377,9 @@ UNFINISHED = {
     **{f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason))) for reason in UNFINISHED_REASONS},
     "an error beside choices": answer(http(200, b'{"error": {"message": "died"}, ' + chat()[1:])),
     "an error in the choice": answer(http(200, chat().replace(b'"finish', b'"error": {"code": 502}, "finish'))),
+    "stop_reason abort": answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish'))),
+    "object error": answer(http(200, b'{"object": "error", "message": "overloaded", ' + chat()[1:])),
+    "not UTF-8": answer(http(200, chat().replace(b"hi", b"h\xe9"))),
     "status 202": answer(http(202, chat())),
     "status 206": answer(http(206, chat())),
     "finish_reason a list": answer(http(200, chat(finish_reason=["stop"]))),
@@ -351,6 +402,101 @@ def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name
     assert "server_patience_seconds=600" in str(outcome.result)
     assert 600 <= sum(outcome.sleeps) <= 630
     assert len(outcome.server.requests) == 1 + len(outcome.sleeps)
+
+
+NO_REASON = UNFINISHED["finish_reason null"]
+EMPTY = answer(http(200, b'{"choices": [{"message": {"content": ""}, "finish_reason": null}]}'))
+
+
+@pytest.mark.parametrize("server_type", ["endpoint", "custom"])
+@pytest.mark.parametrize("reason", [None, ""])
+def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: str, reason: Any) -> None:
+    outcome = Outcome(answer(http(200, chat(finish_reason=reason))), **KINDS[server_type])
+    assert isinstance(outcome.result, ServerRefused)
+    assert "without a finish_reason" in str(outcome.result)
+    assert "set accept_null_finish_reason to true" in str(outcome.result)
+    # A server that is stopping has a minute to be away, and all that time nothing is believed.
+    assert 60 <= sum(outcome.sleeps) < 600
+    assert outcome.stats.answers == 0
+
+
+@pytest.mark.parametrize("nulls", [1, 2, 4])
+def test_a_server_that_stops_and_comes_back_costs_nothing(nulls: int) -> None:
+    outcome = Outcome(*[NO_REASON] * nulls, GOOD, request_max_attempts=1, **KINDS["endpoint"])
+    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
+
+
+@pytest.mark.parametrize("server_type", ["endpoint", "custom"])
+@pytest.mark.parametrize("reason", [None, ""])
+def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(server_type: str, reason: Any) -> None:
+    reply = answer(http(200, chat(finish_reason=reason)))
+    outcome = Outcome(reply, accept_null_finish_reason=True, **KINDS[server_type])
+    assert outcome.result == Completion("hi", reason, {"total_tokens": 3})
+    assert (outcome.stats.requests, outcome.stats.without_reason) == (1, 1)
+
+
+def test_a_missing_finish_reason_is_none() -> None:
+    raw = answer(http(200, b'{"choices": [{"message": {"content": "hi"}}]}'))
+    assert Outcome(raw, accept_null_finish_reason=True, **KINDS["endpoint"]).result == Completion("hi", None, {})
+
+
+def test_an_empty_answer_without_a_finish_reason_is_never_believed() -> None:
+    empty = answer(http(200, chat("", None)))
+    outcome = Outcome(empty, empty, GOOD, accept_null_finish_reason=True, **KINDS["endpoint"])
+    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
+
+
+def test_the_setting_does_not_hold_for_a_server_that_has_given_a_finish_reason() -> None:
+    async def run() -> None:
+        settings = config(accept_null_finish_reason=True, **KINDS["endpoint"])
+        async with (
+            serving(GOOD, NO_REASON, NO_REASON, GOOD) as (server, url),
+            CompletionClient(settings, [url], None, sleep=Sleeps()) as client,
+        ):
+            assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
+            assert len(server.requests) == 4
+
+    asyncio.run(run())
+
+
+def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off() -> None:
+    async def run() -> None:
+        async with (
+            serving(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD) as (server, url),
+            CompletionClient(config(**KINDS["endpoint"]), [url], None, sleep=Sleeps()) as client,
+        ):
+            assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
+            assert len(server.requests) == 5
+
+    asyncio.run(run())
+
+
+def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed() -> None:
+    """As vLLM does at a SIGTERM: 200 with half a text. The next attempt meets the server's successor."""
+
+    async def run() -> None:
+        async def until_all_are_cut_off(seconds: float) -> None:
+            while len(server.requests) < 20:
+                await asyncio.sleep(0)
+
+        async with (
+            serving(*[NO_REASON] * 20, reset, GOOD) as (server, url),
+            CompletionClient(config(**KINDS["endpoint"]), [url], None, sleep=until_all_are_cut_off) as client,
+        ):
+            answers = await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
+            assert {one.finish_reason for one in answers} == {"stop"}
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_we_launch_always_gives_a_finish_reason() -> None:
+    outcome = Outcome(NO_REASON, NO_REASON, NO_REASON, GOOD, server_type="vllm")
+    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
+
+
+def test_nothing_at_all_is_no_answer() -> None:
+    outcome = Outcome(EMPTY, EMPTY, EMPTY, GOOD, **KINDS["endpoint"])
+    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
 
 
 def test_a_server_that_is_back_before_the_patience_ends_costs_nothing() -> None:
@@ -563,7 +709,9 @@ def test_the_backoff_grows_up_to_half_a_minute() -> None:
     assert max(outcome.sleeps) > 15
 
 
-def test_connections_are_kept() -> None:
+def test_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
+
     async def play() -> None:
         async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
             for _ in range(5):
@@ -788,7 +936,11 @@ def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
     asyncio.run(play())
 
 
-def test_five_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order() -> None:
+def test_five_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
+
     async def play() -> None:
         async with serving(GOOD) as (server, url):
             async with CompletionClient(config(max_concurrent_generations=200), [url], None) as client:

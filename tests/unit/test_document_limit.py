@@ -93,12 +93,12 @@ async def four_at_once(ask: Ask) -> None:
 def test_documents_keep_the_requests_in_flight_and_are_not_many_more(rollout: Rollout, fewest: int, most: int) -> None:
     async def play() -> None:
         work = Work(config(max_concurrent_generations="auto"), rollout)
-        await work.run(2000)
+        await work.run(1000)
         assert work.most == 16
         assert fewest <= work.documents <= most
         work.target.limit = 100
         work.router.admit()
-        await work.go_on(3000)
+        await work.go_on(1500)
         assert work.most == 100
         assert work.documents <= 100 * most / 16
 

@@ -151,10 +151,16 @@ def test_no_key_is_in_a_command_line_or_a_repr(engine: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["host", "port", "api-key", "api_key"])
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "dummy", "custom"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "custom"])
 def test_model_kwargs_may_not_name_the_address_or_the_key(engine: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"model_kwargs: '{name}'"):
-        every_command(model_kwargs={name: "x"})
+        every_command(model_kwargs={name: "x"})[engine]
+
+
+def test_the_dummy_ignores_the_flags_of_other_engines() -> None:
+    kwargs = {"max_num_seqs": 7, "enforce-eager": True, "port": 1, "host": "::", "speculative_config": "{}"}
+    argv = dummy_command(config("dummy", model_kwargs={**kwargs, "latency_ms": 5}), 4321, KEY).argv
+    assert argv[3:] == ("--port", "4321", "--latency-ms=5")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +197,26 @@ def test_several_nodes_get_the_address_of_the_head_node_and_only_that_one_serves
     assert " ".join(vllm_command(config(), 1, KEY, "vllm", worker).argv).endswith(there)
     sglang = sglang_command(config("sglang"), 1, KEY, worker).argv
     assert " ".join(sglang).endswith("--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810")
+
+
+@pytest.mark.parametrize("name", ["distributed-executor-backend", "distributed_executor_backend"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_nodes_get_no_ray_beside_our_flags(
+    monkeypatch: pytest.MonkeyPatch, log: list[str], name: str, rank: int
+) -> None:
+    monkeypatch.setattr("datatrove_ckpt.inference.servers.engines.find_vllm", lambda interpreter: "vllm")
+    nodes = Nodes(rank, ("10.0.0.1", "10.0.0.2"))
+    with_ray = config(tp=8, pp=2, model_kwargs={name: "ray", "seed": 1})
+    expected = vllm_command(config(tp=8, pp=2, model_kwargs={"seed": 1}), 1, KEY, "vllm", nodes).argv
+    assert engine_command(with_ray, 1, KEY, nodes).argv == expected
+    assert "distributed-executor-backend: ray is left out" in log[-1]
+    assert with_ray.model_kwargs == {name: "ray", "seed": 1}
+
+
+@pytest.mark.parametrize(("nodes", "backend"), [(Nodes(), "ray"), (Nodes(0, ("a", "b")), "mp")])
+def test_another_backend_and_ray_on_one_node_are_obeyed(nodes: Nodes, backend: str) -> None:
+    chosen = config(model_kwargs={"distributed-executor-backend": backend})
+    assert f"--distributed-executor-backend={backend}" in vllm_command(chosen, 1, KEY, "vllm", nodes).argv
 
 
 def test_vllm_without_an_executable_is_started_on_several_nodes_by_its_command_line() -> None:

@@ -19,9 +19,10 @@ import dill
 import pytest
 from datatrove.data import Document
 from datatrove.executor.base import ExecutorJSONEncoder
+from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_hash
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.maintenance.verify import verify
@@ -75,6 +76,15 @@ def load(path: Path, name: str = "rollouts_of_a_user") -> Any:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def as_main(folder: Path, source: str, patch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A program that Python runs."""
+    path = folder / "main_script.py"
+    path.write_text(source)
+    module: types.ModuleType = load(path, "__main__")
+    patch.setitem(sys.modules, "__main__", module)
     return module
 
 
@@ -289,8 +299,11 @@ def test_a_warning_as_an_error_does_not_hide_the_source(tmp_path: Path) -> None:
 
 def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_path: Path) -> None:
     rollout = load_changed(tmp_path, "first").rollout
-    assert code_hash.code_hash(rollout).startswith("source ")
-    load_changed(tmp_path, "first", ("import json", "import json\n\n"))
+    before = code_hash.code_hash(rollout)
+    assert before.startswith("source ")
+    load_changed(tmp_path, "first", ("import json", "import json\n# asks\n"))
+    assert code_hash.code_hash(rollout) == before
+    load_changed(tmp_path, "first", ("* times", "* times + '.'"))  # in the same line
     assert code_hash.code_hash(rollout).startswith("bytecode ")
 
 
@@ -369,9 +382,9 @@ GOLDEN = {
     "unreachable": ["source 97efadaac06fa9651b700d2b29b3f2aa", "PROMPT", "WORDS", "re"],
 }
 
-# Prints what GOLDEN holds. It needs only the standard library, so it runs on Pythons without our dependencies.
-HASH_SHAPES = """
-import importlib.util, json, os.path, sys, textwrap
+# The package's other modules need packages that other Pythons may not have.
+LOAD_ALONE = """
+import importlib.util, os.path, sys, types
 
 def load(name, path):
     spec = importlib.util.spec_from_file_location(name, path)
@@ -379,7 +392,19 @@ def load(name, path):
     spec.loader.exec_module(module)
     return module
 
-hashes, shapes = load("code_hash", sys.argv[1]), load("code_shapes", sys.argv[2])
+for name in ("datatrove_ckpt", "datatrove_ckpt.generation"):
+    sys.modules[name] = types.ModuleType(name)
+load("datatrove_ckpt.generation.syntax", os.path.join(os.path.dirname(sys.argv[1]), "syntax.py"))
+hashes = load("code_hash", sys.argv[1])
+"""
+
+# Prints what GOLDEN holds. It needs only the standard library, so it runs on Pythons without our dependencies.
+HASH_SHAPES = (
+    LOAD_ALONE
+    + """
+import json, os.path, sys, textwrap
+
+shapes = load("code_shapes", sys.argv[2])
 found = {
     name: [hashes.code_hash(shape), *hashes.closure_names(shape), *hashes.global_names(shape)]
     for name, shape in shapes.SHAPES.items()
@@ -388,17 +413,17 @@ types = {name: hashes.type_name(cls) for name, cls in shapes.TYPES.items()}
 functions = [hashes.function_value(function) for function in (textwrap.dedent, os.path.join, shapes.one)]
 print(json.dumps([sys.version_info[:2], found, types, functions]))
 """
+)
 
 # Prints the hash of a function without source, of which a constant is a set.
-HASH_WITHOUT_SOURCE = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("code_hash", sys.argv[1])
-hashes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(hashes)
+HASH_WITHOUT_SOURCE = (
+    LOAD_ALONE
+    + """
 namespace = {}
 exec("def rollout(d):\\n    return d in {'a', 'b', 'c', 'd', 'e', 'f'}", namespace)
 print(hashes.code_hash(namespace["rollout"]))
 """
+)
 
 
 @functools.cache
@@ -611,14 +636,17 @@ def test_no_file_shows_a_secret(tmp_path: Path) -> None:
         assert path.read_text().count("hash ") == 6
 
 
-def test_executor_json_shows_no_secret_and_a_pickled_step_keeps_it(tmp_path: Path) -> None:
+def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_path: Path) -> None:
     with FakeServer() as server:
         step = secret_runner(tmp_path, server)
         text = json.dumps(step, cls=ExecutorJSONEncoder)
         assert "s3cret" not in text
         assert "s3cret" not in repr(step.config)
         assert step.config.model_name_or_path in text
-        copy = dill.loads(dill.dumps(step))
+        with pytest.raises(ConfigError, match="Authorization") as refused:
+            dill.dumps(step)
+        assert "s3cret" not in str(refused.value)
+        copy = ForkingPickler.loads(ForkingPickler.dumps(step))
         assert copy.shared_context == SECRETS
         assert copy.config.default_generation_params == step.config.default_generation_params
         vars(copy)["shared_context"] = SECRETS  # as earlier versions pickled it

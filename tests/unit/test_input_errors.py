@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,7 @@ from datatrove_ckpt.readers import (
     Reading,
     SeekingReader,
     position_state,
+    retries,
 )
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]
@@ -383,3 +385,34 @@ def test_skipped_lines_count_once_wherever_a_run_was_stopped(tmp_path: Path, kin
     old = Reading(state)
     read_in(old, reader)
     assert old.skipped.at_least
+
+
+def test_missing_credentials_of_s3_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentialsError(Exception):
+        """As botocore has it, which is in an extra."""
+
+    NoCredentialsError.__module__ = "botocore.exceptions"
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    reader = JsonlReader("memory://bucket/docs")
+    monkeypatch.setattr(type(reader.data_folder), "get_shard", refuse)
+    with pytest.raises(InputError, match=r"/bucket/docs' cannot be read: NoCredentialsError: Unable.*AWS_PROFILE"):
+        list(reader.run(None, 0, 1))
+
+
+def test_what_is_asked_again_says_why_and_for_how_long(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    monkeypatch.setattr(retries, "_sleep", lambda seconds: None)
+    answers = iter([ConnectionError("connection refused by 127.0.0.1:9"), "listed"])
+
+    def ask() -> str:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    assert retries.retrying(ask, "the dataset org/data") == "listed"
+    (said,) = log
+    assert re.search(
+        r"org/data: .*connection refused by 127\.0\.0\.1:9\. Again in .*, for (10|9\.\d+) min more\.", said
+    )

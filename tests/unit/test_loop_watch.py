@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,12 +47,16 @@ async def stopping(shutdown: Shutdown, fast: bool = False) -> Watch:
 def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast: bool) -> None:
     async def run() -> None:
         watch = await stopping(Shutdown(600 if fast else 0), fast)
-        assert await asyncio.to_thread(watch.ended.wait, 10)
+        assert await asyncio.to_thread(watch.ended.wait, 300)
 
     asyncio.run(run())
 
 
-def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end() -> None:
+def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_watch, "_PONG", 600.0)  # a loop that answers late is not blocked
+
     async def run() -> None:
         shutdown = Shutdown(0)
         watch = await stopping(shutdown)
@@ -59,15 +65,20 @@ def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end(
                 pass
             assert not await asyncio.to_thread(watch.ended.wait, 0.6)
         assert not watch.ended.is_set()
-        assert await asyncio.to_thread(watch.ended.wait, 10)
+        assert await asyncio.to_thread(watch.ended.wait, 300)
 
     asyncio.run(run())
 
 
-def test_a_loop_that_ends_in_time_is_left_alone() -> None:
+def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, late = time.monotonic(), threading.Event()
+    clock = lambda: began + 600 * late.is_set()  # noqa: E731 (it stands until the loop has ended)
+    monkeypatch.setattr(loop_watch, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+
     async def run() -> None:
         watch = await stopping(Shutdown(0))
         watch.close()
+        late.set()
         assert not await asyncio.to_thread(watch.ended.wait, 0.5)
 
     asyncio.run(run())

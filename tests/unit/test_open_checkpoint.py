@@ -135,7 +135,8 @@ def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> No
     counts = checkpoint.counts
     checkpoint.close(completed=True)
     assert (counts.read, counts.written, counts.dropped) == (5, 4, 1)
-    assert sorted(path.name for path in (tmp_path / "00000").iterdir()) == ["commits.jsonl", "run.json", "shard.json"]
+    left = ["commits.jsonl", "history.jsonl", "run.json", "shard.json"]
+    assert sorted(path.name for path in (tmp_path / "00000").iterdir()) == left
     again = manager(tmp_path).open()
     assert (again.resumed.next_ordinal, again.counts) == (5, counts)
     again.close(completed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.publishing import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output import upload
-from datatrove_ckpt.output.chunk_output import check_writer
+from datatrove_ckpt.output.chunk_output import check_rank_in_template, check_writer
+from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.upload import RemoteFolder
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
@@ -329,3 +331,42 @@ def test_options_that_are_no_secrets_are_fine() -> None:
     check_options({"token": "anon"}, "gs://b", "data_folder")
     with pytest.raises(ConfigError, match="'private_key'"):
         check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")
+
+
+@pytest.mark.parametrize(
+    ("template", "example"),
+    [
+        ("${rank}.parquet", "${rank}_chunk_${chunk_index}.parquet"),
+        ("a.b/${rank}.tar.x", "${rank}_chunk_${chunk_index}.tar.x"),
+        ("v1.2/${rank}", "${rank}_chunk_${chunk_index}"),
+    ],
+)
+def test_the_example_has_the_ending_of_the_template(template: str, example: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"Example: '{example}'.")):
+        check_writer(JsonlWriter("output", template, None), checkpoints=True)
+    with pytest.raises(ConfigError, match=re.escape(f"Example: '{example}'.")):
+        check_rank_in_template(JsonlWriter("output", template.replace("rank", "chunk_index"), None), 2)
+
+
+NAMES = ["00003_0.jsonl", "001_00003_0.jsonl", "00004_0.jsonl", "00003/0.jsonl", "p-00003-0.jsonl"]
+NAMES += ["p-00004-0.jsonl", "fr/00003_0.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("template", "looked_at"),
+    [
+        ("${rank}_${chunk_index}.jsonl", ["00003_0.jsonl", "001_00003_0.jsonl"]),
+        ("${rank}/${chunk_index}.jsonl", ["00003/0.jsonl"]),
+        ("p-${rank}-${chunk_index}.jsonl", ["p-00003-0.jsonl"]),
+        ("${language}/${rank}_${chunk_index}.jsonl", NAMES),
+    ],
+)
+def test_a_rank_looks_only_at_files_that_it_may_have_named_or_committed(
+    tmp_path: Path, template: str, looked_at: list[str]
+) -> None:
+    for name in [*NAMES, "old/7.jsonl"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    writer = JsonlWriter(str(tmp_path), template, compression=None)
+    listed = list_output(writer, ["old/7.jsonl", "gone.jsonl"], rank=3).sizes
+    assert listed == {name: len(name) for name in [*looked_at, "old/7.jsonl"]}

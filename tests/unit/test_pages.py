@@ -8,12 +8,14 @@ import os
 import re
 import tomllib
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from datatrove_ckpt import errors, readers
-from datatrove_ckpt.checkpoint import identity, recovery
+from datatrove_ckpt.checkpoint import recovery
+from datatrove_ckpt.checkpoint import versions as versions_of
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance import verify
@@ -21,7 +23,7 @@ from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.preflight.plan import describe_table, make_table
 from datatrove_ckpt.preflight.probes import Quantiles
 from datatrove_ckpt.readers import base
-from tests import settings_page
+from tests import settings_page, status_page
 from tests.bench import driver, report
 from tests.pages import (
     LANGUAGES,
@@ -126,8 +128,14 @@ def test_files_that_are_named_are_there(name: str) -> None:
             assert (ROOT / "datatrove_ckpt" / path).exists() or (ROOT / path).exists(), path
 
 
-def test_every_page_is_linked_from_readme() -> None:
-    assert all(name in pages()["README.md"] for name in pages() if name != "README.md")
+def test_every_page_can_be_reached_from_readme() -> None:
+    reached, waiting = {"README.md"}, ["README.md"]
+    while waiting:
+        text = pages()[waiting.pop()]
+        found = {name for name in pages() if name in text or re.search(rf"\]\({Path(name).name}[#)]", text)}
+        waiting += found - reached
+        reached |= found
+    assert reached == set(pages())
 
 
 # recovery, mirror ----------------------------------------------------------------------------------------------------
@@ -155,6 +163,10 @@ def test_the_table_of_plan_is_laid_out_and_computed_as_in_the_code() -> None:
 
 def test_the_settings_page_is_the_one_that_the_docstrings_give() -> None:
     assert settings_page.PAGE.read_text() == settings_page.page(), "run: python -m tests.settings_page"
+
+
+def test_the_status_page_describes_the_json_as_its_schema_does() -> None:
+    assert status_page.PAGE.read_text() == status_page.page(), "run: python -m tests.status_page"
 
 
 def test_a_number_without_a_unit_is_an_error() -> None:
@@ -203,18 +215,19 @@ def test_every_command_has_a_section_with_its_arguments_and_no_others(parser: ar
     for name, command in subcommands(parser).items():
         rows = [row for row in table_rows(section("docs/cli.md", f"## {name}")) if row[0].startswith("`")]
         documented = {code for row in rows for code in codes(row[0]) if code.startswith("--") or code.isupper()}
-        options = {string for action in command._actions for string in action.option_strings}
+        strings = {string for action in command._actions for string in action.option_strings}
+        options = {string for string in strings if string.startswith("--")}  # -o is --output
         names = {str(action.metavar) for action in command._actions if not action.option_strings}
-        overrides = {"--executor.KEY=VALUE", "--pipeline.N.KEY=VALUE"} if "CONFIG" in names else set()
-        assert documented == options - {"-h", "--help"} | names | overrides, name
+        overrides = {"--executor.KEY=VALUE", "--pipeline.N.KEY=VALUE"} if names & {"CONFIG", "WHAT"} else set()
+        assert documented == options - {"--help"} | names | overrides, name
 
 
 def test_the_exit_codes_are_those_of_the_help(parser: argparse.ArgumentParser) -> None:
     for name, command in subcommands(parser).items():
         in_help = re.findall(r"^  (\d)  ", (command.epilog or "").partition("exit codes:\n")[2], re.MULTILINE)
-        if in_help:
-            rows = table_rows(section("docs/cli.md", f"## {name}"))
-            assert [row[0] for row in rows if row[0].isdigit()] == in_help, name
+        assert in_help, name
+        rows = table_rows(section("docs/cli.md", f"## {name}"))
+        assert [row[0] for row in rows if row[0].isdigit()] == in_help, name
 
 
 def test_the_kinds_of_problems_are_those_of_verify() -> None:
@@ -259,7 +272,7 @@ def test_a_glossary_of_at_most_25_words_ends_the_architecture() -> None:
 def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:
     text = section("docs/changelog.md", "## The format of checkpoints")
     numbers, versions = table_rows(text)[:3], table_rows(text)[3:]
-    expected = [str(identity.FORMAT), str(manifests.FORMAT), str(base._VERSION)]
+    expected = [str(versions_of.FORMAT), str(manifests.FORMAT), str(base._VERSION)]
     assert [row[2] for row in numbers] == expected
     (current,) = [row for row in versions if version("datatrove-ckpt") in row[0]]
     assert current[1:] == expected

@@ -101,7 +101,7 @@ def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints
     folder: Path, capsys: pytest.CaptureFixture[str], checkpoints: str
 ) -> None:
     assert run(checkpoints=checkpoints) == 0
-    assert "1 of 1 documents" in capsys.readouterr().out
+    assert "1 of 1 document is in 1 file" in capsys.readouterr().out
     place = folder.parent / ("home" if checkpoints.startswith("~") else "scratch")
     assert (place / "checkpoints/00000/run.json").exists()
     assert odd_names(folder.parent) == []

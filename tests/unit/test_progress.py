@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import random
 
+import orjson
 import pytest
 from datatrove.utils.stats import MetricStatsDict, Stats
 
+from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.generation.progress import Progress
-from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
+from datatrove_ckpt.checkpoint.lines import unseal
+from datatrove_ckpt.checkpoint.work_stats import WorkStats
+from datatrove_ckpt.generation.final_stats import fill_stats
 
 
-def test_stats_are_equal_to_those_made_one_by_one_over_two_ranks_of_one_step() -> None:
-    stats, expected = Stats("ours"), MetricStatsDict()
+def test_stats_are_equal_to_those_made_one_by_one() -> None:
+    expected, counts, work = MetricStatsDict(), DocumentCounts(), WorkStats()
     chance = random.Random(0)
-    for _ in range(2):
-        progress = Progress(stats, DocumentCounts(), interval=1, bar=False)
-        for number in range(1000):
-            prompt, completion = chance.randrange(5000), chance.randrange(1, 3)
-            progress.answered(
-                Completion("", "stop", {"prompt_tokens": prompt, "completion_tokens": completion or None})
-            )
-            expected["prompt_tokens"].update(prompt, "request")
-            expected["completion_tokens"].update(completion, "request")
-            expected["successful_requests"].update(1, "request")
+    for _ in range(20):  # chunks
+        chunk = WorkStats()
+        for number in range(100):
             requests = [chance.randrange(3) for _ in range(4)]
-            kept = chance.randrange(5)
-            progress.finished("dead" if number % 10 == 0 else "written", kept, requests)
+            kept, failed = chance.randrange(5), chance.randrange(sum(requests) + 1)
+            tokens = []
+            for _ in range(sum(requests) - failed):
+                tokens += [chance.randrange(5000), chance.randrange(1, 3)]
+                expected["prompt_tokens"].update(tokens[-2], "request")
+                expected["completion_tokens"].update(tokens[-1], "request")
+                expected["successful_requests"].update(1, "request")
+            for _ in range(failed):
+                expected["failed_requests"].update(1, "request")
             for count in requests:
                 expected["requests"].update(count, "rollout")
             expected["successful_rollouts"].update(kept, "document")
             expected["failed_rollouts"].update(4 - kept, "document")
-            expected["skipped_bad_requests" if number % 10 == 0 else "documents_processed"].update(1, "document")
-        progress.request_failed()
-        expected["failed_requests"].update(1, "request")
-        progress.close()
-        progress.close()  # counts nothing twice
+            outcome: Outcome = "dead" if number % 10 == 0 else "written"
+            expected["skipped_bad_requests" if outcome == "dead" else "documents_processed"].update(1, "document")
+            totals = sum(requests), sum(tokens[::2]), sum(tokens[1::2])
+            line = Finished(number, outcome, "", b"null", *totals, Work(kept, failed, requests, tokens)).to_line()
+            finished = Finished.from_body(unseal(line) or b"")
+            counts.count(outcome, *totals)
+            chunk.count(finished)
+        work.add(WorkStats.from_json(orjson.loads(orjson.dumps(chunk.to_json()))))
+    stats = Stats("ours")
+    fill_stats(stats, counts, work, Seconds(3.5, 4.5))
+    assert stats.stats.pop("inference_time").total == 3.5
+    assert stats.time_stats.total == 4.5
     assert stats.stats.keys() == expected.keys()
     for name, metric in expected.items():
         assert vars(stats[name]) == pytest.approx(vars(metric)), name

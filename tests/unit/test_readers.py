@@ -153,7 +153,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def through_json(state: Any) -> Any:
-    text = json.dumps(state)
+    text = json.dumps(state, separators=(",", ":"))  # as a checkpoint keeps it
     assert len(text) <= 1024, text
     return json.loads(text)
 
@@ -279,6 +279,39 @@ def test_the_rest_is_the_same_after_a_stop_after_each_document(
         assert [state_of(later) for later in rest] == [state_of(later) for later in documents[done:]]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("done", [0, 1, 1499, 3500, 3999])
+def test_of_a_large_shuffled_row_group_few_rows_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int, count: int
+) -> None:
+    table = pa.table({"text": [f"text {i}" for i in range(4000)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    def documents(state: Any = None) -> list[Any]:
+        one = ParquetReader(tmp_path.as_posix(), shuffle_seed=1)
+        if state is not None:
+            one.load_state_dict(state)
+        return list(one.shard(0, count))
+
+    whole, held, pick = documents(), [], ParquetReader._pick
+    assert len({document.text for document in whole}) == 4000 if count == 1 else len(whole) > 1000
+
+    def spied(*arguments: Any) -> Any:
+        found = pick(*arguments)
+        held.append(found[0].num_rows)
+        return found
+
+    monkeypatch.setattr(ParquetReader, "_pick", spied)
+    monkeypatch.setattr(tables, "_HELD_BYTES", 1)
+    assert plain(documents()) == plain(whole)
+    assert max(held) <= 1000
+    assert sum(held) == len(whole)
+    held.clear()
+    done = done * len(whole) // 4000
+    assert plain(documents(state_of(whole[done]))) == plain(whole[done + 1 :])
+    assert sum(held) == len(whole) - done - 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.usefixtures("_blocks")
@@ -379,6 +412,8 @@ def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, m
     read: list[int] = []
     open_file = DataFolder.open
     monkeypatch.setattr(DataFolder, "open", lambda *args, **options: Counted(open_file(*args, **options), read))
+    if kind == "arrow":  # a local file is mapped into memory, where nobody counts
+        monkeypatch.setattr(DataFolder, "is_local", lambda self: False)
     assert [document.text for document in ours.run()] == texts[-1:]
     size = next(tmp_path.iterdir()).stat().st_size
     assert size > 1_000_000

@@ -25,7 +25,9 @@ def test_a_name_that_ends_like_a_secret_means_one(name: str) -> None:
     assert names_secret(name)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "tokenizer", "keyboard", "prompt", "monkey", "secretary", "tokens"])
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "tokenizer", "keyboard", "prompt", "monkey", "secretary", "tokens", "chars_per_token"]
+)
 def test_a_name_that_only_holds_such_a_word_does_not(name: str) -> None:
     assert not names_secret(name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, chat, split_text
 
-ALLOWED = "allowed are {text}, {id} and {metadata[KEY]}, and {{ or }} for a brace."
+ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace."
 
 
 class Server:
@@ -96,7 +98,7 @@ def test_metadata_that_a_document_lacks_is_named_with_the_document() -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["{txt}", "{}", "{0}", "{text.__class__}", "{text[0]}", "{metadata}", "{metadata[a][b]}", "{text!r}", "{text:>9}"],
+    ["{}", "{0}", "{text.__class__}", "{text[0]}", "{metadata}", "{metadata[a][b]}", "{text!r}", "{text:>9}"],
 )
 @pytest.mark.parametrize("kind", [PromptRollout, CompletionRollout, ChunkedRollout])
 def test_a_name_that_is_not_allowed_is_refused_at_once(kind: Any, written: str) -> None:
@@ -192,3 +194,44 @@ def test_no_part_is_too_long_and_no_word_is_lost() -> None:
         parts = split_text(text, limit)
         assert max(map(len, parts)) <= limit
         assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+def test_a_template_of_datatroves_examples_names_the_document_in_brackets() -> None:
+    rollout = PromptRollout(prompt='As {"json": 1}, twice: [[DOCUMENT]]-[[DOCUMENT]]')
+    asked_for = asked(rollout, document("a {b}"))["messages"][0]["content"]
+    assert asked_for == 'As {"json": 1}, twice: a {b}-a {b}'
+    with pytest.raises(ConfigError, match="has both"):
+        PromptRollout(prompt="{text} [[DOCUMENT]]")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("short", "Say: short. End."),
+        ("one line\nand more lines", "Say: one line. End."),
+        ("0123456789abcdefgh", "Say: 0123456789abc. End."),
+        ("\n0123456789abcdefgh", "Say: \n0123456789ab. End."),
+    ],
+)
+def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(text: str, expected: str) -> None:
+    rollout = PromptRollout(prompt="Say: {text}. End.", max_chars=24)
+    assert asked(rollout, document(text))["messages"][0]["content"] == expected
+    assert len(expected) <= 24
+
+
+def test_a_limit_without_room_for_the_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_chars: must be greater than the length of prompt; it is 5"):
+        PromptRollout(prompt="Say: {text}", max_chars=5)
+
+
+def test_a_rollout_without_a_limit_is_the_run_that_it_was_before_there_were_limits() -> None:
+    rollout = pickle.loads(pickle.dumps(PromptRollout("Say {text}")))
+    assert vars(rollout) == {"prompt": "Say {text}", "system_prompt": None, "generation_params": None}
+    assert rollout == PromptRollout("Say {text}") == copy.deepcopy(rollout)
+    assert "max_chars" in vars(PromptRollout("Say {text}", max_chars=100))
+
+
+def test_packages_of_extras_are_imported_only_when_they_are_needed() -> None:
+    names = "{'tokenizers', 'jsonschema', 'referencing'}"
+    code = f"import datatrove_ckpt.rollouts, sys; sys.exit(bool({names} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

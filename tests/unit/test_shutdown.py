@@ -26,10 +26,11 @@ def test_the_states_of_a_stop() -> None:
     shutdown.call(lambda: states.append(shutdown.state))
     shutdown.check()
     assert shutdown.state is StopState.RUNNING
+    before = time.monotonic()
     shutdown.request("SIGTERM")
     shutdown.request("SIGUSR1")
     assert shutdown.cause == "SIGTERM"
-    assert 19 < shutdown.deadline - time.monotonic() <= 20
+    assert before + 20 <= shutdown.deadline <= time.monotonic() + 20
     assert not shutdown.kills_servers
     shutdown.fast_stop()
     assert shutdown.deadline <= time.monotonic()
@@ -87,9 +88,9 @@ def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed() -> None
 @pytest.mark.parametrize(
     ("changes", "running", "draining"),
     [
-        ((), 0.0, 60.0),
+        ((), 0.0, 600.0),
         ((lambda shutdown: shutdown.request("SIGTERM"),), None, 0.05),
-        ((lambda shutdown: shutdown.request("SIGTERM"), Shutdown.fast_stop), None, 60.0),
+        ((lambda shutdown: shutdown.request("SIGTERM"), Shutdown.fast_stop), None, 600.0),
     ],
     ids=["running", "draining", "fast stop"],
 )
@@ -106,7 +107,7 @@ def test_a_thread_is_waited_for_no_longer_than_the_state_allows(
     change() if already else threading.Timer(0.02, change).start()
     began = time.monotonic()
     assert not shutdown.join(queue.SimpleQueue(), running, draining)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 200
 
 
 def test_a_thread_that_ends_is_seen_at_once() -> None:
@@ -116,10 +117,13 @@ def test_a_thread_that_ends_is_seen_at_once() -> None:
 
 
 class Rank:
-    """Notes what its stop does, in which order."""
+    """Notes what its stop does, in which order. Its one request is answered only if its drain has time."""
 
     def __init__(self, drain_seconds: float) -> None:
         self.steps: list[str] = []
+        self.answer = asyncio.Event()
+        if drain_seconds:
+            asyncio.get_running_loop().call_later(0.05, self.answer.set)
         self.shutdown = Shutdown(drain_seconds)
         self.checkpoint = self
         self.publishing = 0
@@ -132,6 +136,9 @@ class Rank:
         self.target.up = True
         self.drain = Drain()
         self.documents = DocumentTasks()
+
+    def hurry(self) -> None:
+        self.steps.append("hurried")
 
     async def next_change(self) -> None:
         raise AssertionError
@@ -151,7 +158,7 @@ class Rank:
         try:
             self.drain.request_started()
             target = await self.router.acquire(Request())
-            await asyncio.sleep(0.05)
+            await self.answer.wait()
             self.steps.append("answered")
             self.router.release(target)
             self.drain.request_finished()
@@ -163,8 +170,8 @@ class Rank:
 @pytest.mark.parametrize(
     ("seconds", "before"),
     [
-        (600.0, ["answered", "document cut off, ABORTED", "servers stopped"]),
-        (0.0, ["document cut off, ABORTED", "servers killed"]),
+        (600.0, ["hurried", "answered", "document cut off, ABORTED", "servers stopped"]),
+        (0.0, ["hurried", "document cut off, ABORTED", "servers killed"]),
     ],
     ids=["in time", "late"],
 )

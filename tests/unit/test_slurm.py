@@ -19,10 +19,12 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.cli import slurm_submit
+from datatrove_ckpt.cli.annotations import parameters_of
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.mirror.mirror import RemoteMirror
+from tests.hub import FakeHub
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/slurm.yaml")
@@ -82,6 +84,13 @@ def mark_as_finished(number: int, tasks: int) -> None:
             path.write_text(text)
 
 
+def scripted(printed: str) -> str:
+    """The script that a dry run prints in comments, below the configuration."""
+    lines = printed.partition("\n# What would be submitted:\n#\n")[2].splitlines()
+    assert all(line.startswith("#") for line in lines)
+    return "".join(f"{line[2:]}\n" for line in lines)
+
+
 def directives(text: str) -> dict[str, str]:
     lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
     return dict(line.partition("=")[::2] for line in lines)
@@ -93,7 +102,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
     Path("bin/sbatch").unlink()
     before = sorted(login_node.rglob("*"))
     assert run("--dry-run", "--executor.tasks=30", "--executor.tasks_per_job=4") == 0
-    printed = capsys.readouterr().out
+    printed = scripted(capsys.readouterr().out)
     script = directives(printed)
     assert script["array"] == "0-7%20"
     assert script["output"] == "slurm_run/logs/slurm/%A_%a.out"
@@ -102,11 +111,23 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
     assert sorted(login_node.rglob("*")) == before
 
 
+def test_a_dry_run_refuses_another_number_of_tasks_as_the_run_does(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark_as_finished(2, tasks=5)
+    assert run("--dry-run", "--executor.tasks=3") == 1
+    printed = capsys.readouterr()
+    assert "tasks: 5 -> 3" in printed.err
+    assert "reshard" in printed.err
+    assert "--array" not in printed.out
+    assert run("--dry-run", "--executor.tasks=5") == 0
+
+
 def test_what_is_submitted_is_what_the_dry_run_printed(login_node: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--executor.nodes_per_task=2", "--executor.srun_args={mpi: none}", "--executor.max_array_size=40"]
     changes += ["--executor.tasks=100", "--executor.tasks_per_job=1"]
     assert run("--dry-run", *changes) == 0
-    printed = capsys.readouterr().out.partition("\n\n")[2]
+    printed = scripted(capsys.readouterr().out)
     assert run(*changes) == 0
     submitted = [path.read_text().partition("\n")[2] for path in Path("submitted").glob("7")]
     assert [text.strip() for text in submitted] == [printed.strip()]
@@ -129,6 +150,23 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
     assert Path("submitted/7").read_text().startswith(f"--export=ALL,RUN_OFFSET=0{login_node}:elsewhere\n")
 
 
+def test_a_job_with_output_on_the_hub_is_checked_and_leaves_no_token_in_a_file(
+    login_node: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = "--pipeline.1.output_writer.output_folder=hf://datasets/org/data/part"
+    assert run(output) == 1
+    assert "make it: hf repos create org/data --repo-type dataset --private" in capsys.readouterr().err
+    assert not list(Path("submitted").iterdir())
+    hub.create_repo("org/data")
+    assert run(output) == 0
+    assert list(Path("submitted").iterdir())
+    said = capsys.readouterr()
+    assert hub.token not in said.out + said.err
+    written = [path for path in login_node.rglob("*") if path.is_file()]
+    assert any(path.name == "executor.pik" for path in written)
+    assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
+
+
 def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,9 +175,9 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     assert "for 2 of 5 tasks. " in capsys.readouterr().out
     assert directives(Path("submitted/7").read_text())["array"] == "0-1%20"
     assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == [3, 4]
-    assert run("--executor.tasks=3", "--dry-run") == 0
-    assert capsys.readouterr().out.endswith("\n\n# nothing to submit: all 3 tasks are complete\n")
     mark_as_finished(3, tasks=3)
+    assert run("--executor.tasks=3", "--dry-run") == 0
+    assert scripted(capsys.readouterr().out) == "# nothing to submit: all 3 tasks are complete\n"
     assert run("--executor.tasks=3") == 0
     assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
 
@@ -150,7 +188,7 @@ def test_tasks_of_one_job_are_submitted_as_one_element_and_finished_ones_are_lef
     mark_as_finished(3, tasks=30)
     several = ("--executor.tasks=30", "--executor.tasks_per_job=4")
     assert run("--dry-run", *several) == 0
-    assert directives(capsys.readouterr().out)["array"] == "0-6%20"
+    assert directives(scripted(capsys.readouterr().out))["array"] == "0-6%20"
     assert run(*several, "--executor.max_array_size=5") == 0
     assert capsys.readouterr().out.startswith(
         "Submitted job 7,8 for 27 of 30 tasks, in 7 array elements of up to 4 tasks. Logs: "
@@ -338,7 +376,7 @@ def test_every_argument_of_the_executor_can_be_given_in_yaml(login_node: Path) -
     assert executor.job_id_retriever is os.path.basename
     assert executor._sbatch_args == {"signal": "USR1@180", "open-mode": "append"}
     given = content["executor"]["init_args"].keys()
-    expected = build.__globals__["_parameters"](type(executor))[0].keys() - {"depends"}
+    expected = parameters_of(type(executor))[0].keys() - {"depends"}
     assert given == expected, "this test gives every argument that datatrove's executor has"
 
 

@@ -1,0 +1,121 @@
+"""A rank that is killed before and after every request to the hub ends with the same files, each of them once."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.pipeline.writers import ParquetWriter
+from huggingface_hub import get_session
+
+from datatrove_ckpt.output import hub_errors, targets
+from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+from tests.crash.test_every_effect import answered
+from tests.hub import FakeHub
+from tests.hub.server import route
+from tests.jobs import documents, runner
+
+pytestmark = pytest.mark.usefixtures("code_described_once")
+
+DOCUMENTS = 5
+FILES = ["config/000_00000_00000.parquet", "config/000_00000_00001.parquet", "config/000_00000_00002.parquet"]
+
+
+class CrashingClient:
+    """The client's requests, before and after each of which the process may die; the disk dies with it."""
+
+    disk: CrashingDisk | None = None
+
+    def __init__(self, send: Callable[..., Any]) -> None:
+        self._send = send
+
+    def send(self, client: Any, request: Any, **options: Any) -> Any:
+        label = f"{request.method} {route(request.method, request.url.path)[0]}"
+        self._effect(f"before {label}")
+        response = self._send(client, request, **options)
+        self._effect(f"after {label}")
+        return response
+
+    def _effect(self, label: str) -> None:
+        if self.disk is not None:
+            with self.disk._lock:
+                self.disk.before("request", (), label)
+
+
+@pytest.fixture
+def client(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
+    library = type(get_session())  # httpx's or httpx2's, as huggingface_hub has it
+    crashing = CrashingClient(library.send)
+    monkeypatch.setattr(library, "send", lambda *arguments, **options: crashing.send(*arguments, **options))
+    return crashing
+
+
+@pytest.fixture(autouse=True)
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0,))
+    yield
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def attempt(folder: Path, server: FakeServer, seconds: float) -> None:
+    writer = ParquetWriter("hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet")
+    runner(folder, server, output_writer=writer, hub_commit_seconds=seconds).run(documents(DOCUMENTS))
+
+
+def wait_for_requests_in_flight() -> None:
+    """A dead process sends nothing more, but the threads of this one would, once the disk works again."""
+    for thread in threading.enumerate():
+        if thread.name in ("datatrove-ckpt upload", "datatrove-ckpt hub"):
+            thread.join(60)
+
+
+@pytest.mark.parametrize(("seconds", "lag"), [(300.0, 0), (0.0, 0), (300.0, 1)], ids=["one commit", "several", "lag"])
+def test_killed_at_every_request(
+    hub: FakeHub, server: FakeServer, client: CrashingClient, ram: Path, seconds: float, lag: int
+) -> None:
+    expected: dict[str, bytes] | None = None
+    points: list[str] = []
+    for number in range(200):
+        hub.create_repo("org/data")
+        hub.lag_commits = lag
+        server.asked.clear()
+        folder = ram / f"job{number}"
+        folder.mkdir()
+        client.disk = CrashingDisk(number - 1 if expected is not None else 10**6, folder, counted=("request",))
+        with disk_in_place(client.disk):
+            attempt(folder, server, seconds)
+        wait_for_requests_in_flight()
+        crashed = client.disk.crashed_at
+        if crashed is not None:
+            next(client.disk.survivors())
+        client.disk = None
+        points += [crashed] if crashed is not None else []
+        uploads = len(hub.repo("org/data").uploads)
+        done, asked = answered(folder), Counter(server.asked)
+        attempt(folder, server, seconds)
+        if expected is None:
+            expected = hub.files("org/data")
+            assert list(expected) == FILES
+            continue
+        assert hub.files("org/data") == expected, crashed
+        added = [path for commit in hub.commits("org/data") for path in commit.added]
+        if not lag:
+            assert sorted(added) == FILES, crashed
+        assert len(hub.repo("org/data").uploads) == 3 >= uploads, crashed
+        assert not done & (Counter(server.asked) - asked), crashed
+        assert len(server.asked) == DOCUMENTS
+        if crashed is None:
+            break
+    for step in ("POST preupload", "POST lfs-batch", "PUT lfs-upload", "POST lfs-verify", "POST commit", "GET tree"):
+        assert f"before {step}" in points, step
+        assert f"after {step}" in points, step
+    assert len(points) >= 20

@@ -1,0 +1,378 @@
+"""The answers of the fake hub, request by request."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+from aiohttp import web
+
+from tests.hub.state import Commit, File, Repo, folders, sha256, upload_mode
+
+if TYPE_CHECKING:
+    from tests.hub.server import Access, FakeHub
+
+
+class Problem(Exception):
+    """An answer that is an error. ``code`` is what the client sorts errors by."""
+
+    def __init__(self, status: int, message: str, code: str = "", headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
+
+    def response(self) -> web.Response:
+        return web.json_response({"error": self.message}, status=self.status, headers=self.headers)
+
+
+def may_write(hub: FakeHub, name: str, access: Access | None) -> None:
+    """
+    Raises:
+        Problem: nobody, or with a token that may not write to NAMESPACE/NAME.
+    """
+    if access is None:
+        raise Problem(401, "Invalid username or password.")
+    mine = name.partition("/")[0] in (hub.user, *hub.orgs)
+    if access.role == "read" or not mine or (access.repos is not None and name not in access.repos):
+        text = "Forbidden: you must use a write token to upload to a repository."
+        raise Problem(403, text if access.role == "read" else "You don't have the rights to write here.")
+
+
+class Answers:
+    """One method for each kind of request; reads and changes the hub's repositories."""
+
+    def __init__(self, hub: FakeHub) -> None:
+        self._hub = hub
+        self._committing: dict[tuple[str, str, str], asyncio.Lock] = {}
+
+    async def answer(
+        self,
+        http: web.Request,
+        kind: str,
+        repo: tuple[str, str],
+        arguments: dict[str, str],
+        body: bytes,
+        access: Access | None,
+    ) -> web.StreamResponse:
+        if kind == "other":
+            raise Problem(404, "Not Found")
+        if kind == "validate-yaml":
+            return web.json_response({"warnings": [], "errors": []})
+        if kind in ("whoami", "create", "delete"):
+            if access is None:
+                raise Problem(401, "Invalid username or password.")
+            return getattr(self, f"_{kind}")(body, access)
+        found = self._repo(repo, access, signed=kind == "lfs-upload")
+        if "write" in arguments or kind in ("branch", "preupload", "lfs-batch", "lfs-verify", "commit"):
+            may_write(self._hub, repo[1], access)
+        if kind == "commit":
+            return await self._commit(http, found, arguments, body)
+        return getattr(self, "_" + kind.replace("-", "_"))(http, found, arguments, body)
+
+    # Who, and which repository.
+
+    def _repo(self, key: tuple[str, str], access: Access | None, signed: bool) -> Repo:
+        repo = self._hub.repos.get(key)
+        if repo is None or (repo.private and access is None and not signed):
+            raise Problem(404 if access else 401, "Repository not found", "RepoNotFound")
+        return repo
+
+    def _revision(self, repo: Repo, revision: str, kind: str = "") -> Commit:
+        commit = repo.find(revision)
+        if commit is None:
+            raise Problem(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        late = self._hub.lag_commits if kind in self._hub.lag_kinds and revision not in repo.commits else 0
+        return commit.behind(late)
+
+    def _whoami(self, body: bytes, access: Access) -> web.Response:
+        orgs = [{"type": "org", "id": name, "name": name, "fullname": name} for name in self._hub.orgs]
+        token: dict[str, Any] = {"displayName": "tests", "role": access.role}
+        if access.role == "fineGrained":
+            scoped = [
+                {"entity": {"type": "dataset", "name": name}, "permissions": ["repo.content.read", "repo.write"]}
+                for name in access.repos or ()
+            ]
+            if access.repos is None:
+                scoped = [{"entity": {"type": "user", "name": self._hub.user}, "permissions": ["repo.write"]}]
+            token["fineGrained"] = {"global": [], "scoped": scoped}
+        user = {"type": "user", "id": "1", "name": self._hub.user, "fullname": self._hub.user, "orgs": orgs}
+        return web.json_response(user | {"auth": {"type": "access_token", "accessToken": token}})
+
+    def _create(self, body: bytes, access: Access) -> web.Response:
+        asked = json.loads(body)
+        kind = asked.get("type", "model")
+        name = f"{asked.get('organization') or self._hub.user}/{asked['name']}"
+        may_write(self._hub, name, access)
+        url = f"{self._hub.url}/{'' if kind == 'model' else kind + 's/'}{name}"
+        if (kind, name) in self._hub.repos:
+            answer = {"error": "You already created this repo", "url": url}
+            return web.json_response(answer, status=409, headers={"X-Error-Message": answer["error"]})
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        self._hub.create_repo(name, kind, private)
+        return web.json_response({"url": url, "name": name, "id": name})
+
+    def _delete(self, body: bytes, access: Access) -> web.Response:
+        asked = json.loads(body)
+        name = f"{asked.get('organization') or self._hub.user}/{asked['name']}"
+        may_write(self._hub, name, access)
+        if self._hub.repos.pop((asked.get("type", "model"), name), None) is None:
+            raise Problem(404, "Repository not found", "RepoNotFound")
+        return web.Response(text="OK")
+
+    # What is in a repository.
+
+    def _info(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        commit = self._revision(repo, arguments.get("revision", "main"), "info")
+        siblings = [
+            {"rfilename": file.path, "blobId": file.oid, "size": file.size}
+            | ({"lfs": {"sha256": file.sha256, "size": file.size, "pointerSize": 130}} if file.lfs else {})
+            if "blobs" in http.query
+            else {"rfilename": file.path}
+            for file in sorted(commit.tree.values(), key=lambda file: file.path)
+        ]
+        answer = {"_id": repo.name, "id": repo.name, "author": repo.name.partition("/")[0], "sha": commit.oid}
+        answer |= {"lastModified": date(commit.at), "createdAt": date(0.0), "private": repo.private, "gated": False}
+        answer |= {"disabled": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}
+        return web.json_response(answer)
+
+    def _auth_check(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        return web.Response(text="OK")
+
+    def _refs(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": head.oid}
+            for name, head in repo.branches.items()
+        ]
+        return web.json_response({"branches": branches, "converts": [], "tags": [], "pullRequests": []})
+
+    def _branch(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        name = arguments["branch"]
+        if http.method == "DELETE":
+            if repo.branches.pop(name, None) is None:
+                raise Problem(404, f"Branch not found: {name}", "RevisionNotFound")
+            return web.Response(text="OK")
+        if name in repo.branches:
+            raise Problem(409, f"Reference already exists: refs/heads/{name}")
+        start = (json.loads(body) if body else {}).get("startingPoint", "main")
+        repo.branches[name] = self._revision(repo, start)
+        return web.Response(text="OK")
+
+    def _commits(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        history = list(self._revision(repo, arguments["revision"], "commits").history())
+        answer = [
+            {
+                "id": commit.oid,
+                "title": commit.title,
+                "message": commit.message,
+                "date": date(commit.at),
+                "authors": [{"user": self._hub.user}],
+            }
+            for commit in history
+        ]
+        return page(self._hub, http, answer, 50)
+
+    def _tree(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        commit = self._revision(repo, arguments["revision"], "tree")
+        below = arguments.get("path", "").strip("/")
+        prefix = f"{below}/" if below else ""
+        entries = [_entry(file, commit) for path, file in commit.tree.items() if path.startswith(prefix)]
+        entries += [_folder(path) for path in folders(commit.tree) if path.startswith(prefix)]
+        if below and not entries:
+            raise Problem(404, f"{below} does not exist on {arguments['revision']}", "EntryNotFound")
+        if http.query.get("recursive", "false").lower() != "true":
+            entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
+        return page(self._hub, http, sorted(entries, key=lambda entry: entry["path"]), self._hub.page_size)
+
+    def _paths_info(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        commit = self._revision(repo, arguments["revision"], "paths-info")
+        known = folders(commit.tree)
+        answer = []
+        for path in paths_of(http, body):
+            if path in commit.tree:
+                answer.append(_entry(commit.tree[path], commit))
+            elif path.rstrip("/") in known:
+                answer.append(_folder(path.rstrip("/")))
+        return web.json_response(answer)
+
+    def _resolve(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.StreamResponse:
+        commit = self._revision(repo, arguments["revision"], "resolve")
+        file = commit.tree.get(arguments["path"])
+        if file is None:
+            raise Problem(404, "Entry not found", "EntryNotFound", {"X-Repo-Commit": commit.oid})
+        content = repo.blobs[file.sha256]
+        etag = file.sha256 if file.lfs else file.oid
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit.oid}
+        if file.lfs:
+            headers |= {"X-Linked-Size": str(file.size), "X-Linked-Etag": f'"{etag}"'}
+        return content_of(http, content, headers)
+
+    # Content comes in.
+
+    def _preupload(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        tree = self._revision(repo, arguments["revision"]).tree
+        answer = []
+        for file in json.loads(body)["files"]:
+            mode = upload_mode(file["path"], file["size"], base64.b64decode(file["sample"]))
+            there = tree.get(file["path"])
+            oid = {} if there is None else {"oid": there.sha256 if there.lfs else there.oid}
+            answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | oid)
+        return web.json_response({"files": answer, "commitOid": "", "shouldUseXet": False})
+
+    def _lfs_batch(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        objects = []
+        base = f"{self._hub.url}/lfs/{repo.kind}/{repo.name}"
+        for one in json.loads(body)["objects"]:
+            known = {"oid": one["oid"], "size": one["size"]}
+            if one["oid"] not in repo.blobs:
+                known["actions"] = {"upload": {"href": f"{base}/{one['oid']}?signature=1"}}
+                known["actions"]["verify"] = {"href": f"{base}/verify"}
+            objects.append(known)
+        answer = {"transfer": "basic", "objects": objects}
+        return web.json_response(answer, content_type="application/vnd.git-lfs+json")
+
+    def _lfs_upload(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        if sha256(body) != arguments["oid"]:
+            raise Problem(400, "The content's SHA-256 is another one")
+        repo.blobs[arguments["oid"]] = body
+        repo.uploads.append(arguments["oid"])
+        return web.Response(headers={"ETag": f'"{arguments["oid"]}"'})
+
+    def _lfs_verify(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        asked = json.loads(body)
+        if len(repo.blobs.get(asked["oid"], b"")) != asked["size"]:
+            raise Problem(404, "The object is not in the storage")
+        return web.json_response({"success": True})
+
+    async def _commit(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.StreamResponse:
+        branch = arguments["revision"].removeprefix("refs/heads/")
+        head = self._revision(repo, branch)
+        if branch not in repo.branches:
+            raise Problem(400, f"{branch} is no branch")
+        lines = [json.loads(line) for line in body.splitlines() if line.strip()]
+        header = lines[0]["value"]
+        self._within_the_hour(repo)
+        conflict = self._hub.conflict_status
+        lock = self._committing.setdefault((repo.kind, repo.name, branch), asyncio.Lock())
+        if conflict == 409 and lock.locked():
+            raise Problem(409, "Another commit to this branch is in progress. Please retry.")
+        async with nullcontext() if conflict == 412 else lock:
+            await asyncio.sleep(self._hub.latency.get("commit", self._hub.latency.get("*", 0.0)))
+            faulty = await self._hub.fault("committing", http.path_qs)
+            if faulty is not None:
+                return faulty
+            now = repo.branches[branch]
+            if header.get("parentCommit") not in (None, now.oid) or (conflict == 412 and now is not head):
+                raise Problem(412, "A commit has happened since. Please refresh and try again.")
+            added, deleted = _operations(repo, now.tree, lines[1:])
+            title, message = header["summary"], header.get("description", "")
+            made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
+        url = f"{self._hub.url}/{'' if repo.kind == 'model' else repo.kind + 's/'}{repo.name}/commit/{made.oid}"
+        return web.json_response({"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""})
+
+    def _within_the_hour(self, repo: Repo) -> None:
+        limit = self._hub.commits_per_hour
+        if limit is None:
+            return
+        now, made = self._hub.clock.now(), [commit.at for commit in list(repo.commits.values())[1:]]
+        recent = [at for at in made if now - at < 3600.0]
+        if len(recent) < limit:
+            return
+        wait = math.ceil((3600.0 - (now - recent[-limit])) / self._hub.clock.speed)
+        text = f"You have exceeded the rate limit for repository commits ({limit} per hour)."
+        advice = (
+            "about 1 hour" if wait >= 3300 else f"{math.ceil(wait / 60)} minutes" if wait >= 60 else f"{wait} seconds"
+        )
+        raise Problem(429, f"{text} You can retry this action in {advice}.", "", {"Retry-After": str(wait)})
+
+
+def content_of(http: web.Request, content: bytes, headers: dict[str, str]) -> web.Response:
+    """Content, or the range of it that was asked for."""
+    status, part = 200, content
+    headers = headers | {"Accept-Ranges": "bytes"}
+    asked = http.http_range
+    if asked.start is not None or asked.stop is not None:
+        start, stop, _ = asked.indices(len(content))
+        if start >= stop:
+            raise Problem(416, "Range not satisfiable", headers={"Content-Range": f"bytes */{len(content)}"})
+        status, part = 206, content[start:stop]
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+    return web.Response(body=part, status=status, headers=headers, content_type="application/octet-stream")
+
+
+def _operations(repo: Repo, tree: dict[str, File], lines: list[dict[str, Any]]) -> tuple[list[File], list[str]]:
+    """The files that a commit adds, and the paths that it deletes."""
+    added: list[File] = []
+    deleted: list[str] = []
+    for line in lines:
+        value = line["value"]
+        path = value["path"]
+        match line["key"]:
+            case "file":
+                content = (
+                    base64.b64decode(value["content"])
+                    if value.get("encoding") == "base64"
+                    else value["content"].encode()
+                )
+                repo.blobs[sha256(content)] = content
+                added.append(File.of(path, sha256(content), content, lfs=False))
+            case "lfsFile":
+                if value["oid"] not in repo.blobs:
+                    raise Problem(400, f"The content of {path} is not in the storage: upload it first")
+                added.append(File.of(path, value["oid"], repo.blobs[value["oid"]], lfs=True))
+            case "deletedFile":
+                if path not in tree:
+                    raise Problem(404, f"A file with the name {path} does not exist", "EntryNotFound")
+                deleted.append(path)
+            case "deletedFolder":
+                deleted += [one for one in tree if one.startswith(path.rstrip("/") + "/")]
+            case other:
+                raise Problem(400, f"Unknown operation {other}")
+    return added, deleted
+
+
+def page(hub: FakeHub, http: web.Request, entries: list[dict[str, Any]], size: int) -> web.Response:
+    """``size`` of the entries, and where the next ones are."""
+    start = int(http.query.get("cursor", 0))
+    headers = {}
+    if start + size < len(entries):
+        following = http.rel_url.update_query(cursor=str(start + size))
+        headers["Link"] = f'<{hub.url}{following.raw_path_qs}>; rel="next"'
+    return web.json_response(entries[start : start + size], headers=headers)
+
+
+def paths_of(http: web.Request, body: bytes) -> list[str]:
+    if http.content_type == "application/json":
+        paths = json.loads(body)["paths"]
+        return [paths] if isinstance(paths, str) else paths
+    return parse_qs(body.decode()).get("paths", [])
+
+
+def _entry(file: File, commit: Commit) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "oid": file.oid, "size": file.size, "path": file.path}
+    if file.lfs:
+        entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": 130}
+    entry["lastCommit"] = {"id": commit.oid, "title": commit.title, "date": date(commit.at)}
+    return entry
+
+
+def _folder(path: str) -> dict[str, Any]:
+    return {"type": "directory", "oid": sha256(path.encode())[:40], "size": 0, "path": path}
+
+
+def moment(seconds: float) -> datetime:
+    """A time of the hub's clock, as a date."""
+    return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+
+
+def date(seconds: float) -> str:
+    """A time of the hub's clock as the hub writes dates."""
+    at = moment(seconds)
+    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"

@@ -1,0 +1,118 @@
+"""Buckets: folders of files without commits. Each batch of changes is kept as a commit here, which no request shows."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from tests.hub.api import Problem, content_of, date, may_write, page, paths_of
+from tests.hub.state import ATTRIBUTES, File, Repo, folders, sha256
+
+if TYPE_CHECKING:
+    from tests.hub.server import Access, FakeHub
+
+
+class Buckets:
+    """One method for each kind of request."""
+
+    def __init__(self, hub: FakeHub) -> None:
+        self._hub = hub
+
+    def answer(
+        self, http: web.Request, kind: str, name: str, arguments: dict[str, str], body: bytes, access: Access | None
+    ) -> web.Response:
+        writes = kind in ("create", "delete", "batch") or arguments.get("access") == "write"
+        if writes:
+            may_write(self._hub, name, access)
+        if kind == "create":
+            return self._create(name, body)
+        bucket = self._hub.repos.get(("bucket", name))
+        if bucket is None or (bucket.private and access is None and kind != "xet-upload"):
+            raise Problem(404 if access else 401, "Bucket not found", "RepoNotFound")
+        return getattr(self, "_" + kind.replace("-", "_"))(http, bucket, arguments, body)
+
+    def _create(self, name: str, body: bytes) -> web.Response:
+        url = f"{self._hub.url}/buckets/{name}"
+        if ("bucket", name) in self._hub.repos:
+            message = "You already created this bucket"
+            return web.json_response({"error": message, "url": url}, status=409, headers={"X-Error-Message": message})
+        private = (json.loads(body) if body else {}).get("visibility") == "private"
+        self._hub.create_repo(name, "bucket", private)
+        return web.json_response({"url": url})
+
+    def _delete(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        del self._hub.repos["bucket", bucket.name]
+        return web.Response(text="OK")
+
+    def _info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        files = _files(bucket)
+        size = sum(file.size for file in files.values())
+        answer = {"id": bucket.name, "private": bucket.private, "createdAt": date(0.0)}
+        return web.json_response(answer | {"size": size, "totalFiles": len(files)})
+
+    def _tree(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        files = _files(bucket)
+        below = arguments.get("path", "").strip("/")
+        prefix = f"{below}/" if below else ""
+        entries = [_entry(file) for path, file in files.items() if path.startswith(prefix)]
+        entries += [{"type": "directory", "path": path} for path in folders(files) if path.startswith(prefix)]
+        if http.query.get("recursive", "false").lower() != "true":
+            entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
+        return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), self._hub.page_size)
+
+    def _paths_info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        files = _files(bucket)
+        return web.json_response([_entry(files[path]) for path in paths_of(http, body) if path in files])
+
+    def _xet_token(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        return web.json_response({"accessToken": "xet", "exp": 4102444800, "casUrl": f"{self._hub.url}/xet"})
+
+    def _xet_upload(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        if sha256(body) != arguments["oid"]:
+            raise Problem(400, "The content's hash is another one")
+        bucket.blobs[arguments["oid"]] = body
+        bucket.uploads.append(arguments["oid"])
+        return web.Response()
+
+    def _batch(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        added, deleted, failed = [], [], []
+        for line in body.splitlines():
+            change = json.loads(line)
+            path = change["path"]
+            if change["type"] == "deleteFile":
+                deleted.append(path)
+                continue
+            content = self._content(bucket, change)
+            if content is None:
+                failed.append({"path": path, "error": "The content is not in the storage"})
+                continue
+            bucket.blobs[change["xetHash"]] = content
+            added.append(File.of(path, change["xetHash"], content, lfs=True))
+        if added or deleted:
+            bucket.commit("main", "batch", "", self._hub.clock.now(), added, deleted)
+        return web.json_response({"failed": failed}, status=422 if failed and not added and not deleted else 200)
+
+    def _content(self, bucket: Repo, change: dict[str, Any]) -> bytes | None:
+        source = bucket
+        if change["type"] == "copyFile":
+            source = self._hub.repos[change["sourceRepoType"], change["sourceRepoId"]]
+        return source.blobs.get(change["xetHash"])
+
+    def _resolve(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        file = _files(bucket).get(arguments["path"])
+        if file is None:
+            raise Problem(404, "Entry not found", "EntryNotFound")
+        headers = {"ETag": f'"{file.sha256}"', "X-Xet-Hash": file.sha256, "X-Linked-Size": str(file.size)}
+        headers["X-Xet-Refresh-Route"] = f"{self._hub.url}/api/buckets/{bucket.name}/xet-read-token"
+        return content_of(http, bucket.blobs[file.sha256], headers)
+
+
+def _files(bucket: Repo) -> dict[str, File]:
+    return {path: file for path, file in bucket.branches["main"].tree.items() if path != ATTRIBUTES}
+
+
+def _entry(file: File) -> dict[str, Any]:
+    entry = {"type": "file", "path": file.path, "size": file.size, "xetHash": file.sha256}
+    return entry | {"mtime": date(0.0), "uploadedAt": date(0.0)}

@@ -1,0 +1,108 @@
+"""What makes the real huggingface_hub talk to a fake hub: variables for new processes, patches for this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.hub.xet import XetSession
+
+if TYPE_CHECKING:
+    from tests.hub.server import FakeHub
+
+
+def environment(url: str, token: str | None, home: Path) -> dict[str, str]:
+    """Variables of a process that talks to the hub at ``url``; its caches lie below ``home``. No token: empty."""
+    return {
+        "HF_ENDPOINT": url,
+        "HF_TOKEN": token or "",
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_ASSETS_CACHE": str(home / "assets"),
+        "HF_XET_CACHE": str(home / "xet"),
+        "HF_DATASETS_CACHE": str(home / "datasets"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    }
+
+
+@contextmanager
+def pointed_at(hub: FakeHub, home: Path) -> Iterator[None]:
+    """This process, where huggingface_hub and datasets may be imported already, talks to ``hub``; and its children."""
+    import huggingface_hub
+    from huggingface_hub import constants, hf_api
+    from huggingface_hub.utils import _http
+
+    had_datasets = "datasets" in sys.modules
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(hub.url, hub.token, home).items():
+            patch.setenv(name, value)
+        for name, new in _constants(hub.url, home).items():
+            patch.setattr(constants, name, new, raising=False)
+        origins = {*_http._HUB_ORIGINS, _http._url_origin(hub.url)} if hasattr(_http, "_HUB_ORIGINS") else set()
+        patch.setattr(_http, "_HUB_ORIGINS", frozenset(origins), raising=False)
+        patch.setattr(hf_api.api, "endpoint", hub.url)
+        patch.setattr("huggingface_hub.utils._xet.get_xet_session", XetSession)
+        if had_datasets:
+            for name, new in _datasets_config(hub.url, home).items():
+                patch.setattr(f"datasets.config.{name}", new)
+        _forget_connections(huggingface_hub)
+        try:
+            yield
+        finally:
+            _forget_connections(huggingface_hub)
+    if not had_datasets and "datasets" in sys.modules:  # imported meanwhile: its config has this hub's URL
+        for name, new in _datasets_config("https://huggingface.co", Path("~/.cache/huggingface").expanduser()).items():
+            setattr(sys.modules["datasets"].config, name, new)
+
+
+def _constants(url: str, home: Path) -> dict[str, Any]:
+    return {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_URL_HOSTS": frozenset({"hf.co", "huggingface.co", "127.0.0.1"}),
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_ASSETS_CACHE": str(home / "assets"),
+        "HF_XET_CACHE": str(home / "xet"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_DISABLE_TELEMETRY": True,
+        "HF_HUB_DISABLE_PROGRESS_BARS": True,
+        "HF_HUB_OFFLINE": False,
+    }
+
+
+def _datasets_config(url: str, home: Path) -> dict[str, Any]:
+    return {
+        "HF_ENDPOINT": url,
+        "HUB_DATASETS_URL": url + "/datasets/{repo_id}/resolve/{revision}/{path}",
+        "HF_DATASETS_CACHE": home / "datasets",
+        "DOWNLOADED_DATASETS_PATH": home / "datasets" / "downloads",
+        "EXTRACTED_DATASETS_PATH": home / "datasets" / "downloads" / "extracted",
+        "HF_MODULES_CACHE": home / "modules",
+        "HF_UPDATE_DOWNLOAD_COUNTS": False,
+        "HF_HUB_OFFLINE": False,
+    }
+
+
+def _forget_connections(huggingface_hub: Any) -> None:
+    """File systems and connections that know another hub's URL, token and files."""
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+    huggingface_hub.close_session()
+
+
+def without_hub() -> dict[str, str]:
+    """This process's variables without those that name a hub, a token or a cache of the hub."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}

@@ -1,0 +1,118 @@
+"""What goes wrong on a hub, on purpose: for which requests, how often, and before or after the effect."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+
+
+class Clock:
+    """The hub's clock: seconds since its start. ``speed`` of its seconds pass in one real second."""
+
+    def __init__(self, speed: float = 1.0) -> None:
+        self.speed = speed
+        self._start = time.monotonic()
+        self._skipped = 0.0
+
+    def now(self) -> float:
+        return (time.monotonic() - self._start) * self.speed + self._skipped
+
+    def advance(self, seconds: float) -> None:
+        """Lets ``seconds`` of the hub's time pass at once."""
+        self._skipped += seconds
+
+
+@dataclass
+class Rule:
+    """Which requests: their kind ("*": any), a part of their URL, the first ``skip`` of them spared."""
+
+    kind: str
+    where: str = ""
+    skip: int = 0
+    times: int | None = 1
+    """How many requests are hit after those spared. None: all."""
+    after_effect: bool = False
+    """The hub does what is asked for first."""
+    every: int = 1
+    """Of the requests that would be hit, only each so-manieth is."""
+    hits: int = 0
+    _seen: int = 0
+
+    def take(self, kind: str, url: str, after_effect: bool) -> bool:
+        """Whether this request is hit; counts it if so."""
+        if self.after_effect is not after_effect or self.kind not in (kind, "*") or self.where not in url:
+            return False
+        if self.times is not None and self.hits >= self.times:
+            return False
+        self._seen += 1
+        if self._seen <= self.skip or (self._seen - self.skip) % self.every:
+            return False
+        self.hits += 1
+        return True
+
+    def stop(self) -> None:
+        """No request is hit from now on."""
+        self.times = 0
+
+
+@dataclass
+class Fault(Rule):
+    """Answers with ``status``, or not at all if it is None: the connection is closed."""
+
+    status: int | None = 500
+    message: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Hold(Rule):
+    """Requests wait until ``release``. ``reached`` is set when the first one waits."""
+
+    def __init__(self, kind: str, loop: asyncio.AbstractEventLoop, **rule: object) -> None:
+        super().__init__(kind, **rule)  # type: ignore[arg-type]
+        self.reached = threading.Event()
+        self._released = asyncio.Event()
+        self._loop = loop
+
+    async def wait(self) -> None:
+        self.reached.set()
+        await self._released.wait()
+
+    def release(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._released.set)
+
+
+@dataclass
+class Window:
+    """At most ``limit`` requests in each ``seconds``, counted from the first of each window, as the hub counts."""
+
+    name: str
+    limit: int
+    seconds: float
+    _start: float = float("-inf")
+    _used: int = 0
+
+    def take(self, now: float) -> bool:
+        if now - self._start >= self.seconds:
+            self._start, self._used = now, 0
+        self._used += 1
+        return self._used <= self.limit
+
+    def left(self, now: float) -> tuple[int, float]:
+        """Requests that are left, and seconds until there are ``limit`` of them again."""
+        if now - self._start >= self.seconds:
+            return self.limit, 0.0
+        return max(0, self.limit - self._used), self._start + self.seconds - now
+
+
+def busiest(times: list[float], seconds: float) -> int:
+    """The largest number of ``times`` within any ``seconds``."""
+    times = sorted(times)
+    most = start = 0
+    for end, at in enumerate(times):
+        while at - times[start] >= seconds:
+            start += 1
+        most = max(most, end - start + 1)
+    return most

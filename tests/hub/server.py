@@ -1,0 +1,316 @@
+"""FakeHub: what the real huggingface_hub client asks for, answered from memory, with faults on request."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from dataclasses import dataclass
+from email.utils import format_datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from tests.hub import client
+from tests.hub.api import Answers, Problem, moment
+from tests.hub.buckets import Buckets
+from tests.hub.faults import Clock, Fault, Hold, Window, busiest
+from tests.hub.routes import counted, route
+from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
+
+
+@dataclass
+class Request:
+    """One request. ``at``: the hub's time. ``status``: None until answered, 0 if the answer was dropped."""
+
+    method: str
+    path: str
+    kind: str
+    at: float
+    token: str | None
+    status: int | None = None
+    size: int = 0
+    """Bytes of the request's body."""
+
+
+@dataclass
+class Access:
+    """What a token may do."""
+
+    role: str = "write"
+    """read, write, or fineGrained."""
+    repos: tuple[str, ...] | None = None
+    """fineGrained: the repositories it may write to. None: all of its user."""
+    expired: bool = False
+    requests_left: int | None = None
+    """It expires after so many requests. None: never by itself."""
+
+
+class FakeHub:
+    """A hub at ``url``, in its own thread.
+
+    Args:
+        commits_per_hour: more commits to one repository in an hour of the hub's clock get 429. None: no limit.
+        requests_per_5_minutes: the same for requests to /api. None: no limit.
+        speed: the hub's seconds in one real second; what ``Retry-After`` and ``RateLimit`` say are real seconds.
+        user: who the tokens belong to, with the right to write to its own namespace and those of ``orgs``.
+
+    Kinds of requests, for faults and counters: whoami, create, delete, info, refs, branch, tree, paths-info, commits,
+    preupload, lfs-batch, lfs-upload, lfs-verify, commit, resolve, auth-check, validate-yaml, other;
+    of buckets also batch, xet-token, xet-upload. "committing" is the time within a commit in which others can be made.
+    """
+
+    token = "hf_FakeWriteTokenOfTheTests"
+    read_token = "hf_FakeReadTokenOfTheTests"
+    expired_token = "hf_FakeExpiredTokenOfTheTests"
+
+    def __init__(
+        self,
+        commits_per_hour: int | None = None,
+        requests_per_5_minutes: int | None = None,
+        speed: float = 1.0,
+        user: str = "someone",
+        orgs: tuple[str, ...] = ("org",),
+        port: int = 0,
+    ) -> None:
+        self.clock = Clock(speed)
+        self.user, self.orgs = user, orgs
+        self.tokens = {
+            self.token: Access(),
+            self.read_token: Access("read"),
+            self.expired_token: Access(expired=True),
+        }
+        self.repos: dict[tuple[str, str], Repo] = {}
+        self.requests: list[Request] = []
+        self.latency: dict[str, float] = {}
+        """Real seconds that requests of a kind take, all others: "*". A commit takes them while others may be made."""
+        self.lag_commits = 0
+        """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch."""
+        self.lag_kinds = {"tree", "paths-info"}
+        self.conflict_status: int | None = 412
+        """For a commit while another one to the branch is made: 412 after the wait, 409 at once. None: it waits."""
+        self.page_size = 1000
+        self.commits_per_hour = commits_per_hour
+        self._window = Window("api", requests_per_5_minutes, 300.0) if requests_per_5_minutes is not None else None
+        self._rules: list[Fault | Hold] = []
+        self._answers = Answers(self)
+        self._buckets = Buckets(self)
+        self._port = port
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="fake hub", daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def environment(self, home: Path, token: str | None = token) -> dict[str, str]:
+        """Variables for a process that talks to this hub, with its caches below ``home``."""
+        return client.environment(self.url, token, home)
+
+    # What a test asks.
+
+    def repo(self, name: str, kind: str = "dataset") -> Repo:
+        return self.repos[kind, name]
+
+    def files(self, name: str, revision: str = "main", kind: str = "dataset") -> dict[str, bytes]:
+        """Content by path, without ``.gitattributes``."""
+        repo = self.repo(name, kind)
+        commit = repo.find(revision)
+        assert commit is not None, f"{name} has no revision {revision}"
+        return {path: repo.blobs[file.sha256] for path, file in sorted(commit.tree.items()) if path != ATTRIBUTES}
+
+    def commits(self, name: str, revision: str = "main", kind: str = "dataset") -> list[Commit]:
+        """Commits after the initial one, the oldest first."""
+        commit = self.repo(name, kind).find(revision)
+        assert commit is not None, f"{name} has no revision {revision}"
+        return list(commit.history())[-2::-1]
+
+    def asked(self, *kinds: str) -> list[Request]:
+        """The requests of these kinds, in order; all without kinds."""
+        return [request for request in self.requests if not kinds or request.kind in kinds]
+
+    def worst_hour(self, name: str, kind: str = "dataset") -> int:
+        """The most commits in any hour of the hub's clock."""
+        made = [commit.at for commit in self.repo(name, kind).commits.values()][1:]
+        return busiest(made, 3600.0)
+
+    def worst_5_minutes(self) -> int:
+        """The most requests to /api, refused ones included, in any 5 minutes of the hub's clock."""
+        return busiest([request.at for request in self.requests if counted(request.kind)], 300.0)
+
+    # What a test arranges.
+
+    def create_repo(
+        self, name: str, kind: str = "dataset", private: bool = False, branches: tuple[str, ...] = ()
+    ) -> Repo:
+        repo = self.repos[kind, name] = Repo(kind, name, private)
+        for branch in branches:
+            repo.branches[branch] = repo.branches["main"]
+        return repo
+
+    def put(self, name: str, files: dict[str, bytes], revision: str = "main", kind: str = "dataset") -> Commit:
+        """A commit by somebody else, without HTTP. Makes the repository if it is not there."""
+        repo = self.repos.get((kind, name)) or self.create_repo(name, kind)
+        added = []
+        for path, content in files.items():
+            repo.blobs[sha256(content)] = content
+            lfs = upload_mode(path, len(content), content[:512]) == "lfs"
+            added.append(File.of(path, sha256(content), content, lfs))
+        return repo.commit(revision, "by somebody else", "", self.clock.now(), added, [])
+
+    def fail(
+        self,
+        kind: str,
+        status: int | None = 500,
+        times: int | None = 1,
+        after_effect: bool = False,
+        where: str = "",
+        skip: int = 0,
+        every: int = 1,
+        message: str = "",
+        headers: dict[str, str] | None = None,
+    ) -> Fault:
+        """The next ``times`` requests of ``kind`` (None: all) get ``status``; None: the connection is closed."""
+        fault = Fault(
+            kind, where, skip, times, after_effect, every, status=status, message=message, headers=headers or {}
+        )
+        self._rules.append(fault)
+        return fault
+
+    def drop_answer(self, kind: str, times: int | None = 1, where: str = "", skip: int = 0, every: int = 1) -> Fault:
+        """The hub does what is asked for, and closes the connection without an answer."""
+        return self.fail(kind, None, times, after_effect=True, where=where, skip=skip, every=every)
+
+    def hold(
+        self, kind: str, times: int | None = 1, after_effect: bool = False, where: str = "", skip: int = 0
+    ) -> Hold:
+        """The next requests of ``kind`` wait, before or after their effect, until ``release`` of what is returned."""
+        hold = Hold(kind, self._loop, where=where, skip=skip, times=times, after_effect=after_effect)
+        self._rules.append(hold)
+        return hold
+
+    def expire(self, token: str = token, after_requests: int = 0) -> None:
+        """The token is refused (401), after that many more requests."""
+        self.tokens[token].requests_left = after_requests
+
+    def renew(self, token: str = token) -> None:
+        self.tokens[token].requests_left, self.tokens[token].expired = None, False
+
+    # The server.
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = self._loop.run_until_complete(self._start())
+        self._started.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=2**36)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()
+        self._port = runner.addresses[0][1]
+        return runner
+
+    async def _handle(self, http: web.Request) -> web.StreamResponse:
+        body = await http.read()
+        kind, repo, arguments = route(http.method, http.rel_url.raw_path)
+        token = http.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        request = Request(http.method, http.path_qs, kind, self.clock.now(), token, size=len(body))
+        self.requests.append(request)
+        try:
+            response = await self._answer(http, request, repo, arguments, body)
+        except Problem as problem:
+            response = problem.response()
+        self._add_advice(request, response)
+        if response is _DROP:
+            request.status = 0
+            if http.transport is not None:
+                http.transport.close()
+            return web.Response()
+        request.status = response.status
+        response.headers["Date"] = format_datetime(moment(request.at), usegmt=True)
+        return response
+
+    async def _answer(
+        self, http: web.Request, request: Request, repo: tuple[str, str], arguments: dict[str, str], body: bytes
+    ) -> web.StreamResponse:
+        faulty = await self.fault(request.kind, request.path, after_effect=False)
+        if faulty is not None:
+            return faulty
+        if self._window is not None and counted(request.kind) and not self._window.take(request.at):
+            raise Problem(429, "We had to rate limit you. Retry later.", "RateLimited")
+        access = self._access(request)
+        await self._wait(request.kind)
+        if repo[0] == "bucket":
+            response: web.StreamResponse = self._buckets.answer(http, request.kind, repo[1], arguments, body, access)
+        else:
+            response = await self._answers.answer(http, request.kind, repo, arguments, body, access)
+        return await self.fault(request.kind, request.path, after_effect=True) or response
+
+    async def _wait(self, kind: str) -> None:
+        seconds = self.latency.get(kind, self.latency.get("*", 0.0))
+        if seconds and kind != "commit":
+            await asyncio.sleep(seconds)
+
+    async def fault(self, kind: str, path: str, after_effect: bool = False) -> web.StreamResponse | None:
+        """What a rule of the test answers instead; holds wait here."""
+        for rule in self._rules:
+            if not rule.take(kind, path, after_effect):
+                continue
+            if isinstance(rule, Hold):
+                await rule.wait()
+            elif rule.status is None:
+                return _DROP
+            else:
+                text = rule.message or f"fault of the test: {rule.status} for {kind}"
+                return Problem(rule.status, text, headers=rule.headers).response()
+        return None
+
+    def _access(self, request: Request) -> Access | None:
+        if request.token is None or request.kind in ("lfs-upload", "xet-upload"):  # whose URL is signed
+            return None
+        access = self.tokens.get(request.token)
+        if access is not None and access.requests_left is not None:
+            access.expired = access.expired or access.requests_left <= 0
+            access.requests_left -= 1
+        if access is None or access.expired:
+            raise Problem(401, "Invalid credentials in Authorization header")
+        return access
+
+    def _add_advice(self, request: Request, response: web.StreamResponse) -> None:
+        """What the hub says about its limits with every answer, in real seconds."""
+        if self._window is None or not counted(request.kind) or response is _DROP:
+            return
+        left, seconds = self._window.left(self.clock.now())
+        wait = math.ceil(seconds / self.clock.speed)
+        response.headers["RateLimit"] = f'"api";r={left};t={wait}'
+        response.headers["RateLimit-Policy"] = (
+            f'"fixed window";"api";q={self._window.limit};w={int(self._window.seconds)}'
+        )
+        if response.status == 429 and left == 0:
+            response.headers["Retry-After"] = str(wait)
+
+
+_DROP = web.Response()
+"""Stands for no answer."""

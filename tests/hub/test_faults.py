@@ -1,0 +1,166 @@
+"""What the fake hub does wrong on purpose reaches the real client as the real hub's errors do."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import pytest
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import parse_ratelimit_headers
+
+from tests.hub import FakeHub
+
+
+@pytest.fixture
+def api(hub: FakeHub) -> HfApi:
+    hub.create_repo("org/data")
+    return HfApi()
+
+
+def add(api: HfApi, path: str, **how: str) -> str:
+    addition = CommitOperationAdd(path, path.encode())
+    return api.create_commit("org/data", [addition], commit_message=path, repo_type="dataset", **how).oid
+
+
+def refused(api: HfApi, path: str, **how: str) -> httpx2.Response:
+    with pytest.raises(HfHubHTTPError) as caught:
+        add(api, path, **how)
+    return caught.value.response
+
+
+def test_a_status_before_the_effect_and_after_it(hub: FakeHub, api: HfApi) -> None:
+    hub.fail("commit", status=500)
+    assert refused(api, "0.txt").status_code == 500
+    assert hub.commits("org/data") == []
+    hub.fail("commit", status=504, after_effect=True)
+    assert refused(api, "1.txt").status_code == 504
+    assert list(hub.files("org/data")) == ["1.txt"]
+
+
+def test_a_lost_answer(hub: FakeHub, api: HfApi) -> None:
+    dropped = hub.drop_answer("commit")
+    with pytest.raises(httpx2.RemoteProtocolError):
+        add(api, "0.txt")
+    assert [commit.title for commit in hub.commits("org/data")] == ["0.txt"]
+    assert dropped.hits == 1
+    add(api, "1.txt")
+    assert [request.status for request in hub.asked("commit")] == [0, 200]
+
+
+def test_a_fault_hits_what_it_names(hub: FakeHub, api: HfApi) -> None:
+    other = hub.create_repo("org/other")
+    fault = hub.fail("commit", status=403, times=2, skip=1, where="org/data")
+    add(api, "0.txt")
+    api.create_commit("org/other", [CommitOperationAdd("0.txt", b"0")], commit_message="0", repo_type="dataset")
+    assert [refused(api, f"{n}.txt").status_code for n in (1, 2)] == [403, 403]
+    add(api, "3.txt")
+    assert fault.hits == 2
+    assert len(other.commits) == 2
+
+
+def test_a_request_is_held_until_the_test_says(hub: FakeHub, api: HfApi) -> None:
+    held = hub.hold("commit", after_effect=True)
+    with ThreadPoolExecutor(1) as pool:
+        committed = pool.submit(add, api, "0.txt")
+        assert held.reached.wait(60)
+        assert list(hub.files("org/data")) == ["0.txt"]
+        assert not committed.done()
+        held.release()
+        committed.result(60)
+
+
+def test_whoever_commits_second_gets_412(hub: FakeHub, api: HfApi) -> None:
+    first = add(api, "0.txt")
+    add(api, "1.txt")
+    assert refused(api, "2.txt", parent_commit=first).status_code == 412
+    held = hub.hold("committing", where="main")
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(refused, api, "3.txt")
+        assert held.reached.wait(60)
+        add(api, "4.txt")
+        held.release()
+        assert slow.result(60).status_code == 412
+    assert list(hub.files("org/data")) == ["0.txt", "1.txt", "4.txt"]
+
+
+@pytest.mark.parametrize("status", [409, None])
+def test_a_commit_during_another_one_is_refused_or_waits(hub: FakeHub, api: HfApi, status: int | None) -> None:
+    hub.conflict_status = status
+    held = hub.hold("committing")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(add, api, "0.txt")
+        assert held.reached.wait(60)
+        if status == 409:
+            assert refused(api, "1.txt").status_code == 409
+            held.release()
+        else:
+            second = pool.submit(add, api, "1.txt")
+            held.release()
+            second.result(60)
+        first.result(60)
+    assert len(hub.files("org/data")) == (1 if status == 409 else 2)
+
+
+def test_commits_of_an_hour_are_counted(hub: FakeHub, api: HfApi) -> None:
+    hub.commits_per_hour = 2
+    add(api, "0.txt")
+    hub.clock.advance(1800)
+    add(api, "1.txt")
+    answer = refused(api, "2.txt")
+    assert answer.status_code == 429
+    assert 1700 < int(answer.headers["Retry-After"]) <= 1800
+    assert "2 per hour). You can retry this action in 30 minutes." in answer.text
+    hub.clock.advance(1800)
+    add(api, "2.txt")
+    assert refused(api, "3.txt").status_code == 429
+    assert hub.worst_hour("org/data") == 2
+
+
+def test_requests_of_five_minutes_are_counted() -> None:
+    with FakeHub(requests_per_5_minutes=3) as hub, httpx2.Client(base_url=hub.url) as http:
+        answers = [http.get("/api/datasets/org/none") for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [401, 401, 401, 429]
+        info = parse_ratelimit_headers(answers[-1].headers)
+        assert info is not None
+        assert (info.remaining, info.limit, info.window_seconds) == (0, 3, 300)
+        assert 0 < info.reset_in_seconds <= 300
+        hub.clock.advance(301)
+        assert http.get("/api/datasets/org/none").status_code == 401
+        assert hub.worst_5_minutes() == 4
+
+
+def test_advice_is_in_real_seconds() -> None:
+    with FakeHub(requests_per_5_minutes=0, speed=100) as hub, httpx2.Client(base_url=hub.url) as http:
+        assert int(http.get("/api/whoami-v2").headers["Retry-After"]) <= 3
+
+
+def test_listings_lag_behind(hub: FakeHub, api: HfApi) -> None:
+    hub.lag_commits = 1
+    add(api, "0.txt")
+    newest = add(api, "1.txt")
+
+    def seen(revision: str) -> list[str]:
+        listed = api.list_repo_tree("org/data", repo_type="dataset", revision=revision)
+        return [entry.path for entry in listed if not entry.path.startswith(".")]
+
+    assert seen("main") == ["0.txt"]
+    assert seen(newest) == ["0.txt", "1.txt"]
+    assert api.get_paths_info("org/data", "1.txt", repo_type="dataset") == []
+    assert api.repo_info("org/data", repo_type="dataset").sha == newest
+    hub.lag_kinds |= {"info"}
+    assert api.repo_info("org/data", repo_type="dataset").sha != newest
+
+
+def test_an_upload_that_fails_is_sent_again_by_the_client(
+    hub: FakeHub, api: HfApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.fail("lfs-upload", status=503)
+    hub.drop_answer("lfs-upload", skip=1)
+    hub.fail("lfs-batch", status=500)
+    addition = CommitOperationAdd("0.parquet", io.BytesIO(b"0" * 1000))
+    api.preupload_lfs_files("org/data", [addition], repo_type="dataset")
+    assert [request.status for request in hub.asked("lfs-upload")] == [503, 200]

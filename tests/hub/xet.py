@@ -1,0 +1,59 @@
+"""Stands for hf_xet's session: content goes to the fake hub in one PUT per file, under its SHA-256.
+
+Buckets take content over Xet only, and hf_xet is a native client for a protocol of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self
+
+_BUCKET = re.compile(r"(?P<url>.+)/api/buckets/(?P<bucket>[^/]+/[^/]+)/xet-write-token")
+
+
+class XetSession:
+    """What ``huggingface_hub.utils._xet.get_xet_session`` gives, as far as uploads use it."""
+
+    def new_upload_commit(
+        self, token_refresh_url: str, token_refresh_headers: dict[str, str], **others: object
+    ) -> UploadCommit:
+        return UploadCommit(token_refresh_url, token_refresh_headers)
+
+    def sigint_abort(self) -> None:
+        pass
+
+
+class UploadCommit:
+    """Uploads when it is left without an error, as hf_xet's does."""
+
+    def __init__(self, token_url: str, headers: dict[str, str]) -> None:
+        self._token_url, self._headers = token_url, headers
+        self._content: list[bytes] = []
+
+    def start_upload_file(self, path: str, sha256: Any = None) -> SimpleNamespace:
+        return self.start_upload_bytes(Path(path).read_bytes())
+
+    def start_upload_bytes(self, content: bytes, sha256: Any = None) -> SimpleNamespace:
+        self._content.append(content)
+        info = SimpleNamespace(hash=hashlib.sha256(content).hexdigest(), file_size=len(content))
+        return SimpleNamespace(result=lambda: SimpleNamespace(xet_info=info))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            return
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        hf_raise_for_status(get_session().get(self._token_url, headers=self._headers))
+        found = _BUCKET.match(self._token_url)
+        assert found is not None
+        for content in self._content:
+            url = f"{found['url']}/xet/{found['bucket']}/{hashlib.sha256(content).hexdigest()}"
+            hf_raise_for_status(get_session().put(url, content=content))

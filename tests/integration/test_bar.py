@@ -1,0 +1,95 @@
+"""The command on a terminal: one bar over all ranks, log lines above it, and nothing left of it at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+from tests.ptys import Terminal
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+COLUMNS = 160
+
+
+@contextmanager
+def command(folder: Path, terminal: Terminal, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``datatrove-ckpt run job.yaml``, whose terminal it is."""
+    argv = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml", *arguments]
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONWARNINGS": "default"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WITH_TERMINAL, *argv],
+        cwd=folder,
+        stdin=terminal.slave,
+        stdout=terminal.slave,
+        stderr=terminal.slave,
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+# A program's terminal sends it signals only if it leads the session of that terminal.
+_WITH_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def has_bar(lines: list[str]) -> bool:
+    return bool(lines) and " doc/s" in lines[-1] and "tasks" in lines[-1]
+
+
+def write(folder: Path, server: FakeServer, tasks: int = 4) -> None:
+    text = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 2", tasks)
+    texts = ([f"text {task} {number}" for number in range(4)] for task in range(tasks))
+    write_job(folder, text + "          drain_seconds: 0.1\n", *texts)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path, workers: int) -> None:
+    with FakeServer(hold_after=7) as server, Terminal(COLUMNS) as terminal:
+        write(tmp_path, server)
+        with command(tmp_path, terminal, f"--executor.workers={workers}") as process:
+            lines = terminal.until(
+                lambda lines: has_bar(lines) and len(server.payloads) >= 8 and " 7 docs, " in f" {lines[-1]}"
+            )
+            assert " % |" in lines[-1]
+            assert sum("doc/s" in line for line in lines) == 1
+            terminal.type(b"\x03")
+            terminal.until(lambda lines: process.poll() is not None)
+        lines = terminal.read()
+        assert process.returncode == 130
+        assert lines[-1].startswith("interrupted by SIGINT; what is finished is saved. To resume: datatrove-ckpt run")
+        assert not any("doc/s" in line for line in lines), lines
+        assert not any(line != "^C" and "^C" in line for line in lines)
+        assert "ERROR" not in "".join(lines)
+
+
+@pytest.mark.slow
+def test_a_bar_starts_where_the_run_resumes(tmp_path: Path) -> None:
+    with FakeServer(hold_after=7) as server, Terminal(COLUMNS) as terminal:
+        write(tmp_path, server)
+        for number in range(2):
+            with command(tmp_path, terminal, "--executor.workers=2") as process:
+                terminal.until(lambda lines: has_bar(lines) and " 7 docs, " in f" {lines[-1]}")
+                if number:
+                    server.release()
+                else:
+                    terminal.type(b"\x03")
+                terminal.until(lambda lines: process.poll() is not None)
+        lines = terminal.read()
+        assert process.returncode == 0
+        assert any("16 of 16 documents are in 4 files" in line for line in lines), lines
+        assert not any("doc/s" in line for line in lines)

@@ -1,0 +1,198 @@
+"""A script for datatrove's runner works with its import line changed, and a page in docs/ says what differs."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import dataclasses
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference import run_inference as theirs
+from datatrove.pipeline.inference import types as types_of_datatrove
+
+import datatrove_ckpt
+from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
+from datatrove_ckpt.config.inference_config import ServerType
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.client import client
+from datatrove_ckpt.inference.servers.engines import sglang_command
+from datatrove_ckpt.redaction import Key
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, config, documents, runner, writer
+from tests.pages import ROOT, pages, table_rows
+
+_NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
+
+
+@pytest.mark.parametrize("module", ["datatrove_ckpt", "datatrove_ckpt.run_inference"])
+def test_the_import_line_of_a_script_works_with_another_module(module: str) -> None:
+    line = f"from {module} import {_NAMES}"
+    of_datatrove = "from datatrove.pipeline.inference import run_inference as theirs"
+    same = [f"assert {name} is theirs.{name}" for name in ("InferenceError", "InferenceResult", "ServerError")]
+    ours = "assert InferenceRunner.__module__ == 'datatrove_ckpt.runner'"
+    code = "\n".join([line, of_datatrove, *same, ours])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
+
+
+def test_the_submodules_are_modules_with_all_names() -> None:
+    import datatrove_ckpt.run_inference as run_inference
+    import datatrove_ckpt.types as types
+
+    assert {*_NAMES.split(", ")} <= {*dir(run_inference)}
+    assert types.RolloutFunction.__module__ == "datatrove.pipeline.inference.types"
+    assert types.InferenceError is run_inference.InferenceError
+
+
+# the table of differences ---------------------------------------------------------------------------------------------
+
+PAGE = "docs/coming-from-datatrove.md"
+TABLE = pages()[PAGE].partition("<!-- differences: start -->")[2].partition("<!-- differences: end -->")[0]
+ROWS = table_rows(TABLE)
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Those that the page does not name."""
+    return [name for name in names if f"`{name}`" not in TABLE]
+
+
+def test_each_row_names_a_test_that_exists() -> None:
+    assert len(ROWS) > 30
+    for row in ROWS:
+        path, _, name = row[-1].strip("`").partition("::")
+        tree = ast.parse((ROOT / "tests" / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row
+        assert all(row[:3]), row
+
+
+def test_the_page_names_each_attribute_that_is_missing(tmp_path: Path) -> None:
+    config = theirs.InferenceConfig("dummy", "m")
+    runner_of_datatrove = theirs.InferenceRunner(ask, config, writer(tmp_path))
+    ours = InferenceRunner(ask, config, writer(tmp_path))
+    names = {name for name in (*dir(runner_of_datatrove), *vars(runner_of_datatrove)) if not name.startswith("_")}
+    assert missing(sorted(names - {*dir(ours), *vars(ours)})) == []
+
+
+def test_the_page_names_each_import_that_is_missing() -> None:
+    of_datatrove = {
+        name
+        for name, value in vars(theirs).items()
+        if isinstance(value, type) and value.__module__.startswith("datatrove.pipeline.inference")
+    }
+    offered = {*datatrove_ckpt.__all__, *vars(types_of_datatrove)}
+    assert missing(sorted(of_datatrove - offered)) == []
+
+
+def test_the_page_names_each_number_that_is_missing(tmp_path: Path) -> None:
+    source = inspect.getsource(theirs)
+    of_datatrove = set(re.findall(r'stat_update\("(\w+)"', source)) | {"inference_time"}
+    assert len(of_datatrove) > 8
+    with FakeServer(status=lambda payload, times: 400 if "text 1" in str(payload) else None) as server:
+        step = runner(tmp_path, server, skip_bad_requests=True)
+        step.run(documents(2))
+    assert missing(sorted(of_datatrove - {*step.stats.stats})) == []
+
+
+def test_the_page_names_each_server_type_that_is_missing() -> None:
+    (of_datatrove,) = [one.type for one in dataclasses.fields(theirs.InferenceConfig) if one.name == "server_type"]
+    assert set(re.findall(r'"(\w+)"', str(of_datatrove))) <= {*get_args(ServerType)}
+
+
+def test_a_request_without_a_limit_has_one_of_an_hour() -> None:
+    assert InferenceConfig("dummy", "m").request_timeout is None
+    assert client._DEFAULT_TIMEOUT == 3600
+
+
+def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        raise ServerError("mine")
+
+    with FakeServer() as server, pytest.raises(InferenceError, match=r"'id 0'.*mine"):
+        runner(tmp_path, server, rollout).run(documents(1))
+
+
+@pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
+def test_each_status_of_a_rejection_skips(tmp_path: Path, status: int) -> None:
+    with FakeServer(status=lambda payload, times: status if "text 1" in str(payload) else None) as server:
+        step = runner(tmp_path, server, skip_bad_requests=True)
+        step.run(documents(3))
+    assert step.stats.stats["skipped_bad_requests"].total == 1
+
+
+def test_payload_and_config_stay_as_they_are(tmp_path: Path) -> None:
+    payload = {"messages": [{"role": "user", "content": "x"}]}
+    before = json.dumps(payload)
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate(payload)
+
+    with FakeServer() as server:
+        settings = config(server, default_generation_params={"seed": 1}, model_kwargs={"a": 1})
+        InferenceRunner(rollout, settings, writer(tmp_path)).run(documents(2))
+    assert json.dumps(payload) == before
+    assert settings.model_kwargs == {"a": 1}
+
+
+def test_sglang_cuts_no_prompt_unasked() -> None:
+    plain = InferenceConfig("sglang", "m")
+    asked = InferenceConfig("sglang", "m", model_kwargs={"allow-auto-truncate": True})
+    assert ["--allow-auto-truncate" in sglang_command(one, 1, Key("k")).argv for one in (plain, asked)] == [False, True]
+
+
+def test_the_dummy_answers_completions(tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate({"prompt": document.text})
+
+    settings = InferenceConfig("dummy", "m", use_chat=False, reuse_servers=False)
+    InferenceRunner(rollout, settings, writer(tmp_path)).run(documents(1))
+    (line,) = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
+    assert "dummy text" in json.loads(line)["metadata"]["rollout_results"][0]["text"]
+
+
+def test_a_secret_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_kwargs: 'hf-token' is a secret"):
+        InferenceConfig("vllm", "m", model_kwargs={"hf-token": "hf_xyz"})
+
+
+def test_an_answer_as_long_as_the_context_is_refused() -> None:
+    limits = {"max_tokens": 8192}
+    with pytest.raises(ConfigError, match="leave no room for a prompt"):
+        InferenceConfig("vllm", "m", default_generation_params=limits)
+    InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", default_generation_params=limits)
+
+
+def test_documents_in_memory_get_no_marks(tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return None if document.id == "id 0" else await ask(document, generate)
+
+    given = documents(2)
+    with FakeServer(status=lambda payload, times: 400) as server:
+        runner(tmp_path, server, rollout, skip_bad_requests=True).run(given)
+    assert [document.metadata for document in given] == [{"rollout_results": []}, {}]
+
+
+def test_progress_is_a_line(tmp_path: Path, log: list[str]) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        while not any("req/s" in line for line in log):
+            await asyncio.sleep(0.01)
+        return await ask(document, generate)
+
+    with FakeServer() as server:
+        runner(tmp_path, server, rollout, config={"metric_interval": 0.05}).run(documents(1))
+    shown = next(line for line in log if "req/s" in line)
+    assert "0 documents done, 0 of them in this run, 0 requests, 0.0 doc/s, 0.0 req/s, 0 tok/s" in shown
+
+
+def test_server_logs_have_the_rank_in_their_names(tmp_path: Path) -> None:
+    settings = InferenceConfig("dummy", "m", server_log_folder=str(tmp_path / "logs"), reuse_servers=False)
+    step = InferenceRunner(ask, settings, writer(tmp_path))
+    step.run(documents(1), rank=3)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["server_rank_00003.log"]

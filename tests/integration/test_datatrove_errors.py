@@ -1,0 +1,258 @@
+"""The errors of a run, as scripts for datatrove's runner catch them, and what ``skip_bad_requests`` skips."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import CkptError, InferenceError, InferenceRunner, ServerError, errors
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import STOPS_SOON, ask, config, documents, runner, writer
+
+BAD = "BadRequestError"
+
+
+def reject(*texts: str, status: int = 400) -> Callable[[dict[str, Any], int], int | None]:
+    return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
+
+
+def read(folder: Path) -> list[str]:
+    files = sorted((folder / "output").glob("*.jsonl"))
+    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
+
+
+# what is skipped ------------------------------------------------------------------------------------------------------
+
+
+async def raises_later(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except InferenceError as error:
+        failure = error
+    raise failure
+
+
+async def raises_the_cause_later(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except InferenceError as error:
+        failure = error.error
+    assert isinstance(failure, Exception)
+    raise failure
+
+
+async def raises_a_new_one_later(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except InferenceError as error:
+        failure = error.error
+    raise InferenceError(document, failure)
+
+
+async def raises_its_text_later(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except InferenceError as error:
+        text = str(error)
+    raise InferenceError(document, f"page 1: {text}")
+
+
+async def raises_its_own_from_it(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except InferenceError as error:
+        raise RuntimeError("my own") from error
+
+
+async def raises_its_own_without_it(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except InferenceError as error:
+        text = str(error)
+    raise RuntimeError(f"gave up: {text}")
+
+
+async def raises_its_own_of_it(document: Document, generate: Any) -> Any:
+    results = await asyncio.gather(ask(document, generate), return_exceptions=True)
+    if isinstance(results[0], Exception):
+        raise RuntimeError(results[0])
+    return results[0]
+
+
+async def gathers_two(document: Document, generate: Any) -> Any:
+    other = Document(text="fine", id="other")
+    return list(await asyncio.gather(ask(other, generate), ask(document, generate)))
+
+
+async def gathers_and_raises_all(document: Document, generate: Any) -> Any:
+    both = await asyncio.gather(ask(document, generate), ask(document, generate), return_exceptions=True)
+    if failures := [one for one in both if isinstance(one, Exception)]:
+        raise ExceptionGroup("some pages failed", failures)
+    return both
+
+
+async def lists_them(document: Document, generate: Any) -> Any:
+    both = await asyncio.gather(ask(document, generate), ask(document, generate), return_exceptions=True)
+    if failures := [one for one in both if isinstance(one, Exception)]:
+        raise RuntimeError("some pages failed", failures)
+    return both
+
+
+async def says_so_itself(document: Document, generate: Any) -> Any:
+    if document.id == "id 1":
+        raise InferenceError(document, f"{BAD}: no page has text")
+    return await ask(document, generate)
+
+
+ROLLOUTS = [
+    ask,
+    raises_later,
+    raises_the_cause_later,
+    raises_a_new_one_later,
+    raises_its_text_later,
+    raises_its_own_from_it,
+    raises_its_own_without_it,
+    raises_its_own_of_it,
+    gathers_two,
+    gathers_and_raises_all,
+    lists_them,
+    says_so_itself,
+]
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_path: Path, rollout: Any) -> None:
+    with FakeServer(status=reject("text 1")) as server:
+        step = runner(tmp_path, server, rollout, skip_bad_requests=True)
+        step.run(documents(4))
+    assert read(tmp_path) == ["id 0", "id 2", "id 3"]
+    assert step.stats.stats["skipped_bad_requests"].total == 1
+
+
+@pytest.mark.parametrize("rollout", [raises_its_text_later, raises_its_own_without_it])
+def test_a_remembered_rejection_skips_its_document(tmp_path: Path, rollout: Any) -> None:
+    with FakeServer(status=reject("text 1")) as server:
+        with pytest.raises(InferenceError):
+            runner(tmp_path, server, rollout).run(documents(4))
+        runner(tmp_path, server, rollout, skip_bad_requests=True).run(documents(4))
+        assert server.asked["text 1"] == 1
+    assert read(tmp_path) == ["id 0", "id 2", "id 3"]
+
+
+def test_a_rejected_request_skips_its_document_without_checkpoints(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 1")) as server:
+        step = InferenceRunner(raises_its_text_later, config(server), writer(tmp_path), skip_bad_requests=True)
+        step.run(documents(4))
+    assert sorted(read(tmp_path)) == ["id 0", "id 2", "id 3"]
+
+
+async def asks_and_fails(document: Document, generate: Any) -> Any:
+    result = await ask(document, generate)
+    if document.id != "id 2":
+        return result
+    raise InferenceError(document, f"cannot parse {document.text!r}")
+
+
+async def swallows_and_fails(document: Document, generate: Any) -> Any:
+    try:
+        return await ask(document, generate)
+    except InferenceError:
+        pass
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "status"), [(ask, 503), (raises_its_text_later, 503), (asks_and_fails, None), (asks_and_fails, 503)]
+)
+def test_a_document_with_that_word_is_not_skipped_for_another_failure(
+    tmp_path: Path, rollout: Any, status: int | None
+) -> None:
+    text = f"How do I handle {BAD}? {BAD}: HTTP 400: x"
+    given = [Document(text=f"text {index}", id=f"id {index}") for index in range(2)] + [Document(text=text, id="id 2")]
+    with FakeServer(status=lambda payload, times: status if BAD in str(payload) else None) as server:
+        server.error = f"{BAD}: HTTP 400: not really, but refused"
+        settings = {"request_max_attempts": 2, **STOPS_SOON}
+        with pytest.raises(InferenceError, match="'id 2'"):
+            runner(tmp_path, server, rollout, skip_bad_requests=True, config=settings).run(given)
+    assert not (tmp_path / "checkpoints/00000/dead_letters.jsonl").exists()
+
+
+def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 1")) as server, pytest.raises(InferenceError, match=r"'id 1'.*a bug"):
+        runner(tmp_path, server, swallows_and_fails, skip_bad_requests=True).run(documents(2))
+
+
+# what is raised -------------------------------------------------------------------------------------------------------
+
+
+async def fails(document: Document, generate: Any) -> Any:
+    raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path: Path, kept: bool) -> None:
+    with FakeServer() as server:
+        whole = runner(tmp_path, server, fails)
+        step = whole if kept else InferenceRunner(fails, config(server), writer(tmp_path))
+        with pytest.raises(InferenceError) as caught:
+            step.run(documents(1))
+    error = caught.value
+    assert isinstance(error, errors.DocumentFailed)
+    assert isinstance(error, CkptError)
+    assert type(error).__name__ == "DocumentFailed"
+    assert error.document is not None
+    assert error.document.id == "id 0"
+    assert isinstance(error.error, KeyError)
+    assert error.payload is None
+
+
+def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 0")) as server, pytest.raises(InferenceError, match=BAD) as caught:
+        runner(tmp_path, server).run(documents(1))
+    assert isinstance(caught.value.error, errors.RequestRejected)
+    assert caught.value.payload is not None
+    assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
+
+
+def test_a_failed_document_travels_to_another_process(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 0")) as server, pytest.raises(InferenceError) as caught:
+        runner(tmp_path, server).run(documents(1))
+    there = pickle.loads(pickle.dumps(caught.value))
+    assert (type(there), str(there)) == (type(caught.value), str(caught.value))
+    assert there.error == str(caught.value.error)
+    assert (there.document, there.payload) == (None, None)
+
+
+def test_a_request_without_an_answer_is_an_inference_error(tmp_path: Path) -> None:
+    settings = {"request_max_attempts": 2, **STOPS_SOON}
+    with FakeServer(status=reject("text 1", status=503)) as server, pytest.raises(InferenceError, match="HTTP 503"):
+        runner(tmp_path, server, config=settings).run(documents(2))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(503, errors.ServerUnavailable), (401, errors.ServerRefused), (404, errors.ServerRefused)]
+)
+@pytest.mark.parametrize("caught_as", [InferenceError, ServerError])
+def test_a_server_that_fails_is_both_errors_of_datatrove(
+    tmp_path: Path, status: int, kind: type[CkptError], caught_as: type[Exception]
+) -> None:
+    with FakeServer(status=lambda payload, times: status) as server, pytest.raises(caught_as) as caught:
+        runner(tmp_path, server, config=STOPS_SOON).run(documents(1))
+    assert isinstance(caught.value, kind)
+    there = pickle.loads(pickle.dumps(caught.value))
+    assert (type(there), str(there)) == (type(caught.value), str(caught.value))
+
+
+def test_a_server_that_does_not_start_is_a_server_error(tmp_path: Path, real_ready_window: None) -> None:
+    with FakeServer() as server:
+        step = runner(tmp_path, server, config={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1})
+    with pytest.raises(ServerError, match="No endpoint answered") as caught:
+        step.run(documents(1))
+    assert isinstance(caught.value, errors.ServerStartFailed)

@@ -1,0 +1,90 @@
+"""Endpoint URLs with a path: what a gateway serves there is found, as datatrove finds it and where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.errors import ServerRefused
+from datatrove_ckpt.inference.servers.endpoint import ask_endpoints
+from tests.jobs import ask, documents, writer
+
+
+@contextmanager
+def gateway(api: str, lists_models: bool = True) -> Iterator[tuple[str, list[str]]]:
+    """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its requests."""
+    loop, ready, paths, port = asyncio.new_event_loop(), threading.Event(), list[str](), list[int]()
+
+    async def answer(request: web.Request) -> web.Response:
+        paths.append(request.path_qs)
+        if request.path == f"{api}/models" and lists_models:
+            return web.json_response({"data": [{"id": "m"}]})
+        if request.path != f"{api}/chat/completions":
+            raise web.HTTPNotFound
+        choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {}})
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_route("*", "/{any:.*}", answer)
+        serving = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await serving.setup()
+        await web.TCPSite(serving, "127.0.0.1", 0).start()
+        port.append(serving.addresses[0][1])
+        return serving
+
+    def serve() -> None:
+        serving = loop.run_until_complete(start())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(serving.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ready.wait()
+    try:
+        yield f"http://127.0.0.1:{port[0]}", paths
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("api", "given", "lists_models"),
+    [
+        ("/v1", "", True),
+        ("/v1", "/v1", True),
+        ("/api/openai/v3", "/api/openai/v3", True),
+        ("/api/openai/v3", "/api/openai/v3/", False),
+        ("/v1beta/openai", "/v1beta/openai", False),
+        ("/api/openai", "/api/openai", False),
+        ("/api/openai", "/api/openai", True),
+        ("/prefix/v1", "/prefix", True),  # what datatrove does at localhost
+        ("/x/v1", "/x/v1/chat/completions", False),
+        ("/deployments/m", "/deployments/m?api-version=2", False),
+    ],
+)
+def test_an_endpoint_is_found_at_its_path(tmp_path: Path, api: str, given: str, lists_models: bool) -> None:
+    with gateway(api, lists_models) as (url, paths):
+        config = InferenceConfig("endpoint", "m", endpoint_url=url + given)
+        InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
+        asked = [path for path in paths if "completions" in path]
+        assert asked == [f"{api}/chat/completions" + given[given.find("?") :] * ("?" in given)] * 2
+        (found,) = asyncio.run(ask_endpoints(config))
+        assert found.url == f"{url}{api}/models"
+        assert found.models == (["m"] if lists_models else None)
+
+
+def test_an_endpoint_at_another_path_is_named_in_the_error(tmp_path: Path) -> None:
+    with gateway("/elsewhere/v1") as (url, _):
+        config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/here/v3")
+        with pytest.raises(ServerRefused, match=r"/here/v3/chat/completions answered HTTP 404"):
+            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))

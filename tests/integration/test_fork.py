@@ -1,0 +1,420 @@
+"""``fork``: a new run with a changed prompt or model, which keeps answers to equal payloads, and checks the input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.kept_answers import read_answers
+from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
+from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
+from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+from tests.jobs import documents, writer
+from tests.make_release import run
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+from .test_releases import NAMES, NEWEST, kept, restored
+
+DOCUMENTS = 7
+
+
+def number_of_commits(path: str) -> int:
+    return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
+
+
+class TwoSteps:
+    """Two requests for each document; the second one depends on the style."""
+
+    def __init__(self, style: str, stop_at: str | None = None, commits: Path | None = None) -> None:
+        self.style = style
+        self.stop_at = stop_at
+        self._commits = str(commits)
+
+    async def __call__(self, document: Document, generate: Any) -> Any:
+        first = await generate({"messages": [{"role": "user", "content": f"Say {document.text}"}]})
+        if document.id == self.stop_at:
+            while number_of_commits(self._commits) < 2:
+                await asyncio.sleep(0.01)
+            raise RuntimeError("stopped between two requests, with two chunks committed")
+        second = await generate({"messages": [{"role": "user", "content": f"{self.style}: {first.text}"}]})
+        return second.text
+
+
+def start(
+    folder: Path,
+    server: FakeServer,
+    rollout: TwoSteps,
+    number: int = DOCUMENTS,
+    changed: str | None = None,
+    config: dict[str, Any] | None = None,
+    world_size: int = 1,
+    **settings: Any,
+) -> None:
+    """Runs the only task. ``changed``: id of a document with another text."""
+    found = documents(number)
+    for document in found:
+        document.text += " changed" if document.id == changed else ""
+    InferenceRunner(
+        rollout,
+        InferenceConfig(
+            server_type="endpoint",
+            endpoint_url=server.url,
+            **{"model_name_or_path": "fake", "max_concurrent_generations": 1, **(config or {})},
+        ),
+        writer(folder),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        **{"records_per_chunk": 2, **settings},
+    ).run(found, 0, world_size)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as running:
+        yield running
+
+
+@pytest.fixture
+def old(tmp_path: Path, server: FakeServer) -> Path:
+    """A run that has stopped: documents 0 to 3 are committed, 4 is in a journal, 5 has its first answer."""
+    folder = tmp_path / "old"
+    with pytest.raises(DocumentFailed):
+        start(folder, server, TwoSteps("Shorter", "id 5", folder / "checkpoints" / "00000" / "commits.jsonl"))
+    server.asked.clear()
+    return folder
+
+
+def fork(old: Path, new: Path, *more: str) -> int:
+    return main(["fork", str(old / "checkpoints"), str(new / "checkpoints"), *more])
+
+
+def first_requests(server: FakeServer) -> set[str]:
+    """The documents whose first request was sent."""
+    return {question.removeprefix("Say text ") for question in server.asked if question.startswith("Say")}
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2, 3, 100])
+def test_only_answers_to_equal_payloads_are_not_asked_again(
+    per_chunk: int, old: Path, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, fresh = tmp_path / "new", tmp_path / "fresh"
+    before = kept(old)
+    assert fork(old, new) == 0
+    said = capsys.readouterr().out
+    assert "1 task, 5 finished documents\n" in said
+    assert "input: 3 positions in it kept" in said
+    assert "answers: 3 of 2 documents kept." in said
+    assert "at most 3 requests" in said
+    assert "not kept: results, and the answers of 4 committed documents" in said
+    assert re.search(r"cost: for about \d documents, if each takes what it took before: 1\d requests, ", said)
+    start(new, server, TwoSteps("Longer"), records_per_chunk=per_chunk)
+    assert first_requests(server) == {"0", "1", "2", "3", "6"}
+    assert sum(server.asked.values()) == 5 + DOCUMENTS
+    start(fresh, server, TwoSteps("Longer"), records_per_chunk=per_chunk)
+    assert outputs(new / "output") == outputs(fresh / "output")
+    report = verify(new / "checkpoints", full=True)
+    assert (report.problems, report.unfinished) == ([], [])
+    assert kept(old) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_with_keep_answers_committed_documents_are_not_asked_again_either(
+    finished: bool, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    commits = old / "checkpoints" / "00000" / "commits.jsonl"
+    if finished:
+        start(old, server, TwoSteps("Shorter"), keep_answers=True)
+        assert is_finished(commits.parent)
+    else:
+        with pytest.raises(DocumentFailed):
+            start(old, server, TwoSteps("Shorter", "id 5", commits), keep_answers=True)
+    kept_answers = commits.with_name("answers.jsonl")
+    assert kept_answers.stat().st_mode & 0o777 == 0o600
+    # A kill between the two steps of dropping a chunk leaves its answers twice; a power loss leaves parts of lines.
+    kept_answers.write_bytes(kept_answers.read_bytes() * 2 + b'{"xxh":"00')
+    server.asked.clear()
+    assert fork(old, new) == 0
+    answers = 2 * DOCUMENTS if finished else 11
+    assert f"answers: {answers} of {DOCUMENTS if finished else 6} documents kept." in capsys.readouterr().out
+    start(new, server, TwoSteps("Longer"))
+    assert first_requests(server) == (set() if finished else {"6"})
+    assert sum(server.asked.values()) == DOCUMENTS + (not finished)
+    assert not (new / "checkpoints" / "00000" / "answers.jsonl").exists()
+    assert fork(old, tmp_path / "none", "--no-answers") == 0
+    assert "answers: none is kept (--no-answers)" in capsys.readouterr().out
+
+
+def test_without_answers_to_keep_it_says_whether_all_documents_are_committed(
+    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "old", server, TwoSteps("Shorter"), world_size=2)  # the other task has not started
+    assert fork(tmp_path / "old", tmp_path / "new") == 0
+    assert "answers: none; the old run has saved none of documents that it has not" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("code_described_once")
+def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer) -> None:
+    def attempt(folder: Path) -> None:
+        start(folder, server, TwoSteps("Shorter"), number=1, keep_answers=True)
+
+    def all_are_there(folder: Path) -> None:
+        rank = folder / "checkpoints" / "00000"
+        found = {ordinal for ordinal, *_ in read_answers(rank / "answers.jsonl")}
+        if (rank / "replay.sqlite3").exists():
+            copy = shutil.copytree(rank, tmp_path / "copy", dirs_exist_ok=False)
+            cache = RequestCache(copy / "replay.sqlite3")
+            found |= cache.ordinals()
+            cache.close()
+            shutil.rmtree(copy)
+        done = read_commits(rank / "commits.jsonl").values()
+        assert found >= {ordinal for commit in done for ordinal in range(commit.first_ordinal, commit.next_ordinal)}
+
+    (tmp_path / "job").mkdir()
+    print(assert_same_output_after_crash(attempt, tmp_path / "job", recoveries=False, after_crash=all_are_there))
+
+
+def test_the_old_run_goes_on_beside_its_fork(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    assert fork(old, tmp_path / "new") == 0
+    start(tmp_path / "new", server, TwoSteps("Longer"))
+    server.asked.clear()
+    start(old, server, TwoSteps("Shorter"), accept_changes=True)
+    assert first_requests(server) == {"6"}
+    assert verify(old / "checkpoints", full=True).problems == []
+
+
+def test_a_fork_resumes_like_any_run(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    new = tmp_path / "new"
+    assert fork(old, new) == 0
+    with pytest.raises(DocumentFailed):
+        start(new, server, TwoSteps("Longer", "id 5", new / "checkpoints" / "00000" / "commits.jsonl"))
+    with pytest.raises(CheckpointMismatch, match="rollout_fn"):  # from its first start on, it is one run
+        start(new, server, TwoSteps("Another"))
+    start(new, server, TwoSteps("Longer"), accept_changes=True)
+    assert sum(server.asked.values()) == 5 + DOCUMENTS
+    assert verify(new / "checkpoints", full=True).problems == []
+
+
+@pytest.mark.parametrize("changed", ["id 1", "id 3", "id 4"])
+def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, server: FakeServer) -> None:
+    new = tmp_path / "new"
+    assert fork(old, new) == 0
+    with pytest.raises(CheckpointMismatch) as refused:
+        start(new, server, TwoSteps("Longer"), changed=changed)
+    assert f"The input is not that of {old}/checkpoints, from which" in str(refused.value)
+    assert f"document {changed[3:]} of this rank is another one there" in str(refused.value)
+    start(new, server, TwoSteps("Longer"))
+
+
+@pytest.mark.parametrize(("number", "said"), [(8, "7 documents, and this one has more"), (6, "7 documents, not 6")])
+def test_an_input_of_another_length_is_refused(number: int, said: str, tmp_path: Path, server: FakeServer) -> None:
+    start(tmp_path / "old", server, TwoSteps("Shorter"))
+    assert fork(tmp_path / "old", tmp_path / "new") == 0
+    with pytest.raises(CheckpointMismatch, match=f"it had {said}"):
+        start(tmp_path / "new", server, TwoSteps("Longer"), number=number)
+    start(tmp_path / "new", server, TwoSteps("Longer"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"config": {"model_kwargs": {"revision": "v2"}}}, 'model_kwargs: {} -> {"revision":"v2"}'),
+        ({"config": {"use_chat": False}}, "use_chat: true -> false"),
+    ],
+)
+@pytest.mark.parametrize("accept", [False, True])
+def test_answers_of_another_server_are_not_used(
+    changes: dict[str, Any], line: str, accept: bool, old: Path, tmp_path: Path, server: FakeServer
+) -> None:
+    assert fork(old, tmp_path / "new") == 0
+    with pytest.raises(CheckpointMismatch) as refused:
+        start(tmp_path / "new", server, TwoSteps("Longer"), accept_changes=accept, **changes)
+    assert line in str(refused.value)
+    assert "--no-answers" in str(refused.value)
+    assert not server.asked
+    assert fork(old, tmp_path / "other", "--no-answers") == 0
+
+
+def test_without_answers_other_servers_may_answer(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    assert fork(old, tmp_path / "new", "--no-answers") == 0
+    start(tmp_path / "new", server, TwoSteps("Longer"), config={"model_kwargs": {"revision": "v2"}})
+    assert sum(server.asked.values()) == 2 * DOCUMENTS
+
+
+def test_another_number_of_tasks_is_refused(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    assert fork(old, tmp_path / "new") == 0
+    with pytest.raises(CheckpointMismatch, match="tasks: 1 -> 2"):
+        start(tmp_path / "new", server, TwoSteps("Longer"), world_size=2, accept_changes=True)
+
+
+def test_a_folder_that_is_not_new_is_refused(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fork", str(old / "checkpoints"), str(old / "output")]) == 2
+    assert "exists already, and a fork starts in a new folder" in capsys.readouterr().err
+    assert main(["fork", str(old / "checkpoints"), str(old / "checkpoints" / "new")]) == 2
+    assert "Fork into a folder of its own" in capsys.readouterr().err
+
+
+def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = files.Lock(old / "checkpoints" / "00000" / LOCK)
+    try:
+        assert fork(old, tmp_path / "new") == 1
+    finally:
+        lock.release()
+    assert "process works on this rank" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_path: Path) -> None:
+    old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new" / "checkpoints"
+    before, number = kept(old), 0
+    while True:
+        disk = CrashingDisk(number, tmp_path)
+        with disk_in_place(disk):
+            fork(old, tmp_path / "new")
+        assert kept(old) == before
+        if disk.crashed_at is None:
+            break
+        assert list(disk.survivors()) == ["killed"]
+        if not new.exists():
+            assert fork(old, tmp_path / "new") == 0, disk.crashed_at
+            assert [path.name for path in new.parent.iterdir()] == ["checkpoints"], disk.crashed_at
+        assert sorted(path.name for path in new.iterdir()) == ["00000", "00001"]
+        assert [path.name for path in sorted((new / "00001").iterdir())] == ["replay.sqlite3", "run.json"]
+        shutil.rmtree(new.parent)
+        number += 1
+    assert number > 10
+    print(f"fork was killed at {number} effects")
+
+
+def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
+    assert fork(old, new) == 0
+    shutil.copytree(old / "input", new / "input")
+    assert main(["status", str(new / "checkpoints")]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(new / "checkpoints"), "--output", str(new / "output")]) == 3
+    with FakeServer() as server:
+        run(new, server.url, 1)
+        capsys.readouterr()
+        assert main(["verify", str(new / "checkpoints")]) == 3
+        assert "no problem, 2 things not finished: 2 ranks, 5 documents" in capsys.readouterr().out
+        run(new, server.url, 0)
+        run(new, server.url, 2)
+    assert main(["verify", str(new / "checkpoints"), "--full"]) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
+    old, new = restored(name, tmp_path / "old"), tmp_path / "new"
+    assert fork(old, new) == 0
+    shutil.copytree(old / "input", new / "input")
+    with FakeServer() as server:
+        run(new, server.url, 1)  # the same prompt: each answer that is kept is used
+        assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
+
+
+def test_a_mirror_is_forked_and_a_fork_has_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
+    assert main(["fork", str(old / "mirror"), str(new / "checkpoints")]) == 0
+    assert f"{old}/mirror: 1 task, 3 finished documents" in capsys.readouterr().out
+    shutil.copytree(old / "input", new / "input")
+    with FakeServer() as server:
+        run(new, server.url, 1, checkpoints_remote_dir=str(new / "mirror"))
+        assert server.asked["Rewrite: stop"] == 1
+    shutil.rmtree(new / "checkpoints")
+    restore_rank(str(new / "mirror"), new / "checkpoints", 1, retries=False)
+    content = json.loads((new / "checkpoints" / "00001" / "run.json").read_bytes())
+    assert content["forked"]["from"] == str(old / "mirror")
+    assert content["owner"]["fence"] == 1
+
+
+# YAML ----------------------------------------------------------------------------------------------------------------
+
+NEW = [
+    "--pipeline.1.rollout_fn.prompt=Whisper {text}",
+    "--pipeline.1.checkpoints_local_dir=new/checkpoints",
+    "--pipeline.1.output_writer.output_folder=new/output",
+    "--executor.logging_dir=new/logs",
+]
+
+
+@pytest.fixture
+def yaml(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """job.yaml of a finished run, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"], ["c"])
+    assert main(["run", "job.yaml"]) == 0
+    server.asked.clear()
+    return tmp_path / "job.yaml"
+
+
+def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
+    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["fork", "job.yaml", "job.yaml", *NEW, "--dry-run", "--price-per-million-tokens", "1000,2000"]) == 0
+    said = capsys.readouterr().out
+    assert "checkpoints: 1 task, 3 finished documents\nchanged: rollout_fn.prompt\n" in said
+    assert "answers: none; the old run has committed all its documents\n" in said
+    cost = (
+        "cost: for 3 documents, if each takes what it took before: 3 requests, 6 prompt and 6 completion tokens (0.02)"
+    )
+    assert cost in said
+    assert said.endswith("Nothing was done (--dry-run).\n")
+    assert not Path("new").exists() or not list(Path("new").iterdir())
+    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
+    assert "Start the new run: datatrove-ckpt run job.yaml" in capsys.readouterr().out
+    assert main(["run", "job.yaml", *NEW]) == 0
+    assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
+
+
+def test_with_a_mirror_the_tasks_of_the_new_run_may_start_on_other_nodes(
+    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror = f"--pipeline.1.checkpoints_remote_dir={yaml.parent}/mirror"
+    assert main(["fork", "job.yaml", "job.yaml", *NEW, mirror]) == 0
+    assert f"Made {yaml.parent}/new/checkpoints and {yaml.parent}/mirror." in capsys.readouterr().out
+    shutil.rmtree("new")
+    assert main(["fork", "job.yaml", "job.yaml", *NEW, mirror]) == 2
+    assert "mirror holds a checkpoint already" in capsys.readouterr().err
+    assert main(["run", "job.yaml", *NEW, mirror]) == 0
+    assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
+    content = json.loads(Path("new/checkpoints/00000/run.json").read_bytes())
+    assert content["forked"]["documents"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ("--pipeline.1.config.model_name_or_path=other", 0, "answers: none can be used: model changed\n"),
+        ("--executor.tasks=2", 2, "tasks: 1 -> 2. Each task's share of the input would be another one"),
+        ("--executor.tasks=2", 2, "or fork first, start each task once, then deal the rest out with `datatrove-ckpt r"),
+        ("--pipeline.1.output_writer.output_folder=output", 2, "output_folder: "),
+        ("--pipeline.1.checkpoints_local_dir=checkpoints", 2, "Fork into a folder of its own"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_made(
+    change: str, code: int, said: str, yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fork", "job.yaml", "job.yaml", *NEW, change]) == code
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+    assert Path("new/checkpoints").exists() == (code == 0)

@@ -1,0 +1,251 @@
+"""What a rank's attempts leave in its history, whatever ended them."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import signal
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+import pytest
+from datatrove.data import Document
+from loguru import logger
+
+from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint import history_log
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.history import History, read_history
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
+from datatrove_ckpt.errors import DocumentFailed, Preempted
+from datatrove_ckpt.generation import rank_history
+from datatrove_ckpt.inference.client import client
+from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, crash_at
+from tests.jobs import ask, documents, runner
+
+ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
+
+
+def history_of(folder: Path) -> History:
+    return read_history(folder / "checkpoints" / "00000" / "history.jsonl")
+
+
+def numbers(progress: Progress) -> tuple[int, int, int]:
+    """Documents, requests and tokens of all attempts."""
+    documents = progress.documents
+    return documents.read, documents.requests, documents.prompt_tokens + documents.completion_tokens
+
+
+def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on_the_disk(tmp_path: Path) -> None:
+    async def refuse_five(document: Document, generate: Any) -> Any:
+        if document.id == "id 5":
+            raise ValueError("secret-of-the-user")
+        return await ask(document, generate)
+
+    async def stop_at_seven(document: Document, generate: Any) -> Any:
+        if document.id == "id 7":
+            signal.raise_signal(signal.SIGTERM)
+        return await ask(document, generate)
+
+    settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True}
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with FakeServer() as server:
+            with pytest.raises(DocumentFailed):
+                runner(tmp_path, server, refuse_five, **settings).run(documents(10))
+            with pytest.raises(Preempted):
+                runner(tmp_path, server, stop_at_seven, **settings).run(documents(10))
+            with crash_at(20, tmp_path) as disk:
+                runner(tmp_path, server, **settings).run(documents(10))
+            assert disk.crashed_at is not None, disk.happened
+            runner(tmp_path, server, **settings).run(documents(10))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    failed, stopped, killed, done = history_of(tmp_path).attempts
+    assert [attempt.number for attempt in (failed, stopped, killed, done)] == [1, 2, 3, 4]
+    assert failed.start is not None
+    assert failed.start.version == __version__
+    assert failed.end is not None
+    assert (failed.end.why, failed.end.what.partition(":")[0]) == ("error", "DocumentFailed")
+    assert stopped.end is not None
+    assert (stopped.end.why, stopped.end.what) == ("stopped", "SIGTERM")
+    assert killed.start is not None
+    assert killed.end is None
+    assert done.end is not None
+    assert (done.end.why, done.end.what) == ("done", "")
+    assert failed.last is not None
+    assert numbers(failed.last)[0] == 5
+    assert stopped.progress[0].documents == failed.last.documents, "an attempt starts where the one before ended"
+    assert done.last is not None
+    commits = read_commits(tmp_path / "checkpoints" / "00000" / "commits.jsonl").values()
+    assert numbers(done.last) == (
+        10,
+        10,
+        sum(commit.counts.prompt_tokens + commit.counts.completion_tokens for commit in commits),
+    )
+    assert done.last.chunks == 5
+    assert done.last.total.documents <= 10
+    assert [event.what for event in done.servers] == ["ready"]
+    ends = [commit.at for commit in commits]
+    assert failed.first_at <= min(ends) <= max(ends) <= done.last_at
+
+
+def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_history, "MINUTE_SECONDS", 0.01)
+    monkeypatch.setattr(rank_history, "_SPREAD_EVERY", 1)
+
+    async def until_noted(document: Document, generate: Any) -> Any:
+        """The last document is finished once a line says that four are, and that it is in work."""
+        result = await ask(document, generate)
+        if document.id == "id 4":
+            while not any(line.own.documents == 4 and line.in_work == 1 for line in lines()):
+                await asyncio.sleep(0.01)
+        return result
+
+    def lines() -> list[Progress]:
+        return [record for record in history_of(tmp_path).records if isinstance(record, Progress)]
+
+    with FakeServer() as server:
+        runner(tmp_path, server, until_noted, config=ONE_BY_ONE).run(documents(5))
+    (attempt,) = history_of(tmp_path).attempts
+    assert attempt.spread is not None
+    assert sum(attempt.spread.milliseconds.values()) == sum(attempt.spread.completion_tokens.values()) == 5
+    last = attempt.last
+    assert last is not None
+    assert (last.own.documents, last.own.requests, last.own.sent, last.in_work) == (5, 5, 5, 0)
+    assert last.total == last.own
+    assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
+
+
+def test_the_first_line_does_not_wait_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_history, "_FIRST_SECONDS", 0.01)
+
+    async def until_noted(document: Document, generate: Any) -> Any:
+        while sum(isinstance(record, Progress) for record in history_of(tmp_path).records) < 2:
+            await asyncio.sleep(0.01)
+        return await ask(document, generate)
+
+    with FakeServer() as server:
+        runner(tmp_path, server, until_noted, config=ONE_BY_ONE).run(documents(1))
+    (attempt,) = history_of(tmp_path).attempts
+    assert [(line.own.documents, line.position.total) for line in attempt.progress] == [(0, None), (0, 1), (1, 1)]
+
+
+def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_FIRST_BACKOFF", 0.01)
+
+    def busy_twice(payload: dict[str, Any], times: int) -> int | None:
+        return 503 if payload["messages"][-1]["content"] == "text 0" and times < 2 else None
+
+    async def twice(document: Document, generate: Any) -> Any:
+        await ask(document, generate)
+        result = await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
+        if fail:
+            raise ValueError
+        return result
+
+    fail = True
+    with FakeServer(status=busy_twice) as server:
+        settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True}
+        with pytest.raises(DocumentFailed):
+            runner(tmp_path, server, twice, **settings).run(documents(3))
+        fail = False
+        runner(tmp_path, server, twice, **settings).run(documents(3))
+    first, second = history_of(tmp_path).attempts
+    assert first.last is not None
+    assert second.last is not None
+    assert (first.last.own.retries, first.last.own.errors) == (2, {"HTTP 503": 2})
+    assert (first.last.own.requests, second.last.own.requests, second.last.own.cached) == (2, 4, 2)
+    assert second.last.total.requests == 6
+    assert second.last.total.errors == {"HTTP 503": 2}
+
+
+def test_the_history_goes_on_where_the_rank_was_restored_from_its_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was replaced by a shorter copy meanwhile."""
+    monkeypatch.setattr(rank_history, "MINUTE_SECONDS", 0.001)
+    monkeypatch.setattr(history_log, "MAX_BYTES", 6000)
+    monkeypatch.setattr(history_log, "_THINNED_BYTES", 3000)
+    remote, inodes = tmp_path / "remote", set()
+    local = tmp_path / "checkpoints" / "00000" / "history.jsonl"
+
+    async def until_replaced(document: Document, generate: Any) -> Any:
+        while len(inodes) < 4:
+            inodes.add(local.stat().st_ino)
+            await asyncio.sleep(0)
+        return await ask(document, generate)
+
+    mirrored = {"checkpoints_remote_dir": str(remote), "mirror_seconds": 0}
+    with FakeServer() as server:
+        runner(tmp_path, server, until_replaced, **mirrored).run(documents(3))
+    copy = tmp_path / "elsewhere" / "00000"
+    copy.parent.mkdir()
+    restore(f"{remote}/00000", copy)
+    content = local.read_bytes()
+    assert content.startswith((copy / "history.jsonl").read_bytes())
+    history = read_history(copy / "history.jsonl")
+    assert history.damaged == 0
+    assert history.last_attempt == 1
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
+    tmp_path: Path, compression: Literal["gzip"] | None
+) -> None:
+    path = tmp_path / "input" / f"documents.jsonl{'.gz' if compression else ''}"
+    path.parent.mkdir()
+    content = b"".join(orjson.dumps({"id": f"id {n}", "text": f"text {n:03}"}) + b"\n" for n in range(100))
+    path.write_bytes(gzip.compress(content) if compression else content)
+    size = path.stat().st_size
+
+    async def refuse_half(document: Document, generate: Any) -> Any:
+        if document.id == "id 50":
+            raise ValueError
+        return await ask(document, generate)
+
+    settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True, "records_per_chunk": 20}
+    with FakeServer() as server:
+        with pytest.raises(DocumentFailed):
+            runner(tmp_path, server, refuse_half, **settings).run(JsonlReader(str(path.parent)).run())
+        runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
+    first, second = history_of(tmp_path).attempts
+    assert first.last is not None
+    assert second.last is not None
+    assert first.last.position.unit == "bytes"
+    assert first.last.position.share == pytest.approx(0.5, abs=0.02)
+    assert second.progress[0].position == first.last.position, "what the attempt before knew last"
+    assert second.last.position == InputPosition(size, size, "bytes")
+
+
+def test_an_input_of_unknown_size_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_history, "MINUTE_SECONDS", 0.01)
+    said: list[str] = []
+    handler = logger.add(said.append, level="INFO", format="{message}")
+
+    async def until_noted(document: Document, generate: Any) -> Any:
+        while sum(isinstance(record, Progress) for record in history_of(tmp_path).records) < 4:
+            await asyncio.sleep(0.01)
+        return await ask(document, generate)
+
+    try:
+        with FakeServer() as server:
+            runner(tmp_path, server, until_noted).run(iter(documents(3)))
+    finally:
+        logger.remove(handler)
+    (line,) = [line for line in said if "without percent" in line]
+    assert "give them no position" in line or "gives them no position" in line
+    last = history_of(tmp_path).last
+    assert last is not None
+    assert last.position == InputPosition()
+
+
+def test_documents_in_a_list_are_rows_of_a_known_number(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        runner(tmp_path, server).run(documents(5))
+    last = history_of(tmp_path).last
+    assert last is not None
+    assert last.position == InputPosition(5, 5, "rows")

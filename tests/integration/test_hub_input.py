@@ -1,0 +1,252 @@
+"""Input on the hub: nothing before the position is downloaded again, and all ranks read one commit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datatrove.data import Document
+from datatrove.io import DataFolder
+from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
+from datatrove.pipeline.readers import ParquetReader as OriginalParquet
+
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.readers import (
+    HuggingFaceDatasetReader,
+    JsonlReader,
+    ParquetReader,
+    Reading,
+    position_state,
+    retries,
+)
+from datatrove_ckpt.readers.no_documents import first_row
+from datatrove_ckpt.readers.revisions import Revisions
+from tests.hub import FakeHub
+
+pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
+
+REPOSITORY = "org/data"
+
+
+@pytest.fixture(autouse=True)
+def _no_folders_of_other_hubs() -> None:
+    DataFolder.clear_instance_cache()
+
+
+def parquet(first: int, count: int, size: int = 10) -> bytes:
+    chance = np.random.default_rng(first)
+    rows = [{"id": str(i), "text": f"{i} {chance.bytes(size).hex()}", "n": i} for i in range(first, first + count)]
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer, row_group_size=4, compression="none", use_dictionary=False)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """What is downloaded of files that are read in parts: path in the repository, first byte, end."""
+    from huggingface_hub.hf_file_system import HfFileSystemFile
+
+    found: list[tuple[str, int, int]] = []
+    fetch = HfFileSystemFile._fetch_range
+
+    def noted(file: Any, start: int, end: int) -> bytes:
+        found.append((file.resolved_path.path_in_repo, start, end))
+        return fetch(file, start, end)
+
+    monkeypatch.setattr(HfFileSystemFile, "_fetch_range", noted)
+    return found
+
+
+def options(streaming: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "dataset": REPOSITORY,
+        "dataset_options": {"split": "train"},
+        "streaming": streaming,
+        "batch_size": 4,
+    } | more
+
+
+def read(kind: type[Any], given: dict[str, Any], rank: int = 0, tasks: int = 1) -> list[Document]:
+    return list(kind(**given).run(None, rank, tasks))
+
+
+def resumed(given: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1) -> Iterator[Document]:
+    reader = HuggingFaceDatasetReader(**given)
+    reader.load_state_dict(position_state(document))
+    return reader.run(None, rank, tasks)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_documents_are_those_of_datatrove(hub: FakeHub, streaming: bool) -> None:
+    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
+    given = options(streaming)
+    for tasks in (1, 2):
+        for rank in range(tasks):
+            documents = read(HuggingFaceDatasetReader, given, rank, tasks)
+            assert documents == read(Original, given, rank, tasks)
+            if documents:
+                assert list(resumed(given, documents[3], rank, tasks)) == documents[4:]
+
+
+def test_nothing_before_the_position_is_downloaded_again(hub: FakeHub, ranges: list[tuple[str, int, int]]) -> None:
+    contents = {f"data/train-{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(3)}
+    hub.put(REPOSITORY, contents)
+    documents = read(HuggingFaceDatasetReader, options())
+    position = documents[40 + 29]
+    ranges.clear()
+    asked = len(hub.requests)
+    assert list(resumed(options(), position)) == documents[40 + 30 :]
+    group = pq.read_metadata(io.BytesIO(contents["data/train-1.parquet"])).row_group(7)
+    start = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
+    footer = len(contents["data/train-0.parquet"]) - 2**17
+    assert all(first >= footer for name, first, _ in ranges if name == "data/train-0.parquet")  # for the columns
+    assert min(first for name, first, _ in ranges if name == "data/train-1.parquet") >= start
+    kinds = [request.kind for request in hub.requests[asked:]]
+    assert len([kind for kind in kinds if kind != "resolve"]) <= 15
+
+
+def test_a_run_continues_on_the_commit_that_it_began_with(hub: FakeHub) -> None:
+    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
+    documents = read(HuggingFaceDatasetReader, options())
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20), "data/a.parquet": parquet(900, 3)})
+    assert list(resumed(options(), documents[12])) == documents[13:]
+    assert read(HuggingFaceDatasetReader, options()) != documents
+
+
+def test_all_ranks_of_a_job_read_the_same_commit(hub: FakeHub, tmp_path: Path) -> None:
+    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
+    expected = [read(HuggingFaceDatasetReader, options(), rank, 2) for rank in range(2)]
+    for rank in range(2):
+        with Reading(revisions=Revisions(tmp_path / "checkpoints")):
+            assert read(HuggingFaceDatasetReader, options(), rank, 2) == expected[rank]
+        hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20)})
+
+
+def test_a_commit_that_is_gone_is_an_error(hub: FakeHub) -> None:
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
+    documents = read(HuggingFaceDatasetReader, options())
+    state = position_state(documents[3])
+    assert state is not None
+    reader = HuggingFaceDatasetReader(**options())
+    reader.load_state_dict(state | {"commit": "f" * 40})
+    with pytest.raises(InputError, match=REPOSITORY):
+        list(reader.run())
+
+
+def test_another_revision_is_refused(hub: FakeHub) -> None:
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
+    documents = read(HuggingFaceDatasetReader, options())
+    commit = hub.commits(REPOSITORY)[-1]
+    assert position_state(documents[0])["commit"] == commit.oid  # type: ignore[index]
+    other = options(dataset_options={"split": "train", "revision": commit.oid})
+    with pytest.raises(CheckpointMismatch, match="dataset_options"):
+        list(resumed(other, documents[3]))
+    assert read(HuggingFaceDatasetReader, other) == documents
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming: bool) -> None:
+    with pytest.raises(InputError, match=r"'org/data' cannot be opened.*HF_TOKEN"):
+        read(HuggingFaceDatasetReader, options(streaming))
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
+    with pytest.raises(InputError, match=r"'org/data' cannot be opened.*v9"):
+        read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "train", "revision": "v9"}))
+    with pytest.raises(InputError, match=r"test"):
+        read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "test"}))
+
+
+def test_a_token_that_has_expired_is_one_clear_error(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
+    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
+    with pytest.raises(InputError, match=r"'org/data' cannot be opened.*The token is wrong, or has expired") as raised:
+        read(HuggingFaceDatasetReader, options())
+    assert "mozilla" not in str(raised.value)
+    assert hub.expired_token not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (401, None, r"The token is wrong, or has expired. Set HF_TOKEN"),
+        (404, None, r"Correct dataset and dataset_options.*HF_TOKEN"),
+        (404, "RevisionNotFound", r"has no commit [0-9a-f]{40} any more.*A run keeps to the commit"),
+    ],
+)
+def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
+    hub: FakeHub, status: int, code: str | None, message: str
+) -> None:
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
+    hub.fail("paths-info", status, times=None, headers={} if code is None else {"X-Error-Code": code})
+    with pytest.raises(InputError, match=message) as raised:
+        read(HuggingFaceDatasetReader, options())
+    assert "mozilla" not in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_limit_or_an_outage_is_waited_for(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(retries, "_sleep", waits.append)
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
+    hub.fail("info", 503)
+    hub.fail("info", 429, skip=1, headers={"Retry-After": "900"})
+    assert len(read(HuggingFaceDatasetReader, options())) == 9
+    assert max(waits) == 900
+
+
+# ParquetReader ------------------------------------------------------------------------------------------
+
+
+def test_parquet_reader_lists_without_a_request_per_file(hub: FakeHub) -> None:
+    hub.put(REPOSITORY, {f"data/{n:02}.parquet": parquet(100 * n, 2) for n in range(20)})
+    expected = list(OriginalParquet(f"hf://datasets/{REPOSITORY}/data").run())
+    asked = len(hub.requests)
+    reader = ParquetReader(f"hf://datasets/{REPOSITORY}/data")
+    inputs = reader._list_inputs(0, 1, None)
+    assert sum(inputs.size(index) for index in range(20)) > 0
+    assert len(hub.requests) - asked <= 4
+    assert list(reader.run()) == expected
+
+
+def test_parquet_reader_seeks_by_ranges(hub: FakeHub, ranges: list[tuple[str, int, int]]) -> None:
+    contents = {f"data/{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(2)}
+    hub.put(REPOSITORY, contents)
+    folder = f"hf://datasets/{REPOSITORY}/data"
+    documents = list(ParquetReader(folder, batch_size=4).run())
+    ranges.clear()
+    reader = ParquetReader(folder, batch_size=4)
+    reader.load_state_dict(position_state(documents[40 + 29]))
+    assert list(reader.run()) == documents[40 + 30 :]
+    group = pq.read_metadata(io.BytesIO(contents["data/1.parquet"])).row_group(7)
+    start = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
+    assert {name for name, *_ in ranges} == {"data/1.parquet"}
+    assert min(first for _, first, _ in ranges) >= start
+
+
+def test_parquet_reader_waits_for_an_outage(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(retries, "_sleep", waits.append)
+    monkeypatch.setattr("huggingface_hub.hf_file_system.http_backoff", _without_backoff)
+    hub.put(REPOSITORY, {"data/0.parquet": parquet(0, 9)})
+    expected = list(ParquetReader(f"hf://datasets/{REPOSITORY}/data").run())
+    hub.fail("resolve", 503, times=2)
+    hub.fail("resolve", 429, headers={"Retry-After": "900"})
+    assert list(ParquetReader(f"hf://datasets/{REPOSITORY}/data").run()) == expected
+    assert max(waits) == 900
+
+
+def _without_backoff(*arguments: Any, **more: Any) -> Any:
+    from huggingface_hub.utils import http_backoff
+
+    return http_backoff(*arguments, **more, max_retries=0)
+
+
+def test_the_first_line_of_a_file_on_the_hub_that_holds_no_documents(hub: FakeHub) -> None:
+    """As ``doctor`` looks for it, in the root of a repository."""
+    hub.put("org/data", {".gitattributes": b"\n*.bin filter=lfs\n"})
+    assert first_row(JsonlReader("hf://datasets/org/data"), ".gitattributes").text == "*.bin filter=lfs"

@@ -1,0 +1,620 @@
+"""Output on the hub: uploaded at once, committed together, whatever the hub answers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dill
+import pyarrow.parquet as pq
+import pytest
+from datatrove.data import Document
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint import open_checkpoint, placement
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
+from datatrove_ckpt.generation import drain, stop
+from datatrove_ckpt.output import hub_commits, hub_errors, targets
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_pace import CommitPace, History
+from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.testing import FakeServer
+from tests.hub import FakeHub
+from tests.jobs import ask, documents, runner
+from tests.jobs import config as job_config
+
+NAME = "${rank}_${chunk_index}.parquet"
+
+
+@pytest.fixture(autouse=True)
+def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is left in the temporary folder, whatever happens."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(hub_errors, "_LIMITED_SECONDS", 0.01)
+    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
+    DataFolder.clear_instance_cache()  # fsspec keeps folders, and so the file system of another test's hub
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        yield server
+
+
+def hub_runner(folder: Path, server: FakeServer, **changes: Any) -> Any:
+    changes.setdefault("output_writer", ParquetWriter("hf://datasets/org/data/config", NAME))
+    return runner(folder, server, **changes)
+
+
+def names(number: int) -> list[str]:
+    return [f"config/000_00000_{index:05d}.parquet" for index in range(number)]
+
+
+def committed(folder: Path) -> list[int]:
+    return sorted(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
+
+
+def test_all_chunks_of_a_rank_are_in_one_commit(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
+    hub.create_repo("org/data")
+    hub_runner(tmp_path, server).run(documents(9))
+    assert list(hub.files("org/data")) == names(5)
+    (commit,) = hub.commits("org/data")
+    assert commit.title == "Add 5 files: rank 0, chunks 0 to 4"
+    assert len(hub.asked("lfs-upload")) == 5
+    assert committed(tmp_path) == [0, 1, 2, 3, 4]
+    assert not (tmp_path / "checkpoints" / "00000" / "staging").exists()
+    hub_runner(tmp_path, server).run(documents(9))
+    assert len(hub.asked("lfs-upload")) == 5
+    assert set(server.asked.values()) == {1}
+
+
+def test_a_branch_gets_the_files(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
+    hub.create_repo("org/data", branches=("run/1",))
+    writer = ParquetWriter("hf://datasets/org/data@run%2F1/config", NAME)
+    hub_runner(tmp_path, server, output_writer=writer).run(documents(3))
+    assert list(hub.files("org/data", "run/1")) == names(2)
+    assert hub.files("org/data") == {}
+
+
+def test_each_chunk_is_committed_when_its_time_has_come(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
+    hub.create_repo("org/data")
+    hub_runner(tmp_path, server, hub_commit_seconds=0).run(documents(5))
+    assert list(hub.files("org/data")) == names(3)
+    assert 1 <= len(hub.commits("org/data")) <= 3
+
+
+def test_a_commit_carries_at_most_so_many_files(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_commits, "MOST_FILES", 2)
+    hub.create_repo("org/data")
+    writer = ParquetWriter("hf://datasets/org/data/config", "${id}/" + NAME)  # two files per chunk
+    hub_runner(tmp_path, server, output_writer=writer).run(documents(5))
+    assert len(hub.files("org/data")) == 5
+    assert max(len(commit.added) for commit in hub.commits("org/data")) == 2
+    assert sorted(path for commit in hub.commits("org/data") for path in commit.added) == list(hub.files("org/data"))
+
+
+def test_small_text_files_travel_inside_the_commit(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_commits, "MOST_BYTES", 400)
+    hub.create_repo("org/data")
+    writer = JsonlWriter("hf://datasets/org/data", "${rank}_${chunk_index}.jsonl", compression=None)
+    hub_runner(tmp_path, server, output_writer=writer).run(documents(6))
+    assert len(hub.files("org/data")) == 3
+    assert hub.asked("lfs-upload") == []
+    assert len(hub.commits("org/data")) == 3
+
+
+def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    hub.create_repo("org/data")
+    for n in range(59):  # with the first commit more than a page of the history
+        hub.put("org/data", {f"{n}.txt": b"by somebody else"})
+    asked_to_wait = CommitPace.seconds_until_turn
+
+    def wait(pace: CommitPace, history: History, waited: int = 0, ends: bool = False) -> float:
+        found = asked_to_wait(pace, history, waited, ends)
+        assert found == 0 or 3000 < found < 3610  # some seconds have passed since the first commits, or minutes
+        assert len(hub.commits("org/data")) == 59
+        hub.clock.advance(found + 2)  # the hub's Date has whole seconds
+        return min(found, 0.01)
+
+    monkeypatch.setattr(CommitPace, "seconds_until_turn", wait)
+    hub_runner(tmp_path, server, hub_commits_per_hour=55).run(documents(5))
+    assert [name for name in hub.files("org/data") if name.endswith(".parquet")] == names(3)
+    assert len(hub.asked("commits")) == 3  # two pages, and one after the hour
+    (said,) = [line for line in log if "Next look in" in line]
+    assert "3 files wait for a commit: 60 were made within an hour, and hub_commits_per_hour is 55. Next look" in said
+    assert "the rank has nothing else left to do." in said
+
+
+def test_a_rank_that_ends_has_commits_that_others_wait_for(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, log: list[str]
+) -> None:
+    hub.create_repo("org/data")  # the first commit
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        while document.id == "id 4" and not any("Next look in" in line for line in log):
+            await asyncio.sleep(0.01)
+        return await ask(document, generate)
+
+    hub_runner(tmp_path, server, rollout=rollout, hub_commits_per_hour=2, hub_commit_seconds=0.0).run(documents(5))
+    (said,) = [line for line in log if "Next look in" in line]
+    assert "1 were made within an hour, and hub_commits_per_hour is 2, 1 of them for ranks that end" in said
+    assert "generation goes on." in said
+    assert len(hub.commits("org/data")) == 1  # not an hour later
+    assert committed(tmp_path) == [0, 1, 2]
+
+
+def test_a_commit_whose_answer_and_look_up_got_lost_is_not_made_again(
+    hub: FakeHub, server: FakeServer, tmp_path: Path
+) -> None:
+    hub.create_repo("org/data")
+    hub.drop_answer("commit")
+    hub.fail("info", 503, times=20)  # more than the client repeats by itself
+    hub_runner(tmp_path, server).run(documents(5))
+    assert len(hub.commits("org/data")) == 1
+    assert committed(tmp_path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("event", ["deleted", "made anew"])
+def test_files_that_vanish_during_the_run_are_missed_at_its_end(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, event: str
+) -> None:
+    hub.create_repo("org/data")
+    events: list[str] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 4":
+            while not committed(tmp_path):
+                await asyncio.sleep(0.01)
+            if event == "deleted":
+                hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], names(1))
+            else:
+                hub.create_repo("org/data")
+            events.append(event)
+        return await ask(document, generate)
+
+    step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=0, config={"max_concurrent_documents": 1})
+    # What was uploaded for the repository that was deleted cannot be committed to another one.
+    with pytest.raises((OutputMismatch, OutputFailed), match=r"_00000\.parquet is missing|Not Found|upload it first"):
+        step.run(documents(7))
+    assert events == [event]
+
+
+def test_which_states_of_the_hub_are_surely_earlier_than_a_commit(hub: FakeHub) -> None:
+    folder = HubFolder.parse("hf://datasets/org/data")
+    uploads = HubUploads(folder, StoppableCalls())
+    hub.put("org/data", {"0.txt": b"."})
+    before = uploads.read_history()
+    made = uploads.confirmed(hub.put("org/data", {"1.txt": b"."}).oid)
+    assert uploads.is_earlier(before, made)
+    assert not uploads.is_earlier(uploads.read_history(), made)
+    hub.put("org/data", {"2.txt": b"."})
+    assert not uploads.is_earlier(uploads.read_history(), made)
+    hub.create_repo("org/data").commit("main", "anew", "", hub.clock.now(), [], [])
+    assert not uploads.is_earlier(uploads.read_history(), made)
+    of_the_new_one = uploads.confirmed(hub.put("org/data", {"1.txt": b"."}).oid)
+    assert not uploads.is_earlier(uploads.read_history(), made)
+    assert not uploads.is_earlier(uploads.read_history(), of_the_new_one)
+
+
+def test_the_history_is_read_from_where_it_was_known(hub: FakeHub) -> None:
+    folder = HubFolder.parse("hf://datasets/org/data")
+    for n in range(120):
+        hub.put("org/data", {f"{n}.txt": b"."})
+    known = folder.history(History())
+    assert (len(known.made), len(known.of_last_hour), len(hub.asked("commits"))) == (121, 121, 3)
+    for n in range(2):
+        hub.put("org/data", {f"new {n}.txt": b"."})
+    found = folder.history(known)
+    assert found.made[2:] == known.made
+    assert found.head == hub.commits("org/data")[-1].oid
+    assert len(hub.asked("commits")) == 4
+    hub.clock.advance(3602)  # the Date has whole seconds
+    later = folder.history(History())
+    assert (later.head, later.of_last_hour, len(hub.asked("commits"))) == (found.head, [], 5)
+
+
+FAULTS = [
+    pytest.param("commit", {"status": 412, "message": "A commit has happened since. Please refresh."}, id="412"),
+    pytest.param("commit", {"status": 409}, id="409"),
+    pytest.param("commit", {"status": 429, "headers": {"Retry-After": "0"}}, id="429"),
+    pytest.param("commit", {"status": 429}, id="429 without advice"),
+    pytest.param("commit", {"status": 500}, id="500"),
+    pytest.param("commit", {"status": 504, "after_effect": True}, id="504 after the effect"),
+    pytest.param("commit", {"status": None}, id="reset"),
+    pytest.param("commit", {"status": None, "after_effect": True}, id="lost answer"),
+    pytest.param("auth-check", {"status": None}, id="reset of the first question"),
+    pytest.param("tree", {"status": 500}, id="500 of tree"),
+    pytest.param("lfs-upload", {"status": 403}, id="403 of the storage"),
+    pytest.param("lfs-verify", {"status": 404, "message": "lfs-verify: not yet"}, id="verify too early"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+def test_what_passes_is_tried_again_and_nothing_is_there_twice(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any]
+) -> None:
+    hub.create_repo("org/data")
+    rule = hub.fail(kind, times=2, **fault)
+    hub_runner(tmp_path, server).run(documents(5))
+    assert rule.hits >= 1
+    assert list(hub.files("org/data")) == names(3)
+    (commit,) = hub.commits("org/data")
+    assert len(commit.added) == 3
+    assert len(hub.repo("org/data").uploads) == 3
+    assert committed(tmp_path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_a_hub_that_shows_an_earlier_state_is_no_loss(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int
+) -> None:
+    hub.create_repo("org/data")
+    hub.lag_commits = lag
+    hub.lag_kinds |= {"info", "commits"}
+    hub_runner(tmp_path, server).run(documents(5))
+    hub.lag_kinds -= {"info", "commits"}
+    hub_runner(tmp_path, server).run(documents(5))
+    assert list(hub.files("org/data")) == names(3)
+    assert len(hub.commits("org/data")) == 1
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "message"),
+    [
+        ("commit", {"status": 403}, r"3 files wait for a commit: .*403.*The token may not write there"),
+        ("commit", {"status": 400, "message": "bad"}, r"3 files wait for a commit: .*Nothing that was saved is lost"),
+        ("preupload", {"status": 401}, r"000_00000_00000.parquet could not be uploaded: .*set HF_TOKEN"),
+        (
+            "auth-check",
+            {"status": 403},
+            r"hf://datasets/org/data/config: the hub answers 403.*may not write to org/data",
+        ),
+    ],
+)
+def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it_was(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any], message: str
+) -> None:
+    hub.create_repo("org/data")
+    rule = hub.fail(kind, times=None, **fault)
+    with pytest.raises(OutputFailed, match=message):
+        hub_runner(tmp_path, server).run(documents(5))
+    assert committed(tmp_path) == []
+    uploaded = len(hub.repo("org/data").uploads)
+    rule.stop()
+    hub_runner(tmp_path, server).run(documents(5))
+    assert list(hub.files("org/data")) == names(3)
+    assert len(hub.repo("org/data").uploads) == 3 >= uploaded
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
+    hub: FakeHub, tmp_path: Path, chunk: int
+) -> None:
+    hub.create_repo("org/data")
+    other = {names(3)[chunk]: b"PAR1 of another job"}
+    arrived: list[str] = []
+
+    def answer(path: str, text: str) -> str:
+        if not arrived:
+            arrived.append(text)
+            hub.put("org/data", other)
+        return "answer"
+
+    with FakeServer(answer=answer) as server:
+        for _ in range(2):
+            with pytest.raises(OutputMismatch, match=rf"0000{chunk}.parquet is there with other content"):
+                hub_runner(tmp_path, server).run(documents(5))
+            assert hub.files("org/data") == other
+            assert committed(tmp_path) == []
+        hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], list(other))
+        hub_runner(tmp_path, server).run(documents(5))
+        assert set(server.asked.values()) == {1}
+    assert list(hub.files("org/data")) == names(3)
+
+
+def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritten(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.create_repo("org/data")
+    other = {names(3)[1]: b"PAR1 of another job"}
+    look_up = HubFolder.look_up
+
+    def and_then(folder: HubFolder, files: list[str], revision: str | None = None) -> Any:
+        found = look_up(folder, files, revision)
+        if not found:
+            hub.put("org/data", other)
+        return found
+
+    monkeypatch.setattr(HubFolder, "look_up", and_then)
+    with pytest.raises(OutputMismatch, match=r"00001.parquet is there with other content"):
+        hub_runner(tmp_path, server).run(documents(5))
+    assert hub.files("org/data") == other
+
+
+def test_own_files_whose_journal_was_lost_are_refused_and_the_advice_helps(hub: FakeHub, tmp_path: Path) -> None:
+    """A machine may crash after the hub's commit, and lose the journal; the answers may differ then."""
+    hub.create_repo("org/data")
+    checkpoints, copy = tmp_path / "checkpoints", tmp_path / "as it was"
+    rule = hub.fail("preupload", 400, times=None)
+    with FakeServer(answer=lambda path, text: "one") as server:
+        with pytest.raises(OutputFailed):
+            hub_runner(tmp_path, server).run(documents(5))
+        shutil.copytree(checkpoints, copy)
+        rule.stop()
+        hub_runner(tmp_path, server).run(documents(5))
+    mine = hub.files("org/data")
+    shutil.rmtree(checkpoints)
+    shutil.copytree(copy, checkpoints)
+    for path in (*checkpoints.glob("*/chunk_*.jsonl"), *checkpoints.glob("*/replay.sqlite3*")):
+        path.unlink()
+    with FakeServer(answer=lambda path, text: "two") as server:
+        with pytest.raises(OutputMismatch, match=r"If there is no other job, this rank committed .* itself, and lost"):
+            hub_runner(tmp_path, server).run(documents(5))
+        assert hub.files("org/data") == mine
+        hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], list(mine))
+        hub_runner(tmp_path, server).run(documents(5))
+    assert hub.files("org/data").keys() == mine.keys()
+
+
+# datatrove's writers for the hub -------------------------------------------------------------------------------------
+
+
+def shout(writer: Any, document: Any) -> dict[str, Any]:
+    return {"text": document.text.upper(), "by": type(writer).__name__}
+
+
+def test_a_dataset_writer_is_uploaded_by_us(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
+    hub.create_repo("org/data", branches=("try/1",))
+    folder = tmp_path / "working"
+    writer = HuggingFaceDatasetWriter(
+        "org/data",
+        local_working_dir=str(folder),
+        output_filename="config/" + NAME,
+        adapter=shout,
+        compression="zstd",
+        revision="try/1",
+    )
+    step = dill.loads(dill.dumps(hub_runner(tmp_path, server, output_writer=writer)))
+    step.run(documents(3))
+    assert list(hub.files("org/data", "try/1")) == names(2)
+    table = pq.read_table(io.BytesIO(hub.files("org/data", "try/1")[names(2)[0]]))
+    assert table.to_pylist()[0] == {"text": "TEXT 0", "by": "HuggingFaceDatasetWriter"}
+    assert len(hub.commits("org/data", "try/1")) == 1
+    assert not list(folder.rglob("*.parquet"))
+
+
+class Bucket:
+    """Stands for the hub's client: buckets take content over Xet, which no server here speaks."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.failures = 2
+
+    def bucket_info(self, bucket: str) -> None:
+        assert bucket == "org/bucket"
+
+    def list_bucket_tree(self, bucket: str, prefix: str, recursive: bool) -> Any:
+        found = [name for name in self.files if name.startswith(prefix)]
+        return [types.SimpleNamespace(path=name, size=len(self.files[name])) for name in found]
+
+    def get_bucket_paths_info(self, bucket: str, paths: list[str]) -> Any:
+        return [one for one in self.list_bucket_tree(bucket, "", recursive=True) if one.path in paths]
+
+    def batch_bucket_files(self, bucket: str, add: list[tuple[Path, str]]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionResetError("reset")
+        self.files |= {name: path.read_bytes() for path, name in add}
+
+
+def test_files_of_a_bucket_appear_chunk_by_chunk(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Bucket()
+    monkeypatch.setattr(HubFolder, "api", lambda folder: bucket)
+    monkeypatch.setenv("HF_TOKEN", FakeHub.token)
+    writer = HuggingFaceBucketWriter("org/bucket", prefix="config", output_filename=NAME)
+    step = hub_runner(tmp_path, server, output_writer=writer)
+    writer._local_working_tmpdir.cleanup()
+    step.run(documents(5))
+    assert sorted(bucket.files) == names(3)
+    assert committed(tmp_path) == [0, 1, 2]
+
+
+def test_writers_that_cannot_be_taken_over_are_refused(server: FakeServer, tmp_path: Path) -> None:
+    class Mine(HuggingFaceDatasetWriter):
+        pass
+
+    mine = Mine("org/data", local_working_dir=str(tmp_path), output_filename=NAME)
+    with pytest.raises(ConfigError, match=r"Mine changes HuggingFaceDatasetWriter.*Derive it from ParquetWriter"):
+        hub_runner(tmp_path, server, output_writer=mine)
+    nobodys = HuggingFaceDatasetWriter("data", local_working_dir=str(tmp_path), output_filename=NAME)
+    with pytest.raises(ConfigError, match="'data' names no owner"):
+        hub_runner(tmp_path, server, output_writer=nobodys)
+    bucket = HuggingFaceBucketWriter("org/b", local_working_dir=str(tmp_path), output_filename=NAME, overwrite=True)
+    with pytest.raises(ConfigError, match="overwrite=True would delete"):
+        hub_runner(tmp_path, server, output_writer=bucket)
+
+
+# secrets -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_is_in_no_file_no_pickle_and_no_log(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, log: list[str]
+) -> None:
+    hub.create_repo("org/data")
+    hub.fail("commit", 500)
+    hub.fail("lfs-upload", 403)
+    step = hub_runner(tmp_path, server)
+    assert hub.token.encode() not in dill.dumps(step)
+    step.run(documents(3))
+    hub.tokens[hub.token].expired = True
+    with pytest.raises(OutputFailed) as failure:
+        hub_runner(tmp_path, server).run(documents(3))
+    assert hub.token not in str(failure.value)
+    assert "Next attempt in" in "".join(log)
+    assert hub.token not in "".join(log)
+    for path in (tmp_path / "checkpoints").rglob("*"):
+        assert not path.is_file() or hub.token.encode() not in path.read_bytes(), path
+
+
+def test_a_token_among_the_folders_options_is_refused(server: FakeServer, tmp_path: Path) -> None:
+    writer = ParquetWriter(("hf://datasets/org/data", {"token": "hf_secret"}), NAME)
+    with pytest.raises(ConfigError, match="token") as failure:
+        hub_runner(tmp_path, server, output_writer=writer)
+    assert "hf_secret" not in str(failure.value)
+
+
+# waiting -------------------------------------------------------------------------------------------------------------
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def stops(last: int, ready: Callable[[], bool]) -> Any:
+    """A rollout whose last document asks the rank to stop, once, and never ends."""
+    stopped: list[bool] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == f"id {last}" and not stopped:
+            await until(ready)
+            stopped.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        return await ask(document, generate)
+
+    return rollout
+
+
+def test_a_drain_commits_what_is_uploaded(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
+    hub.create_repo("org/data")
+    rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
+    step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=10_000)
+    with pytest.raises(KeyboardInterrupt):
+        step.run(documents(5))
+    assert list(hub.files("org/data")) == names(2)
+    assert committed(tmp_path) == [0, 1]
+    step.run(documents(5))
+    assert list(hub.files("org/data")) == names(3)
+    assert set(server.asked.values()) == {1}
+
+
+def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
+    hub.create_repo("org/data")
+    limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
+    number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
+
+    def all_uploaded_and_refused() -> bool:
+        return len(hub.repo("org/data").uploads) == number // 2 and any("Next attempt in" in line for line in log)
+
+    rollout = stops(number - 1, all_uploaded_and_refused)
+    step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=0)
+    with pytest.raises(KeyboardInterrupt):
+        step.run(documents(number))
+    assert limit.hits == 1
+    assert committed(tmp_path) == []
+    (said,) = [line for line in log if "Next attempt in" in line]
+    assert "wait for a commit: HfHubHTTPError" in said
+    assert "Next attempt in 1" in said
+    assert "h, as the hub advises; generation goes on." in said
+    limit.stop()
+    step.hub_pace = CommitPace(10_000)
+    step.run(documents(number))
+    assert len(hub.files("org/data")) == number // 2 + 1
+    assert len(hub.commits("org/data")) == 1
+    assert len(hub.repo("org/data").uploads) == number // 2 + 1
+    assert set(server.asked.values()) == {1}
+
+
+def test_a_disk_that_is_nearly_full_stops_admission_until_the_hub_takes_commits_again(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 1)
+    monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(placement, "reserve_bytes", lambda folder: 3)
+    waiting = tmp_path / "checkpoints" / "00000"
+    monkeypatch.setattr(placement, "free_bytes", lambda folder: 5 - len(list(waiting.glob("chunk_*.jsonl"))))
+    hub.create_repo("org/data")
+    held = hub.hold("commit")
+
+    def release() -> None:
+        wait_for(lambda: any("No new document is started" in line for line in log))
+        held.release()
+
+    async def in_step(document: Document, generate: Any) -> Any:
+        """Starts a chunk when all but the last one before it are uploaded: their journals can be seen on the disk."""
+        chunk = int(document.id.removeprefix("id ")) // 2
+        await until(lambda: len(hub.repo("org/data").uploads) >= chunk - 1)
+        return await ask(document, generate)
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    hub_runner(tmp_path, server, rollout=in_step, hub_commit_seconds=0, config={"max_concurrent_documents": 1}).run(
+        documents(30)
+    )
+    releasing.join()
+    assert len(hub.files("org/data")) == 15
+    assert any("New documents are started." in line for line in log)
+    assert set(server.asked.values()) == {1}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(
+    hub: FakeHub, server: FakeServer, tmp_path: Path
+) -> None:
+    hub.create_repo("org/data")
+    fault = hub.fail("commit", 403, times=None)
+    writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
+    step = InferenceRunner(ask, job_config(server), writer)
+    with pytest.raises(OSError, match="403"):
+        step.run(documents(3))
+    fault.stop()
+    writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
+    InferenceRunner(ask, job_config(server), writer).run(documents(3))
+    assert list(hub.files("org/data")) == ["config/000_00000.parquet"]

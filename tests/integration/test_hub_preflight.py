@@ -1,0 +1,508 @@
+"""What is asked of the hub before anything is paid for: repository, token, branch, reachability; and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datatrove.data import Document
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import DocumentFailed, OutputFailed, Preempted
+from datatrove_ckpt.output import hub_access
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access
+from datatrove_ckpt.testing import FakeServer
+from tests.hub import FakeHub
+from tests.jobs import ask, documents, runner
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+FOLDER = HubFolder.parse("hf://datasets/org/data/part")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    DataFolder.clear_instance_cache()  # a folder of the same URL would be on another test's hub
+    monkeypatch.setattr(hub_access, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(hub_access, "_LONGEST_DELAY_SECONDS", 0.01)
+
+
+def refused(folder: HubFolder = FOLDER, private: bool | None = None) -> str:
+    """The message of a refusal; a single line, without a token."""
+    with pytest.raises(OutputFailed) as caught:
+        check_access(folder, private)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "hf_Fake" not in said
+    return said
+
+
+# may the folder be written to ----------------------------------------------------------------------------------------
+
+
+def test_a_repository_that_may_be_written_to_costs_one_request_and_no_trace(hub: FakeHub) -> None:
+    hub.create_repo("org/data")
+    assert check_access(FOLDER) == "hf://datasets/org/data/part exists, and the token may write to it."
+    assert [request.kind for request in hub.requests] == ["auth-check"]
+    assert len(hub.repo("org/data").commits) == 1
+    assert not hub.repo("org/data").uploads
+
+
+def test_a_hub_without_that_question_is_asked_by_the_first_request_of_an_upload(hub: FakeHub) -> None:
+    hub.create_repo("org/data")
+    hub.fail("auth-check", 404)
+    check_access(FOLDER)
+    assert [request.kind for request in hub.requests] == ["auth-check", "preupload"]
+    assert len(hub.repo("org/data").commits) == 1
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_token_that_may_only_read(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
+    hub.create_repo("org/data")
+    hub.fail("auth-check", 404, times=answers)
+    monkeypatch.setenv("HF_TOKEN", hub.read_token)
+    said = refused()
+    assert said.startswith("hf://datasets/org/data/part: the hub answers 403, Forbidden: you must use a write token")
+    assert "Take one of role write, or a fine-grained one with write access to org/data" in said
+
+
+def test_a_token_that_has_expired(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.create_repo("org/data")
+    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
+    said = refused()
+    assert "the hub answers 401" in said
+    assert "Export HF_TOKEN with a valid one, or run: hf auth login." in said
+
+
+def test_no_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    said = refused()
+    assert "there is no token for the hub. Export HF_TOKEN with one that may write to org/data, or run: hf auth" in said
+    assert not hub.requests
+
+
+def test_offline_mode(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it." in refused()
+
+
+def test_an_answer_that_quotes_the_token_does_not_show_it(hub: FakeHub) -> None:
+    hub.create_repo("org/data")
+    hub.fail("auth-check", 403, message=f"no rights for {hub.token}")
+    assert "no rights for ***" in refused()
+
+
+# a repository that is missing ----------------------------------------------------------------------------------------
+
+
+def test_a_missing_repository_is_one_error_with_the_command(hub: FakeHub) -> None:
+    said = refused()
+    assert said.endswith("or make it: hf repos create org/data --repo-type dataset --private")
+    assert not hub.repos
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_writer_that_says_how_has_its_repository_made(hub: FakeHub, log: list[str], private: bool) -> None:
+    check_access(FOLDER, private)
+    assert hub.repo("org/data").private is private
+    how = "private" if private else "public"
+    assert any(f"made the {how} dataset repository org/data, which was not there" in line for line in log)
+    check_access(FOLDER, private)
+    assert [request.kind for request in hub.requests] == ["auth-check", "create", "auth-check"]
+
+
+def test_the_doctor_makes_nothing(hub: FakeHub) -> None:
+    assert "there is no dataset repository org/data yet; a run makes it, private." in check_access(
+        FOLDER, True, only_look=True
+    )
+    assert not hub.repos
+
+
+def test_a_namespace_that_is_not_the_users(hub: FakeHub) -> None:
+    said = refused(HubFolder.parse("hf://datasets/other/data"), private=True)
+    assert "the hub answers 403" in said
+    assert "hf_" not in said
+
+
+def test_a_bucket_that_is_missing(hub: FakeHub, log: list[str]) -> None:
+    bucket = HubFolder.parse("hf://buckets/org/raw/part")
+    assert refused(bucket).endswith("or make it: hf buckets create org/raw --private")
+    check_access(bucket, private=True)
+    assert any("made the private bucket org/raw, which was not there" in line for line in log)
+    assert "shows with the first file" in check_access(bucket)
+
+
+# the branch ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_is_looked_up_if_the_url_names_one(hub: FakeHub) -> None:
+    hub.create_repo("org/data", branches=("try/one",))
+    check_access(HubFolder.parse("hf://datasets/org/data@try%2Fone/part"))
+    assert [request.kind for request in hub.requests] == ["auth-check", "refs"]
+
+
+def test_a_missing_branch_is_one_error_with_the_command(hub: FakeHub) -> None:
+    hub.create_repo("org/data")
+    said = refused(HubFolder.parse("hf://datasets/org/data@v2/part"))
+    assert "org/data has no branch 'v2'" in said
+    assert said.endswith("hf repos branch create org/data v2 --repo-type dataset")
+
+
+def test_a_branch_of_a_missing_repository_is_not_made(hub: FakeHub) -> None:
+    assert "so it has no branch 'v2'" in refused(HubFolder.parse("hf://datasets/org/data@v2"), private=True)
+    assert not hub.repos
+
+
+# a hub that is away --------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_that_fails_for_a_while_is_asked_again(hub: FakeHub, log: list[str]) -> None:
+    hub.create_repo("org/data")
+    hub.fail("auth-check", 503, times=2)
+    hub.drop_answer("auth-check")
+    check_access(FOLDER)
+    assert len([line for line in log if "Asking again in" in line]) == 3
+
+
+def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
+    hub: FakeHub, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.0)  # a refusal for now does not use it up
+    slept: list[float] = []
+    monkeypatch.setattr(hub_access.StoppableCalls, "sleep", lambda calls, seconds: slept.append(seconds))
+    hub.create_repo("org/data")
+    hub.fail("auth-check", 429, headers={"Retry-After": "120"})
+    hub.fail("auth-check", 429, headers={"RateLimit": '"api";r=0;t=240'})
+    check_access(FOLDER)
+    assert [120 <= slept[0] <= 132, 240 <= slept[1] <= 264] == [True, True]
+
+
+def test_a_hub_that_stays_away_is_one_error(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.1)
+    hub.fail("auth-check", 503, times=None)
+    said = refused()
+    assert said.startswith("hf://datasets/org/data/part: the hub answers 503")
+    assert "Check the network, HF_ENDPOINT" in said
+
+
+def test_a_hub_that_does_not_answer_is_no_hang(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(hub_access, "_ANSWER_SECONDS", 0.2)
+    held = hub.hold("auth-check", times=None)
+    try:
+        assert "no answer within" in refused()
+    finally:
+        held.release()
+
+
+def test_nobody_listens(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "Connection refused" in refused()
+
+
+# a runner, and a job -------------------------------------------------------------------------------------------------
+
+
+def run_rank(folder: Path, server: FakeServer, rank: int = 0, number: int = 4, **changes: Any) -> None:
+    """One rank of two whose output is on the hub, two documents to a file."""
+    writer = JsonlWriter("hf://datasets/org/data/part", "${rank}_${chunk_index}.jsonl", compression=None)
+    changes = {"output_writer": writer, **changes}
+    runner(folder, server, **changes).run(documents(number), rank=rank, world_size=2)
+
+
+@pytest.mark.parametrize("token", ["read_token", "expired_token"])
+def test_a_rank_that_may_not_write_asks_no_server(
+    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    hub.create_repo("org/data")
+    monkeypatch.setenv("HF_TOKEN", getattr(hub, token))
+    with pytest.raises(OutputFailed, match=r"the hub answers 40[13]"):
+        run_rank(tmp_path, server)
+    assert not server.payloads
+
+
+def test_a_rank_without_a_repository_asks_no_server_and_goes_on_when_it_is_made(
+    tmp_path: Path, hub: FakeHub, server: FakeServer
+) -> None:
+    for _ in range(2):
+        with pytest.raises(OutputFailed, match="hf repos create org/data --repo-type dataset --private"):
+            run_rank(tmp_path, server)
+    assert not server.payloads
+    hub.create_repo("org/data")
+    run_rank(tmp_path, server)
+    assert list(hub.files("org/data")) == ["part/00000_00000.jsonl", "part/00000_00001.jsonl"]
+
+
+@pytest.fixture
+def sigterm() -> Iterator[list[int]]:
+    """SIGTERM ends nothing; which of them came."""
+    came: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, old)
+
+
+def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
+    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, sigterm: list[int]
+) -> None:
+    monkeypatch.setattr(hub_access, "_LONGEST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(hub_access, "_FIRST_DELAY_SECONDS", 600.0)
+    hub.create_repo("org/data")
+    hub.fail("auth-check", 503, times=None)
+    waits = SimpleNamespace(warning=lambda text: os.kill(os.getpid(), signal.SIGTERM), info=print)
+    monkeypatch.setattr(hub_access, "logger", waits)
+    with pytest.raises(Preempted):
+        run_rank(tmp_path, server)
+    assert sigterm
+    assert not server.payloads
+
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def job(tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part")
+    write_job(tmp_path, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
+    yield lambda command, *arguments: main([command, "job.yaml", *arguments])
+    DataFolder.clear_instance_cache()
+
+
+def test_a_job_whose_repository_is_missing_ends_before_its_tasks(
+    job: Run, hub: FakeHub, server: FakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert job("run") == 1
+    said = capfd.readouterr()
+    assert "hf repos create org/data" in said.err
+    assert "Traceback" not in said.out + said.err
+    assert hub.token not in said.out + said.err
+    assert not server.payloads
+    assert [request.kind for request in hub.requests] == ["auth-check"]
+    assert not Path("checkpoints").exists()
+
+
+def test_a_job_that_is_complete_needs_no_right_to_write(job: Run, hub: FakeHub, server: FakeServer) -> None:
+    hub.create_repo("org/data")
+    assert job("run") == 0
+    hub.requests.clear()
+    assert job("run") == 0
+    assert {request.kind for request in hub.requests} == {"tree"}
+
+
+def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_the_token(
+    job: Run, hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str], log: list[str]
+) -> None:
+    text = Path("job.yaml").read_text()
+    start = text.index("class_path: JsonlWriter")
+    end = text.index("checkpoints_local_dir")
+    writer = "class_path: HuggingFaceDatasetWriter\n            init_args: "
+    writer += '{dataset: org/made, local_working_dir: work, output_filename: "data/${rank}_${chunk_index}.parquet"}'
+    Path("job.yaml").write_text(f"{text[:start]}{writer}\n          {text[end:]}")
+    assert job("doctor") == 0
+    assert "there is no dataset repository org/made yet; a run makes it, private." in capfd.readouterr().out
+    assert job("run") == 0
+    said = capfd.readouterr()
+    assert any("made the private dataset repository org/made, which was not there" in line for line in log)
+    assert hub.repo("org/made").private
+    assert len(hub.asked("create")) == 1
+    assert len(hub.files("org/made")) == 3
+    assert hub.token not in said.out + said.err
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
+
+
+# the doctor ----------------------------------------------------------------------------------------------------------
+
+
+def doctor_lines(said: str) -> dict[str, str]:
+    """Each line's state and message, by what was checked."""
+    split = (line.split(": ", 1) for line in said.splitlines()[:-1])
+    return {head.split(maxsplit=1)[1]: f"{head.split()[0]}: {text}" for head, text in split}
+
+
+def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.create_repo("org/data")
+    assert job("doctor", "--documents-per-second", "26") == 0
+    said = doctor_lines(capfd.readouterr().out)
+    assert said["output, reachable"] == "ok: hf://datasets/org/data/part exists, and the token may write to it."
+    assert said["output, commits"].startswith("ok: about 16 per hour: 1 task at once")
+    assert said["output, files"] == "ok: about 2 files, up to 2 in a folder."
+    assert "26 documents per second and task, as given" in said["checkpoints, room for refusals"]
+    assert len(hub.repo("org/data").commits) == 1
+    assert {request.kind for request in hub.requests} == {"auth-check", "tree"}
+
+
+def test_the_doctor_says_how_long_files_wait_for_their_commits(
+    job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.create_repo("org/data")
+    assert job("doctor", "--executor.workers=2", "--pipeline.1.hub_commit_seconds=30") == 0
+    said = doctor_lines(capfd.readouterr().out)["output, commits"]
+    assert said.startswith("ok: about 320 per hour: 2 tasks at once, a commit of each at least every 30 s")
+    assert said.endswith("and to 56 before they end, so a file waits about 2.1 min for its commit.")
+
+
+def test_the_doctor_takes_the_rate_from_finished_tasks(
+    job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.create_repo("org/data")
+    assert job("run") == 0
+    capfd.readouterr()
+    assert job("doctor") == 0
+    said = doctor_lines(capfd.readouterr().out)
+    assert (
+        "documents per second and task, as the stats of 2 finished tasks say" in said["checkpoints, room for refusals"]
+    )
+
+
+@pytest.mark.parametrize("what", ["missing", "read-only", "away", "limited"])
+def test_the_doctor_finds_what_would_end_the_run(
+    job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    says = {
+        "missing": "make it: hf repos create org/data",
+        "read-only": "the hub answers 403",
+        "away": "the hub answers 503",
+        "limited": "the hub answers 429",
+    }
+    monkeypatch.setattr(hub_access, "_LOOK_SECONDS", 0.1)
+    if what != "missing":
+        hub.create_repo("org/data")
+    if what == "read-only":
+        monkeypatch.setenv("HF_TOKEN", hub.read_token)
+    if what == "away":
+        hub.fail("auth-check", 503, times=None)
+    if what == "limited":
+        hub.fail("auth-check", 429, times=None, headers={"Retry-After": "3000"})
+    assert job("doctor") == 1
+    said = capfd.readouterr()
+    line = doctor_lines(said.out)["output, reachable"]
+    assert line.startswith("problem: ")
+    assert says[what] in line
+    assert "hf_Fake" not in said.out + said.err
+    assert not hub.asked("create", "commit")
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "many", "inf"])
+def test_a_rate_that_is_none_is_refused(job: Run, rate: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        job("doctor", f"--documents-per-second={rate}")
+    assert "is no number of documents per second, such as 26" in capfd.readouterr().err
+
+
+# what it costs -------------------------------------------------------------------------------------------------------
+
+
+def counted(hub: FakeHub) -> list[str]:
+    """The kinds of the requests that count for the hub's limit of 1000 in 5 minutes."""
+    return [request.kind for request in hub.requests if request.kind not in ("resolve", "lfs-upload")]
+
+
+def test_a_rank_starts_with_few_requests_however_many_files_there_are(
+    tmp_path: Path, hub: FakeHub, server: FakeServer
+) -> None:
+    """100 ranks that start together may make 1000 requests: 10 each."""
+    hub.put("org/data", {f"part/{rank:05d}_{chunk:05d}.jsonl": b"{}" for rank in range(2, 102) for chunk in range(34)})
+    hub.fail("preupload", 400, times=None)  # the rank has asked for all it wants by then
+    with pytest.raises(OutputFailed):
+        run_rank(tmp_path, server)
+    assert counted(hub) == ["auth-check", *["tree"] * 4, "preupload"]
+
+
+def has_content(path: str) -> bool:
+    return Path(path).exists() and Path(path).stat().st_size > 0
+
+
+async def fails_late(document: Document, generate: Any, commits: str) -> Any:
+    """The third document fails, once the first chunk is committed."""
+    while document.id == "id 2":
+        if has_content(commits):
+            raise ValueError("on purpose")
+        await asyncio.sleep(0.01)
+    return await ask(document, generate)
+
+
+def test_a_rank_that_resumes_looks_its_files_up_instead_of_listing_all(
+    tmp_path: Path, hub: FakeHub, server: FakeServer
+) -> None:
+    hub.put("org/data", {f"part/{rank:05d}_{chunk:05d}.jsonl": b"{}" for rank in range(2, 102) for chunk in range(34)})
+    commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
+    changes = {"rollout": fails_late, "shared_context": {"commits": str(commits)}, "hub_commit_seconds": 0.0}
+    for _ in range(2):
+        hub.requests.clear()
+        with pytest.raises(DocumentFailed, match="on purpose"):
+            run_rank(tmp_path, server, **changes)
+    assert counted(hub) == ["auth-check", "paths-info"]
+
+
+def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job: Run, hub: FakeHub) -> None:
+    hub.create_repo("org/data")
+    assert job("run") == 0
+    assert counted(hub).count("auth-check") == 1 + 2  # the job, and each of its two tasks
+    hub.requests.clear()
+    assert job("run") == 0
+    assert counted(hub) == ["tree", "tree"]
+
+
+# input on the hub ----------------------------------------------------------------------------------------------------
+
+
+def from_hub(hub: FakeHub, files: int) -> None:
+    """The job's input lies in a repository, in Parquet files of one document each."""
+    content = {}
+    for number in range(files):
+        buffer = io.BytesIO()
+        pq.write_table(pa.table({"text": [f"text {number}"], "id": [f"id {number}"]}), buffer)
+        content[f"in/{number:05d}.parquet"] = buffer.getvalue()
+    hub.put("org/source", content)
+    text = Path("job.yaml").read_text()
+    text = text.replace("JsonlReader", "ParquetReader").replace(
+        "data_folder: input", "data_folder: hf://datasets/org/source/in"
+    )
+    Path("job.yaml").write_text(text.replace("hf://datasets/org/data/part", "output"))
+
+
+def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(job: Run, hub: FakeHub) -> None:
+    from_hub(hub, files=30)
+    assert job("run") == 0
+    api = counted(hub)
+    assert len(api) < 30, api
+    assert job("run") == 0
+    hub.requests.clear()
+    assert job("run") == 0
+    assert len(counted(hub)) < 10, counted(hub)
+    assert not hub.asked("resolve")
+
+
+def test_input_on_the_hub_that_changed_is_refused(job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    from_hub(hub, files=3)
+    assert job("run") == 0
+    first = hub.files("org/source")["in/00000.parquet"]
+    hub.put("org/source", {"in/00000.parquet": first.replace(b"text 0", b"text 9")})
+    capfd.readouterr()
+    assert job("run") != 0
+    assert "'00000.parquet' (has other content)" in capfd.readouterr().err
+
+
+def test_the_doctor_reads_input_on_the_hub(job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    from_hub(hub, files=30)
+    assert job("doctor") == 0
+    said = doctor_lines(capfd.readouterr().out)
+    assert said["input, readable"].startswith("ok: hf://datasets/org/source/in: all 30 documents read")
+    assert said["input, shares"].startswith("ok: 30 files for 2 tasks")

@@ -1,0 +1,234 @@
+"""verify, repair and a run's own checks, with the output in a repository on the hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.output import hub_errors, hub_lag, targets
+from datatrove_ckpt.testing import FakeServer
+from tests.hub import FakeHub
+from tests.hub.job import Cli, hub_job
+
+FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
+CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}
+
+
+@pytest.fixture
+def cli(
+    tmp_path: Path,
+    hub: FakeHub,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Iterator[Cli]:
+    monkeypatch.setattr(hub_lag, "LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
+    hub.put("org/data", CARD)
+    with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
+        yield run
+
+
+def remove(hub: FakeHub, *names: str) -> None:
+    """By hand: a commit of somebody else."""
+    repo = hub.repo("org/data")
+    repo.commit("main", "by hand", "", hub.clock.now(), [], list(names))
+
+
+def test_intact_output_beside_a_card_is_no_problem(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    assert [name for name in hub.files("org/data") if name not in CARD] == FILES
+    for full in ([], ["--full"]):
+        code, said = cli("verify", "checkpoints", *full)
+        assert (code, "no problem" in said) == (0, True)
+    assert cli("run", "job.yaml")[0] == 0
+    assert cli("status", "checkpoints")[0] == 0
+
+
+def test_a_file_removed_by_hand_is_found_named_and_made_again(cli: Cli, hub: FakeHub, server: FakeServer) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    before = hub.files("org/data")
+    remove(hub, FILES[1])
+    code, said = cli("run", "job.yaml")
+    assert code == 1
+    assert "00000_00001.jsonl is missing" in said
+    assert "datatrove-ckpt repair" in said
+    code, said = cli("verify", "checkpoints")
+    assert (code, "00000_00001.jsonl is missing" in said) == (1, True)
+    commits = len(hub.commits("org/data"))
+    assert cli("repair", "checkpoints", "--logging-dir", "logs")[0] == 0
+    assert len(hub.commits("org/data")) == commits  # there was nothing to remove
+    assert cli("run", "job.yaml")[0] == 0
+    assert hub.files("org/data") == before
+    assert cli("verify", "checkpoints", "--full")[0] == 0
+
+
+def test_files_to_redo_are_removed_in_one_commit(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    before = hub.files("org/data")
+    hub.put("org/data", {name: before[name] + b"more" for name in (FILES[0], FILES[2])})
+    commits = len(hub.commits("org/data"))
+    hub.drop_answer("commit")  # and the commit of which nobody learns is not made again
+    assert cli("repair", "checkpoints", "--logging-dir", "logs")[0] == 0
+    (removal,) = hub.commits("org/data")[commits:]
+    assert removal.title == "Remove 2 files: datatrove-ckpt repair"
+    assert sorted(removal.deleted) == [FILES[0], FILES[2]]
+    assert cli("run", "job.yaml")[0] == 0
+    assert hub.files("org/data") == before
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])  # the second is in LFS
+def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli: Cli, hub: FakeHub, ending: str) -> None:
+    job = Path("job.yaml")
+    text = job.read_text().replace("${chunk_index}.jsonl", f"${{chunk_index}}.{ending}")
+    job.write_text(text.replace("compression: null", "compression: infer"))
+    assert cli("run", "job.yaml")[0] == 0
+    before = hub.files("org/data")
+    (name,) = [name for name in before if name.startswith("part/00000_00000")]
+    hub.put("org/data", {name: bytes([*before[name][:-1], before[name][-1] ^ 1])})
+    hub.requests.clear()
+    for command in (["verify", "checkpoints"], ["run", "job.yaml"], ["verify", "checkpoints", "--full"]):
+        code, said = cli(*command)
+        assert (code, f"{Path(name).name} is altered" in said) == (1, True)
+    assert len(hub.asked("resolve")) == 2  # of the others, once
+    assert cli("repair", "checkpoints", "--logging-dir", "logs")[0] == 0
+    assert cli("run", "job.yaml")[0] == 0
+    assert hub.files("org/data") == before
+
+
+def test_commits_of_an_earlier_release_name_no_hash(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    for path in Path("checkpoints").glob("*/commits.jsonl"):
+        commits = read_commits(path).values()
+        for file in (file for commit in commits for file in commit.files):
+            assert len(file.hub_hash) == 40
+            file.hub_hash = ""
+        path.write_bytes(b"".join(seal(commit.to_json()) for commit in commits))
+        assert b"hub_hash" not in path.read_bytes()
+    content = hub.files("org/data")[FILES[0]]
+    hub.put("org/data", {FILES[0]: bytes([*content[:-1], content[-1] ^ 1])})
+    assert cli("run", "job.yaml")[0] == 0
+    assert cli("verify", "checkpoints")[0] == 0
+    code, said = cli("verify", "checkpoints", "--full")
+    assert (code, "00000_00000.jsonl is altered" in said) == (1, True)
+
+
+def test_a_listing_one_commit_behind_loses_nothing(cli: Cli, hub: FakeHub) -> None:
+    hub.lag_commits = 1
+    assert cli("run", "job.yaml")[0] == 0
+    code, said = cli("verify", "checkpoints")
+    assert (code, "no problem" in said) == (0, True)
+    assert cli("run", "job.yaml")[0] == 0
+
+
+def test_old_commits_are_not_waited_for(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    monkeypatch.setattr(hub_lag, "LAG_LOOKS", (0.0, 3600.0))
+    for path in Path("checkpoints").glob("*/commits.jsonl"):
+        os.utime(path, (0, 0))
+    remove(hub, FILES[0])
+    assert cli("run", "job.yaml")[0] == 1
+
+
+def test_verify_lists_many_files_with_few_requests(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    hub.put("org/data", {f"part/other_{number:05d}.parquet": b"PAR1" for number in range(3400)})
+    hub.requests.clear()
+    assert cli("verify", "checkpoints")[0] == 0
+    assert [request.kind for request in hub.requests] == ["tree"] * 4
+
+
+def beside(job: str) -> str:
+    """The job with local folders of its own."""
+    return job.replace("logging_dir: logs", "logging_dir: b/logs").replace("dir: checkpoints", "dir: b/checkpoints")
+
+
+def test_two_jobs_write_to_one_folder(cli: Cli, hub: FakeHub) -> None:
+    text = Path("job.yaml").read_text()
+    Path("b.yaml").write_text(beside(text.replace("${rank}_", "b_${rank}_")))
+    for job in ("job.yaml", "b.yaml", "job.yaml", "b.yaml"):
+        assert cli("run", job)[0] == 0
+    assert len(hub.files("org/data")) == 6 + len(CARD)
+    for checkpoints in ("checkpoints", "b/checkpoints"):
+        assert cli("verify", checkpoints, "--full")[0] == 0
+
+
+def test_two_jobs_with_equal_names_are_refused(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    text = Path("job.yaml").read_text()
+    Path("b.yaml").write_text(beside(text))
+    code, said = cli("run", "b.yaml")
+    assert (code, "is a new checkpoint, which knows none of them" in said) == (1, True)
+
+
+@pytest.mark.parametrize("what", ["repository", "token"])
+def test_a_repository_that_cannot_be_listed_is_one_line(
+    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    if what == "repository":
+        hub.repos.clear()
+    else:
+        monkeypatch.setenv("HF_TOKEN", hub.expired_token)
+    code, said = cli("verify", "checkpoints")
+    assert code == 1
+    assert "hf://datasets/org/data/part cannot be listed" in said
+    assert "hf_Fake" not in said
+
+
+def test_repair_in_another_repository_is_for_output_that_was_moved(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    other = ["--output", "hf://datasets/org/other/part"]
+    moved = hub.files("org/data")
+    hub.put("org/other", {name: moved[name] for name in (*FILES[1:], *CARD)})
+    code, said = cli("repair", "checkpoints", *other)
+    assert (code, "that folder still exists. Nothing was changed." in said) == (2, True)
+    hub.repos.pop(("dataset", "org/data"))
+    code, said = cli("verify", "checkpoints", *other)
+    assert (code, "00000_00000.jsonl is missing" in said) == (1, True)
+    code, said = cli("repair", "checkpoints", *other)
+    assert (code, "take back its commit" in said) == (0, True)
+
+
+def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    monkeypatch.setattr(hub_errors, "LOOK_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    held = hub.hold("tree", times=None)
+    try:
+        for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
+            code, said = cli(*command)
+            assert (code, "no answer within 0 s" in said) == (1, True)
+            assert "hf://datasets/org/data/part: cannot be listed" in said
+            assert "heck the network" in said
+    finally:
+        held.release()
+
+
+def test_a_first_listing_that_fails_for_a_moment_is_made_again(
+    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
+        hub.fail("tree", 520, times=2)  # most others, the client itself retries for some seconds
+        code, said = cli(*command)
+        assert (code, said.count("Next attempt in")) == (0, 2)
+
+
+def test_a_hub_that_is_away_after_a_run_is_waited_for_five_minutes_at_most(
+    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    remove(hub, FILES[0])
+    monkeypatch.setattr(hub_errors, "LOOK_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    hub.fail("paths-info", 503, times=None)
+    code, said = cli("run", "job.yaml")
+    assert (code, "cannot be listed" in said) == (1, True)
+    assert "generation goes on" not in said

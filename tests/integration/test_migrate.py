@@ -1,0 +1,212 @@
+"""Interrupted runs of datatrove's own runner go on with ours: every document once, no answer is paid twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import pytest
+import xxhash
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.testing import outputs
+from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, payload, text_of, write_input
+
+YAML = """\
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: TASKS
+    logging_dir: logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {data_folder: input}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: tests.datatrove_job.rollout
+          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: output, output_filename: "TEMPLATE", compression: COMPRESSION}
+          checkpoints_local_dir: CHECKPOINTS
+          records_per_chunk: SIZE
+"""
+
+
+@pytest.fixture(scope="module")
+def datatrove() -> Iterator[Datatrove]:
+    with Datatrove() as process:
+        yield process
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
+    return tmp_path
+
+
+Said = tuple[int, str, str]
+Call = Callable[..., Said]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command; gives its exit code and what it printed on both streams."""
+
+    def run(*arguments: str) -> Said:
+        capfd.readouterr()
+        code = main(arguments)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def write_yaml(folder: Path, url: str, checkpoints: str = "ours", **changes: str) -> None:
+    values = {
+        "URL": url,
+        "TEMPLATE": TEMPLATE,
+        "COMPRESSION": "null",
+        "CHECKPOINTS": checkpoints,
+        "SIZE": str(SIZE),
+        "TASKS": "1",
+    }
+    text = YAML
+    for name, value in (values | changes).items():
+        text = text.replace(name, value)
+    (folder / "job.yaml").write_text(text)
+
+
+def written(folder: Path) -> Counter[str]:
+    """How often each document is in the output."""
+    rows = [json.loads(line) for content in outputs(folder / "output").values() for line in content.splitlines()]
+    assert all(row["metadata"]["rollout_results"][0]["text"].startswith("answer ") for row in rows)
+    return Counter(row["id"] for row in rows)
+
+
+def expected(number: int) -> Counter[str]:
+    return Counter(f"id {n}" for n in range(number) if "dropped" not in text_of(n))
+
+
+def migrate(call: Call, *arguments: str, source: str = "checkpoints") -> dict[str, Any]:
+    code, out, error = call("migrate", "job.yaml", "--from", source, "--same-model", "--json", *arguments)
+    assert code == 0, error
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def kept_texts(folder: Path, found: dict[str, Any], number: int) -> set[str]:
+    """The requests that need not be sent again: of documents that are kept, and those with a saved answer."""
+    chunks = [chunk for rank in found["ranks"] for chunk in rank["chunks"]]
+    begun = {n for chunk in chunks for n in range(chunk["chunk"] * SIZE, (chunk["chunk"] + 1) * SIZE) if n < number}
+    left = {one["document"] for chunk in chunks for one in (*chunk["redone"], *chunk["not_finished"])}
+    assert sum(chunk["documents"] for chunk in chunks) == len(begun)
+    firsts = {text for n in begun - left if (text := f"first {text_of(n)}")}
+    return firsts | {text for n in left if (text := f"first {text_of(n)}") and name_of(text) in saved(folder)}
+
+
+def name_of(text: str) -> str:
+    """datatrove's name of a request."""
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(payload(text), option=orjson.OPT_SORT_KEYS))
+
+
+def saved(folder: Path) -> set[str]:
+    """The names of the answers that datatrove has saved."""
+    found = next((path for path in folder.glob("checkpoints/**/replay.sqlite3")), None)
+    if found is None:
+        return set()
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in found.parent.glob("replay.sqlite3*"):
+            shutil.copy(path, scratch)
+        connection = sqlite3.connect(f"{scratch}/replay.sqlite3")
+        names = {name for (name,) in connection.execute("SELECT payload_hash FROM request_cache WHERE result NOT NULL")}
+        connection.close()
+    return names
+
+
+class Move(NamedTuple):
+    """What became of a run. ``again``: documents that are processed again for a reason that was said."""
+
+    documents: int
+    kept: int
+    answers: int
+    again: int
+    lost: int
+    twice: int
+    in_flight: int
+
+
+def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: str = "ours") -> Move:
+    """Migrates, and runs to the end. What is asked twice was said before, or was in flight."""
+    before = Counter(killer.server.asked)
+    state = outputs(folder)
+    first = migrate(call, "--dry-run")
+    kept = kept_texts(folder, first, number)
+    assert outputs(folder) == state, "a dry run changes nothing"
+    assert migrate(call)["ranks"] == first["ranks"]
+    code, _, error = call("run", "job.yaml")
+    assert code == 0, error
+    assert written(folder) == expected(number)
+    assert {text for text in kept if killer.server.asked[text] > before[text]} == set(), "paid twice"
+    assert call("verify", checkpoints, "--full")[0] == 0
+    repeated = sum(killer.server.asked[text] > before[text] for text in before)
+    asked = killer.server.asked.total()
+    assert call("run", "job.yaml")[0] == 0
+    assert migrate(call)["ranks"] == [{"rank": 0, "done": True, "chunks": [], "unused_answers": {}, "moved_aside": []}]
+    assert killer.server.asked.total() == asked
+    chunks = first["ranks"][0]["chunks"]
+    kept_documents = sum(chunk["written"] + chunk["dropped"] for chunk in chunks)
+    answers, again = sum(chunk["answers"] for chunk in chunks), sum(len(chunk["redone"]) for chunk in chunks)
+    missing, there = expected(number) - written(folder), written(folder) - expected(number)
+    return Move(number, kept_documents, answers, again, missing.total(), there.total(), max(0, repeated - again))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_of_datatroves_that_was_killed_goes_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) -> None:
+    kill_and_go_on(folder, call, datatrove, seed)
+
+
+def kill_and_go_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) -> Move:
+    killer = Killer(seed)
+    number = killer.chance.randint(9, 40)
+    write_input(folder, number)
+    with killer.server:
+        in_place = killer.chance.random() < 0.5
+        write_yaml(folder, killer.server.url, "checkpoints" if in_place else "ours")
+        for _ in range(killer.chance.randint(1, 3)):
+            killer.run(datatrove, folder, killer.chance.randint(1, number), concurrent=killer.chance.choice([1, 3, 9]))
+        return go_on(folder, call, killer, number, "checkpoints" if in_place else "ours")
+
+
+def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Call, datatrove: Datatrove) -> None:
+    """The first one is finished: datatrove has removed its folder. executor.json proves the model."""
+    write_input(folder, 9, 14)
+    killer = Killer(1)
+    with killer.server:
+        write_yaml(folder, killer.server.url, "checkpoints", TASKS="2")
+        killer.run(datatrove, folder, 19, tasks=2)
+        assert (folder / "logs" / "completions" / "00000").exists()
+        assert not (folder / "checkpoints" / "00000").exists()
+        asked = Counter(killer.server.asked)
+        code, _, error = call("run", "job.yaml")
+        assert (code, "migrate job.yaml --from" in error) == (1, True)
+        code, _, error = call("migrate", "job.yaml", "--from", "checkpoints", "--executor.tasks=3")
+        assert (code, "datatrove's run had 2, as executor.json" in error) == (1, True)
+        code, out, error = call("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped")
+        assert code == 0, error
+        assert json.loads(out)["why_no_answers"] == ""
+        assert [chunk["finished"] for chunk in json.loads(out)["ranks"][0]["chunks"]] == [True] * 3
+        code, _, error = call("run", "job.yaml")
+        assert code == 0, error
+        assert written(folder) == expected(23)
+        firsts = {f"first {text_of(n)}" for n in range(9)}
+        assert {text for text in firsts if killer.server.asked[text] > asked[text]} == set()
+        assert call("verify", "job.yaml", "--full")[0] == 0

@@ -1,0 +1,446 @@
+"""What datatrove's own runner left and cannot be trusted is processed again and said; other settings are refused.
+
+One folder is made by the real runner, which is killed while it waits for an answer. Each test gets a copy of it: eleven
+documents in chunks of four, of which the first ten are finished. Document 3 and document 10 have two requests; that of
+document 10 which waits is the second one. Document 5 was dropped.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.cli.yaml_config import build, load
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.preflight.migration import theirs
+from datatrove_ckpt.preflight.migration.job import Migration
+from datatrove_ckpt.preflight.migration.job import migrate as take_over
+from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from tests.datatrove_job import TEMPLATE, Datatrove, write_input
+from tests.integration.test_migrate import Call, call, datatrove, expected, folder, migrate, write_yaml, written
+
+__all__ = ["call", "datatrove", "folder"]  # pytest finds these fixtures here
+
+NUMBER = 11
+DROPPED = "--lacking-are-dropped"
+CHUNK_FILE = Path("checkpoints/00000/chunk_00002.jsonl")
+LAST_CHUNK = Path("checkpoints/last_chunk/00000.txt")
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory, datatrove: Datatrove) -> Path:
+    """As datatrove left it."""
+    folder = tmp_path_factory.mktemp("left")
+    make(folder, datatrove)
+    return folder
+
+
+def make(folder: Path, datatrove: Datatrove, **settings: Any) -> None:
+    write_input(folder, NUMBER)
+    with FakeServer(hold_after=12) as server:
+        pid = datatrove.start(folder, server.url, concurrent=1, **settings)
+        deadline = time.monotonic() + 300
+        while not is_left(folder):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        assert datatrove.end() == -signal.SIGKILL
+
+
+def is_left(folder: Path) -> bool:
+    """Whether all that the server has answered is on the disk."""
+    lines, database = folder / CHUNK_FILE, folder / CHUNK_FILE.with_name("replay.sqlite3")
+    if not lines.exists() or lines.read_bytes().count(b"\n") < 2 or not database.exists():
+        return False
+    if not (folder / LAST_CHUNK).exists() or (folder / LAST_CHUNK).read_text() != "1":
+        return False
+    connection = sqlite3.connect(database)
+    try:
+        return bool(connection.execute("SELECT count(*) FROM request_cache WHERE doc_id = 'id 10'").fetchone()[0])
+    except sqlite3.Error:
+        return False
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        yield fake
+
+
+@pytest.fixture
+def job(folder: Path, left: Path, server: FakeServer) -> Path:
+    """A copy of it, and the YAML file of a job that goes on with it."""
+    shutil.copytree(left, folder, dirs_exist_ok=True)
+    write_yaml(folder, server.url)
+    return folder
+
+
+def finish(call: Call, number: int = NUMBER) -> None:
+    code, _, error = call("run", "job.yaml")
+    assert code == 0, error
+    assert written(Path()) == expected(number)
+    assert call("verify", "job.yaml", "--full")[0] == 0
+
+
+def chunks(found: dict[str, Any]) -> list[dict[str, Any]]:
+    (rank,) = found["ranks"]
+    return list(rank["chunks"])
+
+
+def redone(found: dict[str, Any]) -> dict[str, str]:
+    return {one["id"]: one["why"] for chunk in chunks(found) for one in chunk["redone"]}
+
+
+def test_what_is_sure_stays_as_it_is(job: Path, call: Call, server: FakeServer) -> None:
+    before = outputs(job / "output")
+    found = migrate(call, DROPPED)
+    assert [chunk["finished"] for chunk in chunks(found)] == [True, True, False]
+    assert chunks(found)[1] | {"files": []} == {
+        "chunk": 1,
+        "finished": True,
+        "documents": 4,
+        "written": 3,
+        "dropped": 1,
+        "answers": 0,
+        "files": [],
+        "problems": [],
+        "redone": [],
+        "not_finished": [],
+    }
+    assert (chunks(found)[2]["written"], chunks(found)[2]["answers"]) == (2, 1)
+    assert chunks(found)[2]["not_finished"] == [{"document": 10, "id": "id 10"}]
+    assert found["ranks"][0]["moved_aside"] == ["00000_chunk_2.jsonl"]
+    finish(call)
+    assert server.asked.keys() == {key for key in server.asked if key.startswith("second text 10 twice")}
+    now = outputs(job / "output")
+    assert now.keys() == {"00000_chunk_0.jsonl", "00000_chunk_1.jsonl", "00000_chunk_00002.jsonl"}
+    assert all(before[name] == now[name] for name in ("00000_chunk_0.jsonl", "00000_chunk_1.jsonl"))
+    aside = job / "ours" / "datatrove" / "output" / "00000_chunk_2.jsonl"
+    assert aside.read_bytes() == before[aside.name]
+    commits = read_commits(job / "ours" / "00000" / "commits.jsonl")
+    assert [commits[index].position is not None for index in range(2)] == [True, True], "a resume seeks"
+
+
+def test_documents_that_a_finished_chunk_lacks_are_processed_again_and_named(
+    job: Path, call: Call, server: FakeServer
+) -> None:
+    code, out, _ = call("migrate", "job.yaml", "--from", "checkpoints", "--dry-run")
+    assert code == 0
+    assert "again: document 5 'id 5': datatrove calls its chunk finished, but the chunk's output lacks it" in out
+    assert f"{DROPPED} counts them as dropped" in out
+    assert not (job / "ours").exists()
+    migrate(call)
+    finish(call)
+    assert server.asked.total() == 2
+    assert server.asked["first text 5 dropped"] == 1
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_torn_and_glued_lines_are_processed_again(job: Path, call: Call, server: FakeServer) -> None:
+    first, second = (job / CHUNK_FILE).read_bytes().splitlines()
+    (job / CHUNK_FILE).write_bytes(first[:-20] + second + b"\n")
+    found = migrate(call, DROPPED)
+    assert chunks(found)[2]["problems"] == ["chunk_00002.jsonl, line 1 is torn"]
+    assert redone(found) == {"id 8": "its line is torn", "id 9": "its line is torn"}
+    finish(call)
+    assert chunks(found)[2]["answers"] == 3
+    assert server.asked.total() == 1, "their answers are used"
+
+
+@pytest.mark.parametrize("content", ["", "x", "0"])
+def test_a_last_chunk_that_is_damaged_or_too_old_costs_nothing(
+    job: Path, call: Call, server: FakeServer, content: str
+) -> None:
+    """datatrove removes a chunk's file and its answers, and only then says that the chunk is finished."""
+    (job / LAST_CHUNK).write_text(content)
+    found = migrate(call)
+    assert [chunk["finished"] for chunk in chunks(found)] == [True, False, False]
+    finish(call)
+    assert server.asked["first text 5 dropped"] == 1, "nothing says that it was dropped"
+    assert server.asked.total() == 2
+
+
+def test_a_finished_file_that_is_cut_off_is_made_again(job: Path, call: Call, server: FakeServer) -> None:
+    path = job / "output" / "00000_chunk_0.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    found = migrate(call, DROPPED)
+    assert chunks(found)[0]["problems"] == ["00000_chunk_0.jsonl, line 4 is torn"]
+    assert redone(found) == {"id 3": "its line is torn"}
+    finish(call)
+    assert len(server.asked) == 3, "both of document 3, one of document 10"
+
+
+def test_rows_that_are_there_twice_or_of_another_chunk_are_not_kept(job: Path, call: Call, server: FakeServer) -> None:
+    """As datatrove leaves them if records_per_chunk was changed, or two processes had one rank."""
+    path = job / "output" / "00000_chunk_0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    other = (job / "output" / "00000_chunk_1.jsonl").read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[0], other[0]]))
+    found = migrate(call, DROPPED)
+    assert chunks(found)[0]["problems"] == ["2 rows of its output are of no document of this chunk, or there twice"]
+    assert chunks(found)[0]["written"] == 4
+    finish(call)
+    assert server.asked.total() == 1
+
+
+def test_repeated_ids_are_told_apart_by_their_texts_and_otherwise_processed_again(
+    job: Path, call: Call, server: FakeServer
+) -> None:
+    rows = [json.loads(line) for line in (job / "input" / "0.jsonl").read_text().splitlines()]
+    rows[9]["id"] = "id 8"
+    rows[10] |= {"id": "id 8", "text": "text 8"}
+    (job / "input" / "0.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    edit(job / CHUNK_FILE, '"id":"id 9"', '"id":"id 8"')
+    found = migrate(call, DROPPED)
+    assert chunks(found)[2]["written"] == 2
+    assert redone(found) == {
+        "id 8": "its id is there several times in the chunk, and nothing tells which of them was finished"
+    }
+    code, _, error = call("run", "job.yaml")
+    assert code == 0, error
+    assert written(job)["id 8"] == 3
+    assert server.asked == {"first text 8": 1}
+
+
+def test_a_document_whose_text_is_another_one_now_is_processed_again(job: Path, call: Call, server: FakeServer) -> None:
+    edit(job / "input" / "0.jsonl", '"text": "text 8"', '"text": "text 8, corrected"')
+    assert redone(migrate(call, DROPPED, "--dry-run")) == {
+        "id 8": "what datatrove has kept under its id has another text"
+    }
+    assert not redone(migrate(call, DROPPED, "--dry-run", "--any-text"))
+    migrate(call, DROPPED)
+    finish(call)
+    assert server.asked["first text 8, corrected"] == 1
+
+
+def test_another_input_is_refused_and_nothing_is_changed(job: Path, call: Call) -> None:
+    before = outputs(job)
+    for what, says in {
+        "--pipeline.1.records_per_chunk=2": "Rank 0: only 2 of the 9 rows that datatrove's run has kept are of",
+        "--pipeline.1.records_per_chunk=20": "would begin beyond its end",
+        "--executor.tasks=0": "tasks",
+        "--pipeline.0.limit=3": "the input has 3 documents, but datatrove's run has kept documents of chunk 2",
+        "--pipeline.1.output_writer.output_folder=elsewhere": "holds none of their files, named as",
+    }.items():
+        code, _, error = call("migrate", "job.yaml", "--from", "checkpoints", what)
+        assert code in (1, 2), what
+        assert says in error
+    assert outputs(job) == before
+    (job / LAST_CHUNK).with_name("00003.txt").write_text("0")
+    code, _, error = call("migrate", "job.yaml", "--from", "checkpoints")
+    assert (code, "holds rank 3: datatrove's run had more. Set tasks" in error) == (1, True)
+    for place, says in {"nowhere": "is not a folder", "input": "holds no checkpoint of datatrove's own"}.items():
+        code, _, error = call("migrate", "job.yaml", "--from", place)
+        assert (code, says in error) == (2, True)
+
+
+def test_a_run_that_is_still_on_is_noticed(job: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = iter(range(2))
+    monkeypatch.setattr(theirs.TheirRank, "stamp", lambda self: next(stamps))
+    code, _, error = call("migrate", "job.yaml", "--from", "checkpoints")
+    assert (code, "datatrove's run is still on. Stop it first" in error) == (1, True)
+    assert not (job / "ours" / "00000").exists()
+
+
+# answers -------------------------------------------------------------------------------------------------------------
+
+
+def executor_json(job: Path, **changes: Any) -> None:
+    """As datatrove's executor writes it at its start."""
+    config = {
+        "server_type": "endpoint",
+        "model_name_or_path": "fake",
+        "use_chat": True,
+        "default_generation_params": {},
+        "model_kwargs": None,
+    }
+    content = {"world_size": 1, "pipeline": [{"data_folder": "x"}, {"config": config | changes}]}
+    (job / "theirs").mkdir(exist_ok=True)
+    (job / "theirs" / "executor.json").write_text(json.dumps(content))
+
+
+def test_answers_are_used_where_executor_json_proves_the_model_and_parameters(
+    job: Path, call: Call, server: FakeServer
+) -> None:
+    command = ("migrate", "job.yaml", "--from", "checkpoints", DROPPED, "--json")
+    reasons, unused = [], []
+    for changes in (None, {"model_name_or_path": "other"}, {"default_generation_params": {"temperature": 0}}):
+        if changes is not None:
+            executor_json(job, **changes)
+        code, out, _ = call(*command, "--dry-run", *(["--logging-dir", "theirs"] if changes else []))
+        assert code == 0
+        assert chunks(json.loads(out))[2]["answers"] == 0
+        unused += [*json.loads(out)["ranks"][0]["unused_answers"].items()]
+        reasons.append(json.loads(out)["why_no_answers"])
+    assert "no executor.json" in reasons[0]
+    assert unused == [(why, 1) for why in ("nothing proves which model answered", *reasons[1:])]
+    assert reasons[1:] == [
+        f"datatrove's run had another {name}" for name in ("model_name_or_path", "default_generation_params")
+    ]
+    executor_json(job)
+    assert call(*command, "--logging-dir", "theirs")[0] == 0
+    finish(call)
+    assert server.asked.total() == 1
+
+
+def test_answers_are_not_used_for_another_model_later(job: Path, call: Call, server: FakeServer) -> None:
+    migrate(call, DROPPED)
+    changes = ("--pipeline.1.config.model_name_or_path=other", "--pipeline.1.accept_changes=true")
+    assert call("run", "job.yaml", *changes)[0] == 0
+    assert server.asked["first text 10 twice"] == 1
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_answers_are_not_used_where_this_run_adds_a_seed(
+    job: Path, call: Call, server: FakeServer, seed: int | None
+) -> None:
+    migrate(call, DROPPED, f"--pipeline.1.config.seed={'null' if seed is None else seed}")
+    assert call("run", "job.yaml", f"--pipeline.1.config.seed={'null' if seed is None else seed}")[0] == 0
+    assert server.asked["first text 10 twice"] == (seed is not None)
+
+
+def test_rejections_and_answers_that_are_cut_off_are_requested_again(job: Path, call: Call, server: FakeServer) -> None:
+    database = job / CHUNK_FILE.with_name("replay.sqlite3")
+    connection = sqlite3.connect(database)
+    (result,) = connection.execute("SELECT result FROM request_cache WHERE doc_id = 'id 10'").fetchone()
+    aborted = orjson.dumps(orjson.loads(result) | {"finish_reason": "abort"})
+    connection.execute("UPDATE request_cache SET result = ? WHERE doc_id = 'id 10'", (aborted,))
+    row = (2, "id 10", 0, "other", None, "BadRequestError: 400")
+    connection.execute("INSERT INTO request_cache VALUES (?, ?, ?, ?, ?, ?)", row)
+    connection.commit()
+    connection.close()
+    found = migrate(call, DROPPED)
+    assert found["ranks"][0]["unused_answers"] == {
+        "the server has not finished it": 1,
+        "the server has rejected the request": 1,
+    }
+    finish(call)
+    assert server.asked["first text 10 twice"] == 1
+
+
+def test_a_damaged_database_costs_its_answers_only(job: Path, call: Call, server: FakeServer) -> None:
+    (job / CHUNK_FILE.with_name("replay.sqlite3")).write_bytes(b"no database" * 100)
+    found = migrate(call, DROPPED)
+    assert "so its answers are requested again" in str(found["ranks"][0]["unused_answers"])
+    finish(call)
+    assert server.asked["first text 10 twice"] == 1
+
+
+# other output --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_compressed_output_stays_or_is_read_back(
+    folder: Path, call: Call, datatrove: Datatrove, server: FakeServer, cut: bool
+) -> None:
+    make(folder, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
+    write_yaml(folder, server.url, TEMPLATE=f"{TEMPLATE}.gz", COMPRESSION="gzip")
+    path = folder / "output" / "00000_chunk_0.jsonl.gz"
+    if cut:
+        path.write_bytes(path.read_bytes()[:-6])
+    found = migrate(call, DROPPED)
+    assert [chunk["finished"] for chunk in chunks(found)] == [not cut, True, False]
+    assert chunks(found)[0]["written"] == 4, "all its rows lie before the damage"
+    assert call("run", "job.yaml")[0] == 0
+    assert server.asked.total() == 1
+    rows = [line for one in outputs(folder / "output").values() for line in gzip.decompress(one).splitlines()]
+    assert len(rows) == NUMBER - 1
+
+
+def test_parquet_files_stay_where_they_are_whole(
+    folder: Path, call: Call, datatrove: Datatrove, server: FakeServer
+) -> None:
+    template = TEMPLATE.replace(".jsonl", ".parquet")
+    make(folder, datatrove, template=template)
+    write_yaml(folder, server.url, TEMPLATE=template)
+    edit(folder / "job.yaml", "JsonlWriter", "ParquetWriter")
+    edit(folder / "job.yaml", ", compression: null", "")
+    damaged = folder / "output" / "000_00000_chunk_0.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    found = migrate(call, DROPPED)
+    assert [chunk["finished"] for chunk in chunks(found)] == [False, True, False]
+    assert "cannot be read to its end" in chunks(found)[0]["problems"][0]
+    assert call("run", "job.yaml")[0] == 0
+    assert call("verify", "job.yaml", "--full")[0] == 0
+    assert server.asked.total() == 4 + 1 + 1, "the chunk that is damaged, with its second request, and document 10"
+    tables = [pq.read_table(path).to_pylist() for path in (folder / "output").glob("*.parquet")]
+    assert Counter(row["id"] for table in tables for row in table) == expected(NUMBER)
+
+
+def test_a_started_run_names_the_command_and_its_file(job: Path, call: Call) -> None:
+    write_yaml(job, "http://127.0.0.1:1", "checkpoints")
+    code, _, error = call("run", "job.yaml")
+    assert code == 1
+    assert f"let datatrove-ckpt migrate job.yaml --from {job}/checkpoints take it over" in error
+
+
+# crashes -------------------------------------------------------------------------------------------------------------
+
+
+def state(job: Path) -> dict[str, Any]:
+    """What a migration has made, without times and owners."""
+    rank = job / "checkpoints" / "00000"
+    commits = [
+        (one.chunk_index, one.counts, one.files, one.position) for one in read_commits(rank / "commits.jsonl").values()
+    ]
+    journals = {path.name: path.read_bytes() for path in rank.glob("chunk_*")}
+    aside = outputs(job / "checkpoints" / "datatrove")
+    return {"output": outputs(job / "output"), "commits": commits, "journals": journals, "aside": aside}
+
+
+def test_a_migration_that_crashes_at_any_effect_is_finished_by_the_same_command(job: Path, left: Path) -> None:
+    write_yaml(job, "http://127.0.0.1:1", "checkpoints")
+    executor = build(load("job.yaml"))
+    migration = Migration(executor, job / "checkpoints", same_model=True)
+
+    def fresh() -> None:
+        for name in ("checkpoints", "output"):
+            shutil.rmtree(job / name)
+            shutil.copytree(left / name, job / name)
+
+    take_over(migration)
+    wanted = state(job)
+    number, refused = 0, 0
+    while True:
+        fresh()
+        with crash_at(number, job) as disk:
+            take_over(migration)
+        if disk.crashed_at is None:
+            break
+        os.chdir(job)  # it was made anew, as it was at the crash
+        refused += is_refused(job, executor)
+        take_over(migration)
+        assert state(job) == wanted, disk.crashed_at
+        number += 1
+    assert number > 20
+    assert refused >= number - 6, "at the last effects, which note that all is done, a run may go on"
+
+
+def is_refused(job: Path, executor: Any) -> bool:
+    """Whether a run that starts now is told to wait for migrate. It gets no input, so it would end at once."""
+    before = outputs(job / "output")
+    with pytest.raises(CkptError) as failed:
+        executor.pipeline[1].run(iter(()), 0, 1)
+    assert outputs(job / "output") == before
+    return "migrate" in str(failed.value)

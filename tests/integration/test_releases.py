@@ -1,0 +1,209 @@
+"""A checkpoint says which version wrote it: this one continues what each release left behind, and refuses newer ones.
+
+tests/data/releases has the folders that each release left: see tests/make_release.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.lines import seal, unseal
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.versions import FORMAT
+from datatrove_ckpt.errors import VersionMismatch
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.maintenance.where import open_place
+from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.testing import FakeServer
+from tests.make_release import PER_CHUNK, RELEASES, TEXTS, run, write_input
+
+NAMES = sorted(path.name for path in RELEASES.iterdir())
+NEWEST = "0.2.0.dev0"
+"""The fixture that this version's code makes."""
+
+
+def restored(name: str, folder: Path) -> Path:
+    """The folders of a release, where a run can go on with them."""
+    shutil.copytree(RELEASES / name, folder)
+    write_input(folder / "input")
+    made = json.loads((folder / "made.json").read_bytes())
+    for path in (folder / "checkpoints").rglob("*.json"):
+        if path.name in ("run.json", "job.json"):
+            path.write_text(path.read_text().replace(made["folder"], str(folder)))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "output").iterdir() if path.is_file()}
+
+
+def kept(folder: Path) -> dict[Path, bytes]:
+    """Everything but locks, which name the process that had them last."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The output of the same job without any interruption, as far as the tasks 1 and 2 are concerned."""
+    folder = tmp_path_factory.mktemp("fresh")
+    write_input(folder / "input")
+    with FakeServer() as server:
+        for rank in (1, 2):
+            run(folder, server.url, rank)
+    return contents(folder)
+
+
+def test_each_version_of_the_changelog_has_a_fixture() -> None:
+    text = (RELEASES.parents[2] / "docs" / "changelog.md").read_text()
+    versions = [line.split()[1] for line in text.splitlines() if line.startswith("## ") and line[3].isdigit()]
+    assert {name.partition("-")[0] for name in NAMES} == set(versions)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_each_release_is_continued(name: str, tmp_path: Path, uninterrupted: dict[str, bytes]) -> None:
+    folder = restored(name, tmp_path / "job")
+    before = contents(folder)
+    with FakeServer() as server:
+        for rank in range(3):
+            run(folder, server.url, rank)
+        # Of task 1: the second rollout of the document that was in work, and the one after it. Of task 2: all.
+        assert server.asked == {"Rewrite: stop": 1, "Rewrite: b4": 2, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
+    after = contents(folder)
+    assert {name: data for name, data in after.items() if name in before} == before
+    assert {name: data for name, data in after.items() if not name.startswith(("00000", "retry"))} == uninterrupted
+    ids = sorted(json.loads(line)["id"] for data in after.values() for line in data.splitlines())
+    assert ids == sorted(f"{number}/{index}" for number, texts in enumerate(TEXTS) for index in range(len(texts)))
+    report = verify(folder / "checkpoints", full=True)
+    assert (report.problems, report.unfinished) == ([], [])
+    for rank in (1, 2):
+        content = json.loads((folder / "checkpoints" / f"{rank:05d}" / "run.json").read_bytes())
+        assert (content["format"], content["written_by"]) == (FORMAT, __version__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mirror_of_each_release_is_restored(name: str, tmp_path: Path) -> None:
+    restore(str(RELEASES / name / "mirror" / "00001"), tmp_path / "checkpoints" / "00001")
+    left = RELEASES / name / "checkpoints" / "00001"
+    assert (tmp_path / "checkpoints" / "00001" / "commits.jsonl").read_bytes() == (left / "commits.jsonl").read_bytes()
+    cache = RequestCache(tmp_path / "checkpoints" / "00001" / "replay.sqlite3")
+    try:
+        assert cache.answer_counts() == {3: 1}
+    finally:
+        cache.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_status_reads_a_checkpoint_of_each_release(name: str, tmp_path: Path) -> None:
+    folder = restored(name, tmp_path / "job")
+    with open_place(str(folder / "checkpoints")) as place:
+        state = read_run_state(place)
+    ranks = {rank.rank: rank for rank in state.ranks}
+    assert [ranks[number].counts.read for number in (0, 1)] == [5, PER_CHUNK]
+    assert not [rank.reason for rank in state.ranks if rank.trouble == "damaged"]
+
+
+# newer versions ------------------------------------------------------------------------------------------------------
+
+
+def from_the_future(path: Path) -> None:
+    """As a later version may write it: a larger number, its name, and values of which this one knows nothing."""
+    content = json.loads(path.read_bytes()) | {"format": FORMAT + 1, "written_by": "7.1.0", "owner": ["a", "list"]}
+    path.write_text(json.dumps(content))
+
+
+REFUSAL = f"was written by datatrove-ckpt 7.1.0 (format {FORMAT + 1}). This is datatrove-ckpt {__version__}, which"
+
+
+@pytest.mark.parametrize("file", ["00001/run.json", "00000/run.json", "job.json"])
+def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file: str, tmp_path: Path) -> None:
+    folder = restored(NEWEST, tmp_path / "job")
+    from_the_future(folder / "checkpoints" / file)
+    before = kept(folder)
+    with FakeServer() as server:
+        rank = 0 if file.startswith("00000") else 1
+        for changes in ({}, {"accept_changes": True}):
+            with pytest.raises(VersionMismatch) as refused:
+                run(folder, server.url, rank, **changes)
+            assert REFUSAL in str(refused.value)
+            assert "Install datatrove-ckpt 7.1.0 or newer" in str(refused.value)
+        assert not server.asked
+    assert kept(folder) == before
+
+
+def test_commands_name_the_newer_version(tmp_path: Path) -> None:
+    folder = restored(NEWEST, tmp_path / "job")
+    from_the_future(folder / "checkpoints" / "00001" / "run.json")
+    (found,) = [problem for problem in verify(folder / "checkpoints").problems if problem.kind == "corrupt"]
+    assert REFUSAL in found.message
+    with open_place(str(folder / "checkpoints")) as place:
+        state = read_run_state(place)
+    (reason,) = [rank.reason for rank in state.ranks if rank.trouble == "damaged"]
+    assert REFUSAL in str(reason)
+
+
+@pytest.mark.parametrize("what", ["manifest", "run"])
+def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_version(
+    what: str, tmp_path: Path
+) -> None:
+    """Older versions of the mirror lack work: to go on with one of them would pay for it twice."""
+    mirror = tmp_path / "mirror" / "00001"
+    shutil.copytree(RELEASES / NEWEST / "mirror" / "00001", mirror)
+    newest = max(mirror.glob("generation-*.json"))
+    content: dict[str, Any] = orjson.loads(unseal(newest.read_bytes()) or b"")
+    content["run"]["written_by"] = "7.1.0"
+    changed = content if what == "manifest" else content["run"]
+    changed["format"] = FORMAT + 1
+    newest.write_bytes(seal(orjson.dumps(content)))
+    with pytest.raises(VersionMismatch, match=r"was written by datatrove-ckpt 7\.1\.0 \(format 3\)"):
+        restore(str(mirror), tmp_path / "checkpoints" / "00001")
+    assert not (tmp_path / "checkpoints" / "00001").exists()
+
+
+def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    folder = restored(NEWEST, tmp_path / "job")
+    job = folder / "mirror" / "job.json"
+    shutil.copyfile(folder / "checkpoints" / "job.json", job)
+    from_the_future(job)
+    mirrored = job.read_bytes()
+    with FakeServer() as server:
+        for changes in ({}, {"accept_changes": True}):
+            with pytest.raises(VersionMismatch) as refused:
+                run(folder, server.url, 1, checkpoints_remote_dir=str(folder / "mirror"), **changes)
+            assert f"{folder}/mirror/job.json {REFUSAL}" in str(refused.value)
+        assert not server.asked
+    assert job.read_bytes() == mirrored
+
+
+def test_a_name_that_is_none_is_not_shown(tmp_path: Path) -> None:
+    folder = restored(NEWEST, tmp_path / "job")
+    path = folder / "checkpoints" / "00001" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format": 9, "written_by": "1.0\x1b[2J; rm -rf /"}))
+    with FakeServer() as server, pytest.raises(VersionMismatch, match="was written by a newer datatrove-ckpt") as error:
+        run(folder, server.url, 1)
+    assert "\x1b" not in str(error.value)
+
+
+def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path: Path) -> None:
+    """Who adds or removes a field here asks: can the releases before this one go on with it? If not, raise FORMAT."""
+    write_input(tmp_path / "input")
+    with FakeServer() as server:
+        run(tmp_path, server.url, 2)
+        run(tmp_path, server.url, 1)
+    now, then = (folder / "checkpoints" for folder in (tmp_path, RELEASES / NEWEST))
+    for name in ("job.json", "00001/run.json"):
+        assert json.loads((now / name).read_bytes()).keys() == json.loads((then / name).read_bytes()).keys()
+    first = [(folder / "00001" / "commits.jsonl").read_bytes().splitlines(keepends=True)[0] for folder in (now, then)]
+    assert fields(first[0]) == fields(first[1])
+
+
+def fields(line: bytes) -> set[str]:
+    content = orjson.loads(unseal(line) or b"")
+    return {*content, *(f"files.{name}" for file in content["files"] for name in file), *content["tally"]}

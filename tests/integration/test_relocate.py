@@ -1,0 +1,232 @@
+"""``relocate``: a copy of checkpoint and output goes on where it is, once all of it proved to be there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.layout import LOCK
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.maintenance.relocate import carry_out, plan_relocation
+from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+from tests.hub import FakeHub
+from tests.make_release import TEXTS, run
+from tests.yaml_jobs import ENDPOINT, job_yaml
+
+from .test_releases import NAMES, NEWEST, kept, restored
+
+RANKS = ("00000", "00001", "retry-00001/00000")
+
+
+def copied(folder: Path, name: str = NEWEST) -> Path:
+    """A job of a release at one place, and a copy of it at another one, which is returned."""
+    restored(name, folder / "old")
+    shutil.copytree(folder / "old", folder / "new")
+    return folder / "new"
+
+
+def relocate(folder: Path, *more: str) -> int:
+    return main(["relocate", str(folder / "checkpoints"), "--output", str(folder / "output"), *more])
+
+
+def named(folder: Path) -> set[str]:
+    """The output folders that the checkpoint names."""
+    paths = [folder / "checkpoints" / rank / "run.json" for rank in RANKS]
+    paths += [path for path in [folder / "checkpoints" / "job.json"] if path.exists()]
+    return {json.loads(path.read_bytes())["output_folder"] for path in paths}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = copied(tmp_path, name)
+    before = outputs(tmp_path / "old")
+    with FakeServer() as server:
+        with pytest.raises(CheckpointMismatch, match=r"output_folder: .*/old/output.* -> .*/new/output") as refused:
+            run(new, server.url, 1)
+        assert "datatrove-ckpt relocate" in str(refused.value)
+        assert relocate(new) == 0
+        said = capsys.readouterr().out
+        assert "5 files" in said
+        assert "names, sizes and contents are those of the commits of 3 ranks" in said
+        assert f"output_folder: {tmp_path}/old/output -> {new}/output" in said
+        assert named(new) == {f"{new}/output"}
+        for rank in range(3):
+            run(new, server.url, rank)
+        assert server.asked == {"Rewrite: stop": 1, "Rewrite: b4": 2, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
+    assert outputs(tmp_path / "old") == before
+    report = verify(new / "checkpoints", full=True)
+    assert (report.output, report.problems, report.unfinished) == (f"{new}/output", [], [])
+    assert relocate(new) == 0
+    assert "names this folder already. There is nothing to do." in capsys.readouterr().out
+
+
+def test_what_was_relocated_can_be_relocated_back(tmp_path: Path) -> None:
+    new = copied(tmp_path)
+    assert relocate(new) == 0
+    shutil.rmtree(tmp_path / "old")
+    shutil.copytree(new, tmp_path / "old")
+    assert relocate(tmp_path / "old") == 0
+    report = verify(tmp_path / "old" / "checkpoints", full=True)
+    assert (report.output, report.problems) == (f"{tmp_path}/old/output", [])
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def alter(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER"))
+
+
+@pytest.mark.parametrize("damage", [lose, cut, alter])
+def test_a_copy_that_is_not_complete_is_refused_and_nothing_is_changed(
+    damage: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = copied(tmp_path)
+    damage(new / "output" / "00000_chunk_00001.jsonl")  # type: ignore[operator]
+    before = outputs(new)
+    assert relocate(new) == 1
+    said = capsys.readouterr().out
+    assert "rank 0, chunk 1: 00000_chunk_00001.jsonl is" in said
+    assert "the copy is not complete, so nothing was changed" in said
+    assert f"Copy these files again from {tmp_path}/old/output, and relocate again" in said
+    assert "repair" not in said  # which refuses other files while those are there
+    assert outputs(new) == before
+    (tmp_path / "old" / "output").rename(tmp_path / "gone")
+    assert relocate(new) == 1
+    assert f"datatrove-ckpt repair {new}/checkpoints --output {new}/output" in capsys.readouterr().out
+    assert main(["repair", f"{new}/checkpoints", "--output", f"{new}/output", "--dry-run"]) == 0
+    # Sizes alone do not show that a content is another one.
+    assert relocate(new, "--sizes-only") == (0 if damage is alter else 1)
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = copied(tmp_path)
+    before = outputs(new)
+    assert relocate(new, "--dry-run") == 0
+    assert capsys.readouterr().out.endswith("Nothing was done (--dry-run).\n")
+    assert outputs(new) == before
+
+
+def test_ranks_that_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = copied(tmp_path)
+    lock = files.Lock(new / "checkpoints" / "00001" / LOCK)
+    try:
+        assert relocate(new) == 1
+    finally:
+        lock.release()
+    assert "process works on this rank" in capsys.readouterr().err
+    assert named(new) == {f"{tmp_path}/old/output"}
+    assert not (new / "checkpoints" / "00000" / LOCK).exists()  # a finished rank stays finished
+    assert relocate(new) == 0
+    assert not (new / "checkpoints" / "00000" / LOCK).exists()
+    assert (new / "checkpoints" / "00001" / LOCK).exists()
+
+
+def test_a_run_that_started_meanwhile_is_noticed(tmp_path: Path) -> None:
+    new = copied(tmp_path)
+    plan = plan_relocation(verify(new / "checkpoints", str(new / "output"), full=True))
+    path = new / "checkpoints" / "00001" / "run.json"
+    path.write_bytes(path.read_bytes().replace(b'"fence": 1', b'"fence": 2'))
+    before = kept(new)
+    with pytest.raises(CheckpointMismatch, match="was changed by a run while its output was read"):
+        carry_out(plan)
+    assert kept(new) == before
+
+
+def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path) -> None:
+    fresh = copied(tmp_path)
+    number, crashes = 0, 0
+    while True:
+        folder = tmp_path / "new"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", folder)
+        disk = CrashingDisk(number, folder)
+        with disk_in_place(disk):
+            relocate(folder)
+        if disk.crashed_at is None:
+            break
+        crashes += 1
+        assert list(disk.survivors()) == ["killed"]
+        # What is half done is no run of the one place or the other; job.json alone is made again by a run.
+        content = json.loads((folder / "checkpoints" / "00001" / "run.json").read_bytes())
+        if content["output_folder"] != f"{folder}/output":
+            with FakeServer() as server, pytest.raises(CheckpointMismatch):
+                run(folder, server.url, 1)
+        assert relocate(folder) == 0, disk.crashed_at
+        assert named(folder) == {f"{folder}/output"}
+        report = verify(folder / "checkpoints", full=True)
+        assert (report.output, report.problems) == (f"{folder}/output", []), disk.crashed_at
+        assert {one.rank for one in report.unfinished} == {1, 2}, disk.crashed_at
+        number += 1
+    assert crashes >= 8
+    print(f"relocate was killed at {crashes} effects")
+    assert fresh == tmp_path / "new"
+
+
+def test_a_mirror_is_relocated_and_the_next_node_goes_on_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = copied(tmp_path)
+    shutil.rmtree(new / "checkpoints")
+    mirror = str(new / "mirror")
+    assert main(["relocate", mirror, "--output", str(new / "output")]) == 0
+    said = capsys.readouterr().out
+    assert f"checkpoints_remote_dir: {mirror}" in said
+    assert "/tmp/datatrove-ckpt-" not in said
+    restore_rank(mirror, new / "checkpoints", 1, retries=False)
+    content = json.loads((new / "checkpoints" / "00001" / "run.json").read_bytes())
+    assert content["output_folder"] == f"{new}/output"
+    with FakeServer() as server:
+        run(new, server.url, 1, checkpoints_remote_dir=mirror)
+        assert server.asked == {"Rewrite: stop": 1, "Rewrite: b4": 2}
+    assert main(["relocate", mirror, "--output", str(new / "output")]) == 0
+    assert "There is nothing to do." in capsys.readouterr().out
+
+
+def test_the_new_yaml_file_tells_where_the_output_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = copied(tmp_path)
+    monkeypatch.chdir(new)
+    Path("job.yaml").write_text(job_yaml(ENDPOINT, tasks=3))
+    assert main(["relocate", "job.yaml"]) == 0
+    assert named(new) == {f"{new}/output"}
+
+
+def test_without_an_output_folder_it_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = copied(tmp_path)
+    assert main(["relocate", str(new / "checkpoints")]) == 2
+    assert "--output: name the folder" in capsys.readouterr().err
+
+
+def test_output_that_went_to_the_hub_is_compared_by_hash_from_then_on(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = restored(NEWEST, tmp_path / "job")
+    there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
+    hub.put("org/data", there)
+    url = "hf://datasets/org/data/part"
+    monkeypatch.setattr("datatrove_ckpt.output.hub_lag.LAG_LOOKS", (0.0, 0.01))
+    assert main(["relocate", str(folder / "checkpoints"), "--output", url]) == 0
+    assert named(folder) == {url}
+    commits = read_commits(folder / "checkpoints" / "00000" / "commits.jsonl")
+    assert all(file.hub_hash for commit in commits.values() for file in commit.files)
+    name = next(iter(there))
+    hub.put("org/data", {name: there[name].replace(b"answer", b"ANSWER")})
+    capfd.readouterr()
+    assert main(["verify", str(folder / "checkpoints")]) == 1
+    assert "is altered: the hub lists another hash for it" in capfd.readouterr().out

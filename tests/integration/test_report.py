@@ -1,0 +1,141 @@
+"""``datatrove-ckpt report``, as typed: what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+from tests.rank_folders import minutes, start, write_rank
+from tests.unit.test_report_page import Reader
+
+T = 1_800_000_000.0
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    for number in range(3):
+        write_rank(tmp_path / "checkpoints", number, [start(T), *minutes(T, 5, 10, 100)], chunks=5, tasks=3)
+    return tmp_path / "checkpoints"
+
+
+def test_the_report_of_a_real_run_has_its_documents(tmp_path: Path, server: FakeServer, capsys: Captured) -> None:
+    runner(tmp_path, server).run(documents(7))
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "checkpoints"), "-o", str(page)]) == 0
+    assert capsys.readouterr().out.startswith(f"{page}: the report of 1 rank (")
+    read = Reader(page.read_text())
+    figures = {one["data-figure"]: one["data-value"] for one in read.all("dd") if "data-figure" in one}
+    assert figures["totals.documents"] == "7"
+    assert figures["totals.committed.requests + totals.unfinished.requests"] == "7"
+    assert "finished" in read.text
+    assert "Latency of requests" in read.text
+
+
+def test_a_mirror_is_reported_like_a_folder(tmp_path: Path, server: FakeServer) -> None:
+    mirror = tmp_path / "mirror"
+    runner(tmp_path, server, checkpoints_remote_dir=str(mirror)).run(documents(7))
+    page = tmp_path / "page.html"
+    assert main(["report", str(mirror), "-o", str(page)]) == 0
+    read = Reader(page.read_text())
+    assert str(mirror) in read.text
+    assert "This is its mirror." in read.text
+    assert 'data-figure="totals.documents" data-value="7"' in page.read_text()
+
+
+def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    page = tmp_path / "out" / "report.html"
+    page.write_text("old")
+    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    assert main(["report", str(checkpoints), "-o", str(page)]) == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert [path.name for path in page.parent.iterdir()] == ["report.html"]
+    assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
+
+
+def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> None:
+    page, link, pipe = (tmp_path / name for name in ("page.html", "link.html", "pipe"))
+    page.write_text("old")
+    link.symlink_to(page)
+    assert main(["report", str(checkpoints), "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert main(["report", str(checkpoints), "-o", str(pipe)]) == 0
+    reader.join()
+    assert read[0].startswith("<!DOCTYPE html>")
+    assert pipe.is_fifo()
+
+
+def test_it_can_be_printed(checkpoints: Path, capsys: Captured) -> None:
+    assert main(["report", str(checkpoints), "-o", "-"]) == 0
+    Reader(capsys.readouterr().out)
+
+
+def test_prices_make_costs(checkpoints: Path, capsys: Captured) -> None:
+    prices = ["--price-per-gpu-hour", "3600", "--gpus-per-rank", "2", "--price-per-million-tokens", "1000000,0"]
+    assert main(["report", str(checkpoints), "-o", "-", *prices]) == 0
+    text = Reader(capsys.readouterr().out).text
+    assert "3 ranks with 2 GPUs each" in text
+    assert "per million documents" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--price-per-gpu-hour", "-1"], "'-1' is no price"),
+        (["--price-per-gpu-hour", "nan"], "'nan' is no price"),
+        (["--price-per-million-tokens", "1,x"], "'x' is no price"),
+        (["--gpus-per-rank", "0"], "'0' is no number of GPUs"),
+    ],
+)
+def test_a_price_that_is_none_is_refused(arguments: list[str], said: str, checkpoints: Path, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(checkpoints), *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [("", 2, "is a folder. Give the name of a file"), ("missing/page.html", 1, "cannot be written: No such file")],
+)
+def test_a_page_that_cannot_be_written_is_told(
+    target: str, code: int, said: str, checkpoints: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    assert main(["report", str(checkpoints), "-o", str(tmp_path / target)]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_where_nothing_is_there_is_no_report(tmp_path: Path, capsys: Captured, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "contains no checkpoint" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [layout.HISTORY, layout.COMMITS, layout.RUN])
+def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(
+    name: str, checkpoints: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    path = layout.rank_folder(checkpoints, 0) / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert main(["report", str(checkpoints), "-o", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists()
+    for command in ("status", "verify", "repair"):
+        assert main([command, str(checkpoints)]) == 1
+        said = capsys.readouterr()
+        assert f"{path} is not a file." in said.out + said.err

@@ -1,0 +1,272 @@
+"""``run_async``: a rank inside an event loop that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference import run_inference as theirs
+
+from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.errors import CheckpointLocked, ConfigError
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, config, documents, runner, writer
+
+TEST_SECONDS = 400.0
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
+
+
+def play(main: Any) -> Any:
+    """The main function on asyncio's own loop, with a limit that only a deadlock reaches."""
+    return asyncio.run(asyncio.wait_for(main, TEST_SECONDS))
+
+
+def test_datatroves_calls_of_it_work(tmp_path: Path) -> None:
+    expected = list(inspect.signature(theirs.InferenceRunner.run_async).parameters.values())
+    ours = list(inspect.signature(InferenceRunner.run_async).parameters.values())
+    assert [(one.name, one.default) for one in ours[: len(expected)]] == [(one.name, one.default) for one in expected]
+    with FakeServer() as server:
+        play(runner(tmp_path, server).run_async(data_gen=iter(documents(2)), rank=7))
+    assert sorted(outputs(tmp_path)) == ["00007_chunk_00000.jsonl"]
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, None])
+def test_the_output_is_that_of_run(tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
+    if new_loop is None:
+        new_loop = pytest.importorskip("uvloop").new_event_loop
+    with FakeServer() as server:
+        runner(tmp_path / "run", server).run(documents(5))
+        with asyncio.Runner(loop_factory=new_loop) as loop:
+            loop.run(runner(tmp_path / "async", server).run_async(documents(5)))
+    assert outputs(tmp_path / "async") == outputs(tmp_path / "run")
+    assert len(outputs(tmp_path / "run")) == 3
+
+
+def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path: Path) -> None:
+    async def main() -> None:
+        here, seen = asyncio.get_running_loop(), asyncio.Queue[str]()
+        others = asyncio.Event()
+
+        async def rollout(document: Document, generate: Any) -> Any:
+            assert asyncio.get_running_loop() is here
+            assert threading.current_thread() is threading.main_thread()
+            await seen.put(document.id)
+            await others.wait()
+            return await ask(document, generate)
+
+        async def other() -> list[str]:
+            found = [await seen.get() for _ in range(4)]
+            others.set()
+            return found
+
+        with FakeServer() as server:
+            step = runner(tmp_path, server, rollout)
+            _, found = await asyncio.gather(step.run_async(documents(4)), other())
+        assert sorted(found) == [f"id {index}" for index in range(4)]
+        assert step.stats.stats["documents_processed"].total == 4
+
+    play(main())
+    assert len(outputs(tmp_path)) == 2
+
+
+def test_it_works_without_checkpoints(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        step = InferenceRunner(ask, config(server), writer(tmp_path))
+        play(step.run_async(documents(3)))
+    assert len((tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()) == 3
+
+
+def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        both = asyncio.Barrier(2)
+
+        async def rollout(document: Document, generate: Any) -> Any:
+            await both.wait()
+            return await ask(document, generate)
+
+        with FakeServer() as server:
+            step = runner(tmp_path, server, rollout)
+            other = runner(tmp_path, server, rollout)
+            await asyncio.gather(
+                step.run_async(documents(2), rank=0, world_size=2), other.run_async(documents(2), 1, world_size=2)
+            )
+
+    play(main())
+    assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
+
+
+def test_a_launched_server_runs_with_it_and_ends_with_it(tmp_path: Path) -> None:
+    settings = InferenceConfig("dummy", "m", model_kwargs={"max_num_seqs": 7}, reuse_servers=False)
+    step = InferenceRunner(ask, settings, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"))
+    play(step.run_async(documents(3)))
+    lines = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
+    assert "dummy text" in json.loads(lines[0])["metadata"]["rollout_results"][0]["text"]
+
+
+def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path) -> None:
+    fails = [True]
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        result = await ask(document, generate)
+        if document.id == "id 3" and fails:
+            raise RuntimeError(f"not yet {fails.pop()}")
+        return result
+
+    in_turn = {"max_concurrent_generations": 1}  # the failure cuts off no request of an earlier document
+    with FakeServer() as server:
+        with pytest.raises(InferenceError, match=r"'id 3'.*not yet"):
+            play(runner(tmp_path, server, rollout, config=in_turn).run_async(documents(6)))
+        play(runner(tmp_path, server, rollout, accept_changes=True).run_async(documents(6)))
+        assert max(server.asked[f"text {index}"] for index in range(4)) == 1
+    assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 6
+
+
+def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> None:
+    async def main() -> None:
+        with FakeServer(hold_after=2) as server:
+            step = runner(tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600)
+            running = asyncio.create_task(step.run_async(documents(9)))
+            while len(server.payloads) < 5:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.sleep(0.2)  # a stop without a drain would be over
+            server.release()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert len(server.payloads) == 5
+            await runner(tmp_path, server).run_async(documents(9))
+            assert set(server.asked.values()) == {1}
+
+    play(main())
+    assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 9
+
+
+def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path: Path, log: list[str]) -> None:
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        with FakeServer(hold_after=4) as server:
+            step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
+            running = asyncio.create_task(step.run_async(documents(5)))
+            await until(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
+            running.cancel()
+            await until(lambda: any("a second cancellation ends the wait at once" in line for line in log))
+            assert not running.done()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            for thread in threading.enumerate():
+                if thread.name == "rank 0":
+                    thread.join(300)
+                    assert not thread.is_alive()
+
+    play(main())
+    with FakeServer() as server:
+        play(runner(tmp_path, server).run_async(documents(5)))
+        assert dict(server.asked) == {"text 4": 1}
+    assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
+
+
+def test_a_loop_that_ends_early_cancels_it(tmp_path: Path) -> None:
+    """As Ctrl-C does in ``asyncio.run``: all tasks of the loop are cancelled at once, the rank's own among them."""
+
+    async def main() -> None:
+        asked = asyncio.Event()
+
+        async def rollout(document: Document, generate: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+        with FakeServer() as server:
+            step = runner(tmp_path, server, rollout, drain_seconds=3600)
+            running = asyncio.create_task(step.run_async(documents(2)))
+            await asked.wait()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            assert running.cancelled()
+
+    asyncio.run(main())
+
+
+def test_requests_that_the_end_of_the_loop_cancels_count_as_given_up(tmp_path: Path, log: list[str]) -> None:
+    """As a second Ctrl-C in ``asyncio.run``: the first one cancels the main task, which drains."""
+
+    async def main() -> None:
+        with FakeServer(hold_after=0) as server:
+            running = asyncio.create_task(runner(tmp_path, server, drain_seconds=3600).run_async(documents(3)))
+            while len(server.payloads) < 3:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            while not any("a second cancellation ends the wait at once" in line for line in log):
+                await asyncio.sleep(0.01)
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    asyncio.run(main())
+    assert any("3 requests in flight were given up" in line for line in log)
+
+
+def test_cancelled_before_it_starts_it_asks_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        with FakeServer() as server:
+            running = asyncio.create_task(runner(tmp_path, server).run_async(documents(2)))
+            await asyncio.sleep(0)  # its thread starts now
+            running.cancel()
+            await asyncio.wait([running])
+            assert running.cancelled()
+            assert server.payloads == []
+
+    play(main())
+
+
+def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path: Path) -> None:
+    """As in a notebook's cell. A coroutine that nobody awaits would be a warning, and so an error here."""
+
+    async def main(run: Callable[[], object]) -> None:
+        with pytest.raises(ConfigError, match=r"await runner.run_async\("):
+            run()
+
+    with FakeServer() as server:
+        step = runner(tmp_path, server)
+        executor = LocalPipelineExecutor([documents(2), step], logging_dir=str(tmp_path / "logs"))
+        before = list(tmp_path.rglob("*"))
+        asyncio.run(main(executor.run))
+        asyncio.run(main(lambda: step.run(documents(2))))
+        assert list(tmp_path.rglob("*")) == before
+        assert not server.payloads
+
+
+def test_a_second_call_for_a_rank_names_this_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        asked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def rollout(document: Document, generate: Any) -> Any:
+            asked.set()
+            await go_on.wait()
+            return await ask(document, generate)
+
+        with FakeServer() as server:
+            first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
+            await asked.wait()
+            with pytest.raises(CheckpointLocked, match=r"^This very process works on this rank already"):
+                await runner(tmp_path, server, rollout).run_async(documents(1))
+            go_on.set()
+            await first
+
+    play(main())

@@ -1,0 +1,124 @@
+"""Scripts in the shape of datatrove's examples/inference, each its own process, with no line changed but the import."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+
+pytestmark = pytest.mark.timeout(1200)
+
+SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
+THEIRS = "datatrove.pipeline.inference.run_inference"
+TYPES = "datatrove.pipeline.inference.types"
+
+
+def run_script(name: str, folder: Path, argument: str) -> str:
+    """The script's output. It may open 1024 files unless it asks for more, as on most clusters."""
+    text = (SCRIPTS / name).read_text()
+    assert text.count(f"from {THEIRS} import") == 1
+    script = folder / name
+    script.write_text(text.replace(THEIRS, "datatrove_ckpt").replace(TYPES, "datatrove_ckpt"))
+    places = {name: str(folder / name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_XET_CACHE")}
+    environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    ended = subprocess.run(
+        [sys.executable, str(script), argument],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard)),
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def dataset(folder: Path) -> str:
+    folder.mkdir()
+    rows = [{"prompt": f"text {n}\n" * 3, "source": f"s{n % 2}"} for n in range(29)] + [{"prompt": "long\n" * 999}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as parquet
+
+    return [row for path in sorted(folder.glob("*.parquet")) for row in parquet.read_table(path).to_pylist()]
+
+
+def total(folder: Path, name: str) -> float:
+    """The total of one number in ``stats.json``, as datatrove's dataset card reads it."""
+    steps = json.loads((folder / "logs" / "stats.json").read_text())
+    (found,) = [step["stats"][name] for step in steps if name in step["stats"]]
+    return float(found["total"] if isinstance(found, dict) else found)
+
+
+def test_a_production_script_runs_each_of_its_templates(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    settings = {
+        "dataset": dataset(tmp_path / "dataset"),
+        "out": str(tmp_path / "out"),
+        "server": {"server_type": "dummy"},
+        "templates": {"faq": "As a FAQ: [[DOCUMENT]]", "plain": None},
+    }
+    run_script("rephrase.py", tmp_path, json.dumps(settings))
+    for name in settings["templates"]:
+        written = rows(tmp_path / "out/data" / name)
+        assert len({row["id"] for row in written}) == len(written) == 30
+        assert {row["rollout_results"][0]["finish_reason"] for row in written} == {"stop"}
+        assert total(tmp_path / "out" / name, "documents") == 30
+        assert total(tmp_path / "out" / name, "doc_len") == sum(len(row["text"]) for row in written)
+        assert total(tmp_path / "out" / name, "completion_tokens") == 3000
+        assert total(tmp_path / "out" / name, "inference_time") > 0
+        assert list((tmp_path / "out" / name / "logs/server_logs").glob("server_rank_00000*.log"))
+
+
+def test_a_production_script_skips_what_its_endpoint_rejects(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    with FakeServer(
+        status=lambda payload, times: 400 if "text 3\n" in payload["messages"][-1]["content"] else None
+    ) as server:
+        server.error = "too long"
+        settings = {
+            "dataset": dataset(tmp_path / "dataset"),
+            "out": str(tmp_path / "out"),
+            "server": {"server_type": "endpoint", "endpoint_url": server.url},
+            "templates": {"faq": "As a FAQ: [[DOCUMENT]]"},
+        }
+        run_script("rephrase.py", tmp_path, json.dumps(settings))
+        questions = [payload["messages"][-1]["content"] for payload in server.payloads]
+        assert {(payload["max_tokens"], payload["temperature"]) for payload in server.payloads} == {(200, 0.6)}
+    assert len(questions) == len(set(questions)) == 30
+    assert max(map(len, questions)) <= 1200
+    written = rows(tmp_path / "out/data/faq")
+    assert len(written) == 29
+    assert not any("text 3\n" in row["text"] for row in written)
+    assert total(tmp_path / "out/faq", "skipped_bad_requests") == 1
+
+
+def test_scripts_with_parts_pools_and_an_event_loop_run(tmp_path: Path) -> None:
+    said = run_script("parts.py", tmp_path, str(tmp_path / "out"))
+
+    def results(name: str) -> list[Any]:
+        files = sorted((tmp_path / "out" / name).glob("*.jsonl"))
+        lines = [line for path in files for line in path.read_text().splitlines()]
+        return [json.loads(line)["metadata"]["rollout_results"] for line in lines]
+
+    assert [result[0].count("dummy text") for result in results("parts")] == [3] * 5
+    assert [[one["finish_reason"] for one in result[0]] for result in results("pool")] == [["stop", "stop"]] * 5
+    assert results("skipped") == []
+    caught = json.loads(said.strip().splitlines()[-1])
+    assert caught["document"] == "0"
+    assert re.search("BadRequestError", caught["caught"])

@@ -1,0 +1,476 @@
+"""stats.json, which datatrove's card and benchmark read, has the numbers of all attempts, and of each rank once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
+from datatrove.pipeline.readers import JsonlReader as DatatroveReader
+from datatrove.utils.stats import MetricStats
+
+from datatrove_ckpt.checkpoint import clock
+from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.lines import seal, unseal
+from datatrove_ckpt.executor import LocalPipelineExecutor
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
+from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash, disk_in_place
+from tests.hub import FakeHub
+from tests.jobs import ask, documents, runner
+
+pytestmark = pytest.mark.usefixtures("code_described_once")
+TIMES = ("inference_time",)
+
+
+class WithoutDrop(PipelineStep):
+    """Counts as datatrove's filters do. Those need packages that are not there."""
+
+    name = "without drop"
+    type = "filter"
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        for document in data:
+            self.stat_update("total")
+            with self.track_time():
+                dropped = "drop" in document.text
+            self.stat_update("dropped" if dropped else "forwarded")
+            if not dropped:
+                self.update_doc_stats(document)
+                yield document
+
+
+def write_input(folder: Path, rows: int = 10, files: int = 2) -> None:
+    """Texts of different lengths. Every third row, the last one included, is dropped by the filter."""
+    (folder / "input").mkdir(parents=True)
+    for file in range(files):
+        lines = [
+            {"id": f"{file} {row}", "text": f"row {file} {row} " + "drop " * (row % 3 == rows % 3 - 1) + "x " * row}
+            for row in range(rows)
+        ]
+        (folder / "input" / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def pipeline(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any) -> list[Any]:
+    reader = JsonlReader(str(folder / "input"), add_file_path=False)
+    return [reader, WithoutDrop(), runner(folder, server, rollout, seek=True, **changes)]
+
+
+def run(steps: list[Any], rank: int = 0, world_size: int = 1) -> list[dict[str, Any]]:
+    """Runs a rank as an executor does. Returns what it would save, without times."""
+    data = None
+    for step in steps:
+        data = step(data, rank, world_size)
+    return numbers(steps)
+
+
+def numbers(steps: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {name: metric.to_dict() for name, metric in step.stats.stats.items() if metric.n and name not in TIMES}
+        for step in steps
+    ]
+
+
+def flat(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each number by its name, to be compared up to the rounding of floats in means and variances."""
+    return {
+        f"{step} {label} {name}": value
+        for step, metrics in enumerate(found)
+        for label, metric in metrics.items()
+        for name, value in (metric if isinstance(metric, dict) else {"total": metric}).items()
+        if name != "unit"
+    }
+
+
+class CrashesAfterThreeCommits(CrashingDisk):
+    """Counts what follows each commit: the other renames may all come before the first of them."""
+
+    def before(self, name: str, args: Any, label: str) -> None:
+        if self.crashed_at is not None or label == "rename 00000.txt":
+            super().before(name, args, label)
+
+
+@contextmanager
+def crashed_in_the_middle(folder: Path) -> Iterator[None]:
+    """Several chunks are committed, and several are not."""
+    disk = CrashesAfterThreeCommits(2, folder, False, ("rename",))
+    with disk_in_place(disk):
+        yield
+    assert disk.crashed_at is not None
+    next(disk.survivors())
+
+
+async def two_questions(document: Document, generate: Any) -> Any:
+    """The second one is rejected for some documents."""
+    first = await generate({"messages": [{"role": "user", "content": document.text}]})
+    await generate({"messages": [{"role": "user", "content": f"again: {document.text}"}]})
+    return first
+
+
+def rejects_some(payload: dict[str, Any], times: int) -> int | None:
+    text = payload["messages"][-1]["content"]
+    return 400 if text.startswith("again") and text.split()[3] == "3" else None
+
+
+@pytest.mark.usefixtures("names_follow_lives")
+def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(ram: Path) -> None:
+    """Each crash is followed by a resume, and each of those that completes has the same stats."""
+    write_input(ram / "job", rows=5)
+    expected: list[dict[str, Any]] = []
+    completed = 0
+
+    with FakeServer(status=rejects_some) as server:
+
+        def attempt(folder: Path) -> None:
+            nonlocal completed
+            steps = pipeline(folder, server, two_questions, records_per_chunk=3, skip_bad_requests=True)
+            found = run(steps)
+            if expected:
+                assert flat(found) == pytest.approx(flat(expected))
+            else:
+                expected.extend(found)
+            completed += 1
+
+        report = assert_same_output_after_crash(
+            attempt, ram / "job", recoveries=False, counted=("create", "write", "rename", "remove", "commit")
+        )
+    print(report)
+    reader, filtered, inference = expected
+    assert (reader["documents"]["total"], reader["doc_len"]["n"], reader["input_files"]) == (10, 10, 2)
+    assert (filtered["dropped"], filtered["forwarded"]) == (4, 6)
+    assert inference["documents_processed"]["total"] + inference["skipped_bad_requests"]["total"] == 6
+    assert inference["failed_requests"]["total"] == 2
+    assert completed > 25
+
+
+def test_an_old_checkpoint_gives_totals_and_says_what_is_not_known(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
+    write_input(tmp_path)
+    with crashed_in_the_middle(tmp_path):
+        run(pipeline(tmp_path, server))
+    commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
+    lines = [json.loads(unseal(line) or b"") for line in commits.read_bytes().splitlines(keepends=True)]
+    assert 1 < len(lines) < 6
+    for line in lines:
+        del line["work"], line["seconds"], line["position"]["stats"]
+    commits.write_bytes(b"".join(seal(json.dumps(line).encode()) for line in lines))
+    steps = pipeline(tmp_path, server)
+    run(steps)
+    inference = steps[-1].stats.stats
+    answers = sum(server.asked.values())
+    expected = sum(len(question.split()) for question in server.asked)
+    assert inference["prompt_tokens"].total == expected
+    assert inference["documents_processed"].total == inference["successful_requests"].total == answers == 12
+    assert f"{2 * len(lines)} documents of 12 were finished by datatrove's own runner, or by an earlier" in "".join(log)
+    assert "count this attempt only" in "".join(log)
+
+
+def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path: Path, server: FakeServer) -> None:
+    """datatrove's Slurm executor runs the ranks of a task with the same steps."""
+    write_input(tmp_path, files=3)
+    steps = pipeline(tmp_path, server)
+    found = [run(steps, rank, 3) for rank in range(3)]
+    assert [each[0]["documents"]["total"] for each in found] == [10, 10, 10]
+    assert [each[2]["documents_processed"]["total"] for each in found] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
+def test_a_finished_rank_that_starts_again_has_the_same_stats(
+    tmp_path: Path, server: FakeServer, kind: type[DatatroveExecutor]
+) -> None:
+    write_input(tmp_path, files=2)
+    stats, saved = tmp_path / "logs" / "stats.json", []
+    for _ in range(2):
+        steps = pipeline(tmp_path, server)
+        kind(steps, tasks=2, workers=1, logging_dir=str(tmp_path / "logs")).run()
+        saved.append(json.loads(stats.read_text()))
+        for marker in (tmp_path / "logs" / "completions").iterdir():
+            marker.unlink()
+    assert saved[0][2] == saved[1][2]
+    assert saved[0][0]["stats"] == saved[1][0]["stats"]
+
+
+def test_stats_json_has_the_ranks_that_an_earlier_run_completed(tmp_path: Path, server: FakeServer) -> None:
+    write_input(tmp_path, files=3)
+    logs = tmp_path / "logs"
+
+    def execute() -> list[dict[str, Any]]:
+        LocalPipelineExecutor(pipeline(tmp_path, server), tasks=3, workers=1, logging_dir=str(logs)).run()
+        return [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
+
+    first = execute()
+    assert (first[0]["documents"]["total"], first[2]["prompt_tokens"]["n"]) == (30, 18)
+    (logs / "completions" / "00001").unlink()  # as if a kill had come before it
+    again = execute()
+    for old, new in zip(first, again, strict=True):
+        assert {name: total(old[name]) for name in old} == pytest.approx({name: total(new[name]) for name in new})
+    (logs / "stats.json").unlink()
+    last = execute()
+    assert [total(entry["documents"]) for entry in last[:1]] == [30]
+
+
+class Scored(PipelineStep):
+    """Counts as a filter that computes with NumPy may."""
+
+    name = "scored"
+    type = "filter"
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        for document in data:
+            self.stat_update("score", value=np.float64(0.5))
+            self.stat_update("ratio", value=float("inf"))
+            yield document
+
+
+def test_steps_may_count_in_types_of_numpy(tmp_path: Path, server: FakeServer) -> None:
+    write_input(tmp_path)
+    logs = tmp_path / "logs"
+
+    def execute() -> Any:
+        steps = [JsonlReader(str(tmp_path / "input")), Scored(), runner(tmp_path, server)]
+        LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=str(logs), skip_completed=False).run()
+        return json.loads((logs / "stats.json").read_text())[1]["stats"]
+
+    first, again = execute(), execute()
+    assert total(first["score"]) == total(again["score"]) == 10
+
+
+def total(metric: Any) -> Any:
+    return metric["total"] if isinstance(metric, dict) else metric
+
+
+def test_readers_that_count_need_nothing_added(tmp_path: Path, server: FakeServer) -> None:
+    """They read all documents again."""
+    write_input(tmp_path)
+
+    def steps() -> list[Any]:
+        return [
+            DatatroveReader(str(tmp_path / "input")),
+            WithoutDrop(),
+            runner(tmp_path, server),
+        ]
+
+    with crashed_in_the_middle(tmp_path):
+        run(steps())
+    reader, filtered, inference = run(steps())
+    assert (reader["documents"]["total"], filtered["forwarded"], filtered["dropped"]) == (20, 12, 8)
+    assert inference["documents_processed"]["total"] == 12
+
+
+def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: FakeServer) -> None:
+    write_input(tmp_path, files=1)
+    run(pipeline(tmp_path, server))
+    with (tmp_path / "input" / "0.jsonl").open("a") as file:
+        file.writelines(json.dumps({"id": f"new {row}", "text": f"new row {row}"}) + "\n" for row in range(4))
+    reader, _, inference = run(pipeline(tmp_path, server))
+    assert inference["documents_processed"]["total"] == 6 + 4
+    assert reader["documents"]["total"] == 14
+
+
+JOB = """
+import sys
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.executor import LocalPipelineExecutor
+from datatrove_ckpt.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+runner = InferenceRunner(
+    rollout,
+    InferenceConfig("endpoint", "fake", endpoint_url=sys.argv[1], max_concurrent_generations=4),
+    JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
+    checkpoints_local_dir="checkpoints",
+    records_per_chunk=9,
+)
+if __name__ == "__main__":
+    steps = [JsonlReader("input", add_file_path=False), runner]
+    LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir="logs").run()
+"""
+
+
+def start(folder: Path, server: FakeServer) -> subprocess.Popen[bytes]:
+    (folder / "job.py").write_text(JOB)
+    return subprocess.Popen([sys.executable, "job.py", server.url], cwd=folder, stderr=subprocess.DEVNULL)
+
+
+def wait_for_questions(server: FakeServer, number: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while len(server.payloads) < number:
+        assert process.poll() is None, "the job ended"
+        assert time.monotonic() < deadline, f"{len(server.payloads)} questions instead of {number}"
+        time.sleep(0.02)
+
+
+def test_the_card_of_a_job_that_was_killed_three_times_has_the_numbers_of_its_rows(tmp_path: Path) -> None:
+    write_input(tmp_path, rows=50)
+    for kill_after in (13, 27, 16):
+        with FakeServer(hold_after=kill_after) as server:
+            process = start(tmp_path, server)
+            wait_for_questions(server, kill_after + 1, process)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    with FakeServer() as server:
+        assert start(tmp_path, server).wait(400) == 0
+    stats = [entry["stats"] for entry in json.loads((tmp_path / "logs" / "stats.json").read_text())]
+    rows = [json.loads(line) for path in (tmp_path / "output").iterdir() for line in path.read_text().splitlines()]
+    expected = {name: MetricStats() for name in ("doc_len", "prompt_tokens", "completion_tokens")}
+    for row in rows:
+        expected["doc_len"].update(len(row["text"]))
+        for name, value in row["metadata"]["rollout_results"][0]["usage"].items():
+            expected[name].update(value, "request")
+    found = {"doc_len": stats[0]["doc_len"]} | {name: stats[1][name] for name in list(expected)[1:]}
+    assert flat([found]) == pytest.approx(flat([{name: metric.to_dict() for name, metric in expected.items()}]))
+    assert [total(stats[1][name]) for name in ("documents_processed", "successful_requests", "requests")] == [100] * 3
+    assert total(stats[0]["input_files"]) == 2
+    assert stats[1]["inference_time"]["total"] > 0
+    card = load_job_stats(tmp_path / "logs" / "stats.json")
+    assert card is not None
+    assert (card.document_count, card.prompt_tokens_total) == (100, expected["prompt_tokens"].total)
+
+
+def test_seconds_are_those_of_all_attempts(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.0
+
+    def later() -> float:
+        nonlocal seconds
+        seconds += 1
+        return seconds
+
+    monkeypatch.setattr(clock, "_monotonic", later)
+    folder = tmp_path / "checkpoints" / "00000"
+    with crashed_in_the_middle(tmp_path):
+        runner(tmp_path, server).run(documents(20))
+    before = max(commit.seconds for commit in CommitLog(folder / "commits.jsonl").commits.values())
+    assert before.total > before.inference > 0
+    step = runner(tmp_path, server)
+    step.run(documents(20))
+    last = max(commit.seconds for commit in CommitLog(folder / "commits.jsonl").commits.values())
+    assert last.inference > before.inference + 5
+    assert step.stats.stats["inference_time"].total == last.inference
+    assert step.stats.time_stats.total == last.total
+    runner(tmp_path, server).run(documents(20))  # nothing to do
+    assert step.stats.stats["inference_time"].total == last.inference
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_that_is_read_from_the_middle_has_the_stats_of_the_whole(
+    hub: FakeHub, tmp_path: Path, server: FakeServer, streaming: bool
+) -> None:
+    for number in range(2):
+        lines = [json.dumps({"id": f"{number} {row}", "text": f"row {row} " + "x" * row}) for row in range(10)]
+        hub.put("org/data", {f"data/{number}.jsonl": "\n".join(lines).encode()})
+
+    def steps(folder: Path) -> list[Any]:
+        return [HuggingFaceDatasetReader("org/data", {"split": "train"}, streaming=streaming), runner(folder, server)]
+
+    with crashed_in_the_middle(tmp_path / "killed"):
+        run(steps(tmp_path / "killed"))
+    assert flat(run(steps(tmp_path / "killed"))) == pytest.approx(flat(run(steps(tmp_path / "whole"))))
+
+
+@pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
+@pytest.mark.parametrize("reader", [JsonlReader, DatatroveReader])
+def test_a_retry_of_dead_letters_adds_to_the_stats(
+    tmp_path: Path, kind: type[DatatroveExecutor], reader: type[Any]
+) -> None:
+    """Whatever comes last: the retry, one that finds nothing to do, or a run that begins again."""
+    write_input(tmp_path)
+    bad, logs = {"row 0 4", "row 1 4"}, tmp_path / "logs"
+
+    def status(payload: dict[str, Any], times: int) -> int | None:
+        return 400 if payload["messages"][-1]["content"][:7] in bad else None
+
+    def execute(retry: bool) -> list[dict[str, Any]]:
+        one = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
+        steps = [reader(str(tmp_path / "input")), WithoutDrop(), one]
+        kind(steps, tasks=2, workers=1, logging_dir=str(logs), skip_completed=False).run()
+        saved = [json.loads((logs / "stats" / f"0000{rank}.json").read_text()) for rank in range(2)]
+        return [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())] + [saved]
+
+    def expect(found: list[Any], processed: int, requests: int) -> None:
+        inputs, filtered, inference, saved = found
+        assert (total(inputs["documents"]), filtered["dropped"], filtered["forwarded"]) == (20, 8, 12)
+        assert total(inference["documents_processed"]) == processed
+        assert total(inference.get("skipped_bad_requests", 0)) == 12 - processed
+        assert total(inference["requests"]) == requests
+        assert total(inference["successful_requests"]) == processed
+        assert [total(rank[0]["stats"]["documents"]) for rank in saved] == [10, 10]
+        assert sum(total(rank[2]["stats"]["documents_processed"]) for rank in saved) == processed
+
+    with FakeServer(status=status) as server:
+        expect(execute(retry=False), 10, 12)
+        bad.remove("row 0 4")
+        expect(execute(retry=True), 11, 14)
+        bad.clear()
+        for retry in (True, True, False):
+            expect(execute(retry), 12, 15)
+
+
+def test_numbers_in_stats_json_keep_their_form(tmp_path: Path, server: FakeServer) -> None:
+    """Those of ranks that an earlier run completed are read from their files."""
+    write_input(tmp_path, files=4)
+    logs = tmp_path / "logs"
+
+    def execute() -> Any:
+        LocalPipelineExecutor(pipeline(tmp_path, server), tasks=2, workers=1, logging_dir=str(logs)).run()
+        return [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
+
+    first = execute()
+    (logs / "completions" / "00001").unlink()
+    second = execute()
+    assert first[0]["input_files"] == second[0]["input_files"] == 4
+    for name in ("documents_processed", "successful_requests"):
+        assert first[2][name] == second[2][name]
+        assert total(first[2][name]) == 24
+
+
+def test_a_retry_of_dead_letters_opens_no_dataset(hub: FakeHub, tmp_path: Path) -> None:
+    lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
+    hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})
+    bad, logs = {"row 2"}, tmp_path / "logs"
+
+    def execute(retry: bool) -> None:
+        reader = HuggingFaceDatasetReader("org/data", {"split": "train"}, streaming=True)
+        step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
+        LocalPipelineExecutor([reader, step], tasks=1, workers=1, logging_dir=str(logs)).run()
+
+    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
+    with FakeServer(status=status) as server:
+        execute(retry=False)
+        del hub.repos["dataset", "org/data"]
+        bad.clear()
+        execute(retry=True)
+    found = [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
+    assert total(found[0]["documents"]) == total(found[1]["documents_processed"]) == 4
+
+
+def test_a_retry_of_dead_letters_needs_no_files_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    hub.put("org/data", {"data/0.jsonl": b'{"id": "0", "text": "row 0"}'})
+    bad = {"row 0"}
+
+    def execute(retry: bool) -> None:
+        reader = JsonlReader("hf://datasets/org/data/data")
+        step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
+        LocalPipelineExecutor([reader, step], tasks=1, workers=1, logging_dir=str(tmp_path / "logs")).run()
+
+    with FakeServer(status=lambda payload, times: 400 if bad else None) as server:
+        execute(retry=False)
+        del hub.repos["dataset", "org/data"]
+        bad.clear()
+        execute(retry=True)
+    assert len(list((tmp_path / "output").glob("*_retry1_*"))) == 1

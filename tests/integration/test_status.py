@@ -1,0 +1,438 @@
+"""``datatrove-ckpt status`` from outside: text, JSON, a terminal, pipes; folders, mirrors and YAML files."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pyte
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.history_records import ServerEvent
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.maintenance.state_json import SCHEMA
+from datatrove_ckpt.testing import FakeServer
+from tests.bench import status_scale
+from tests.hub import FakeHub
+from tests.jobs import documents, runner
+from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+Said = Callable[..., tuple[int, str]]
+MIN = 60.0
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs the command; gives its exit code and what it printed."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["status", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+def make_run(root: Path, now: float) -> None:
+    """One rank in each state, a slow one, and a retry."""
+    then = now - 30 * MIN
+    for number in range(5):
+        write_rank(root, number, [start(then), *minutes(then, 30, 60 if number else 20, 3600)], chunks=9, tasks=12)
+    write_rank(root, 5, minutes(then, 30, 60, 1800), chunks=180, finished=True, tasks=12)
+    write_rank(root, 6, [start(then), *minutes(then, 3, 60, 3600), stopped(then + 3 * MIN)], tasks=12)
+    letters = [("str", f"HTTP 400: {number} tokens are too many") for number in range(3)]
+    write_rank(root, 7, [start(then), minute(then, 0), failed(then, "E: x")], chunks=1, letters=letters, tasks=12)
+    write_rank(root, 8, [start(then), *minutes(then, 3, 60, 3600)], tasks=12)
+    write_rank(root, 9, chunks=1, tasks=12)
+    (write_rank(root, 10, tasks=12) / layout.COMMITS).write_bytes(b"x\n")
+    write_rank(root / "retry-00001", 7, chunks=1, per_chunk=3, finished=True)
+
+
+def validate(content: Any) -> None:
+    jsonschema.validate(content, json.loads(SCHEMA.read_bytes()), jsonschema.Draft202012Validator)
+
+
+# text and JSON -------------------------------------------------------------------------------------------------------
+
+
+def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for(tmp_path: Path, said: Said) -> None:
+    make_run(tmp_path, time.time())
+    code, text = said(tmp_path)
+    assert code == 1
+    lines = text.splitlines()
+    states = "1 damaged, 1 failed, 1 lost, 1 interrupted, 1 unfinished, 5 running, 1 finished, 1 not started"
+    assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); newest word ")
+    assert " about " in lines[1]
+    assert "3: 3 HTTP 400: # tokens are too many" in text
+    assert "retries    3 dead letters retried, 3 of them written" in text
+    troubled = lines[lines.index("5 ranks need attention:") + 1 :]
+    kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
+    assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]
+    every = said(tmp_path, "--all")[1]
+    table = every[every.index("  rank  state") :].splitlines()
+    assert len(table) == 1 + 11 + 1
+    assert table[-1].startswith("retry-00001/7  finished")
+
+
+def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Path, said: Said) -> None:
+    write_rank(tmp_path, 0, [start(time.time())], chunks=2, per_chunk=5)
+    found = json.loads(said(tmp_path, "--json")[1])
+    validate(found)
+    assert (found["totals"]["work"]["is_at_least"], found["ranks"][0]["work"]["is_at_least"]) == (True, True)
+    done = found["totals"]["committed"]["requests"]
+    assert f"{done} of documents that are done; at least {done} sent, 0 answered" in said(tmp_path)[1]
+
+
+def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rank(tmp_path, 0, [start(time.time() - 3600)])
+    usage = shutil.disk_usage(tmp_path)
+    assert "is full" not in said(tmp_path)[1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12 << 10))
+    assert said(tmp_path)[1].splitlines()[-1].startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
+    write_rank(tmp_path / "ended", 0, chunks=1, finished=True)
+    assert "is full" not in said(tmp_path / "ended")[1]
+
+
+def test_json_is_as_its_schema_says(tmp_path: Path, said: Said) -> None:
+    make_run(tmp_path, time.time())
+    code, text = said(tmp_path, "--json")
+    found = json.loads(text)
+    validate(found)
+    assert code == 1
+    assert {rank["state"] for rank in found["ranks"]} == set(json.loads(SCHEMA.read_bytes())["$defs"]["state"]["enum"])
+    assert [entry["trouble"] for entry in found["attention"]] == ["damaged", "failed", "lost", "slow", "interrupted"]
+    assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
+    assert found["retried"]["documents"] == 3
+
+
+def test_the_schema_refuses_what_is_missing_or_too_much(tmp_path: Path, said: Said) -> None:
+    write_rank(tmp_path, chunks=1)
+    found = json.loads(said(tmp_path, "--json")[1])
+    validate(found)
+    for change in ({"ranks": [{}]}, {"version": 2}, {"more": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            validate(found | change)
+
+
+def test_json_of_a_real_run_tells_the_truth(tmp_path: Path, said: Said) -> None:
+    def reject(payload: dict[str, Any], times: int) -> int | None:
+        return 400 if payload["messages"][-1]["content"] == "text 1" else None
+
+    with FakeServer(status=reject) as server:
+        step = runner(tmp_path, server, skip_bad_requests=True)
+        for rank in range(2):
+            step.run(documents(7), rank=rank, world_size=2)
+        asked = server.asked.total()
+    code, text = said(tmp_path / "checkpoints", "--json")
+    found = json.loads(text)
+    validate(found)
+    totals = found["totals"]
+    assert code == 0
+    assert found["is_finished"]
+    assert (totals["documents"], totals["committed"]["written"], totals["committed"]["dead"]) == (14, 12, 2)
+    assert (totals["committed"]["requests"], totals["work"]["sent"], asked) == (14, 14, 14)
+    assert not totals["work"]["is_at_least"]
+    assert totals["committed"]["completion_tokens"] == totals["work"]["completion_tokens"]
+    assert (totals["attempts"], totals["attempts_without_a_word"], totals["exact"]) == (2, 0, True)
+    assert sum(totals["dead_letters"].values()) == 2
+    assert [rank["attempt"]["why"] for rank in found["ranks"]] == ["done", "done"]
+
+
+def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path: Path, said: Said) -> None:
+    for number in (0, 1, 12):
+        write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
+    (tmp_path / "last_chunk").mkdir()
+    (tmp_path / "last_chunk/00004.txt").write_text("0\n")
+    text = said(tmp_path)[1]
+    assert "10 ranks (2 finished, 8 not started)" in text
+    assert "  missing    not started: 2-9\n" in text
+    assert "removed, though they had begun: 4; they start over\n" in text
+    assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
+    assert "Nothing runs, and the run is not finished. Run the command that started it again" in text
+    found = json.loads(said(tmp_path, "--json")[1])
+    validate(found)
+    assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
+
+
+def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said) -> None:
+    then = time.time() - 30 * MIN
+    for rank in range(30):
+        if rank != 25:
+            write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, f"E: {rank}")])
+    text = said(tmp_path)[1]
+    assert text.count(" ago on node7: E: ") == 20
+    assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
+
+
+def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> None:
+    then = time.time() - 30 * MIN
+    for rank in (3, 5, 6, 7):
+        write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, "E: x")])
+    text = said(tmp_path)[1]
+    assert "  ranks 3, 5-7: failed: " in text
+    assert text.count(" ago on node7: E: x\n") == 1
+
+
+def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, said: Said) -> None:
+    code, text = said(tmp_path / "none")
+    assert (code, text) == (
+        2,
+        f"error: {tmp_path}/none does not exist. Give the folder that checkpoints_local_dir names.\n",
+    )
+
+
+def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Path, said: Said) -> None:
+    then = time.time() - 30 * MIN
+    write_rank(tmp_path, 0, [start(then, host="\x1b[2Jevil"), minute(then, 0)], letters=[("E", "\x1b[2J")], chunks=1)
+    death = ServerEvent(at=then, attempt=1, what="death", why="\x1b[2J")
+    write_rank(tmp_path, 1, [start(then), death, failed(then, "\x1b[2J")])
+    assert "\x1b" not in said(tmp_path, "--all")[1]
+
+
+def test_it_only_reads(tmp_path: Path, said: Said) -> None:
+    make_run(tmp_path, time.time())
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
+    said(tmp_path, "--all")
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
+    for rank in range(60):
+        write_rank(tmp_path, rank)
+    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == b"{\n"  # of more than a pipe takes
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
+    then = time.time() - 30 * MIN
+    write_rank(tmp_path, 0, [start(then), *minutes(then, 30, 60, 3600)])
+    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode("ascii")
+    assert f"  {'#' * 12}{'-' * 12} 50.0 % of the input" in text
+
+
+def test_the_benchmark_makes_a_run_that_status_can_read(tmp_path: Path, said: Said) -> None:
+    status_scale.make(tmp_path, 100)
+    code, text = said(tmp_path / "checkpoints")
+    assert code == 0
+    assert text.splitlines()[0].startswith(f"{tmp_path}/checkpoints: 100 ranks (1 failed, 50 running, 49 finished); ")
+
+
+# mirrors and YAML files ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _memory() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.usefixtures("_memory")
+@pytest.mark.parametrize("where", ["folder", "memory://"])
+def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, where: str) -> None:
+    url = str(tmp_path / "mirror") if where == "folder" else "memory://status/mirror"
+    with FakeServer() as server:
+        runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
+    local = json.loads(said(tmp_path / "checkpoints", "--json")[1])
+    code, text = said(url, "--json")
+    copy = json.loads(text)
+    validate(copy)
+    assert code == 0
+    assert copy["is_copy"]
+    assert copy["what"] == url
+    for name in ("documents", "committed", "states", "attempts"):
+        assert copy["totals"][name] == local["totals"][name]
+    assert copy["is_finished"]
+
+
+def test_a_mirror_on_the_hub(tmp_path: Path, said: Said, hub: FakeHub) -> None:
+    local = tmp_path / "mirror"
+    with FakeServer() as server:
+        runner(tmp_path, server, checkpoints_remote_dir=str(local), mirror_seconds=1000).run(documents(7))
+    files = {f"m/{path.relative_to(local)}": path.read_bytes() for path in local.rglob("*") if path.is_file()}
+    hub.put("org/data", files)
+    code, text = said("hf://datasets/org/data/m", "--json")
+    found = json.loads(text)
+    assert (code, found["is_copy"], found["is_finished"]) == (0, True, True)
+    assert found["totals"]["documents"] == 7
+    code, text = said("hf://datasets/org/nothing/m")
+    assert code in (1, 2)
+    assert "hf://datasets/org/nothing/m" in text
+    assert "Traceback" not in text
+
+
+def test_the_yaml_file_of_a_run(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with FakeServer() as server:
+        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+        write_job(tmp_path, text, ["a", "b"], ["c"])
+        code, text = said("job.yaml")
+        assert code == 2
+        assert text.startswith("error: job.yaml: nothing has started yet, or not on this node: ")
+        assert main(["run", "job.yaml", "--pipeline.1.checkpoints_local_dir=other"]) == 0
+    code, text = said("job.yaml", "--json", "--pipeline.1.checkpoints_local_dir=other")
+    found = json.loads(text)
+    assert code == 0
+    assert found["what"] == str(tmp_path / "other")
+    assert (found["totals"]["tasks"], found["totals"]["documents"]) == (2, 3)
+
+
+# watch ---------------------------------------------------------------------------------------------------------------
+
+
+AHEAD = 3600.0
+"""The lines are so many seconds younger than now: no rank is silent, however long the command takes to start."""
+
+
+class Watched:
+    """``status --watch`` in a terminal of 110 columns and 24 lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 110, 0, 0))
+        self.modes = termios.tcgetattr(slave)
+        command = [sys.executable, "-m", "datatrove_ckpt", "status", "checkpoints", "--watch", "--interval", "0.05"]
+        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+        environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=folder)
+        self.slave = slave
+        self.screen = pyte.Screen(110, 24)
+        self.stream = pyte.ByteStream(self.screen)
+        self.seen = b""
+        self.frames: list[list[str]] = []
+
+    def read(self) -> bool:
+        """Reads on, and keeps what the screen shows at each moment. False: the command has ended."""
+        try:
+            data = os.read(self.master, 200)  # in the middle of frames, too
+        except OSError:
+            return False
+        self.seen += data
+        self.stream.feed(data)
+        self.frames.append(list(self.screen.display))
+        return bool(data)
+
+    def until(self, text: str) -> None:
+        while text not in "\n".join(self.screen.display):
+            assert self.read(), self.seen.decode(errors="replace")
+
+    def end(self) -> int:
+        os.close(self.slave)
+        while self.read():
+            pass
+        os.close(self.master)
+        return self.process.wait()
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Callable[[], Watched]]:
+    started: list[Watched] = []
+
+    def start_one() -> Watched:
+        started.append(Watched(tmp_path))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def write_minutes(folder: Path, now: float, number: int) -> None:
+    lines = [start(now - number * MIN), *minutes(now - number * MIN, number, 60, 6000)]
+    temporary = folder / "history.new"
+    temporary.write_bytes(b"".join(line.to_line() for line in lines))
+    temporary.replace(folder / layout.HISTORY)
+
+
+def test_watch_shows_the_run_in_place_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, watched: Callable[[], Watched]
+) -> None:
+    now = time.time() + AHEAD
+    folders = [write_rank(tmp_path / "checkpoints", number, [start(now), minute(now, 0)]) for number in range(8)]
+    terminal = watched()
+    terminal.until("8 running")
+    for folder in folders:
+        write_minutes(folder, now, 10)
+    terminal.until("8 documents/s now")
+    first_frame = next(index for index, frame in enumerate(terminal.frames) if "8 running" in frame[0])
+    for frame in terminal.frames[first_frame:]:
+        assert frame[0].startswith("checkpoints: 8 ranks")  # it never flickers
+    assert b"\x1b[2J" not in terminal.seen
+    assert sum(line.strip().startswith(tuple("01234567")) for line in terminal.screen.display) == 8
+    assert "q ends the watch" in terminal.screen.display[-1]
+    during = termios.tcgetattr(terminal.slave)
+    os.write(terminal.master, b"q")
+    while b"\x1b[?1049l" not in terminal.seen:
+        assert terminal.read()
+    assert terminal.process.wait() == 0
+    assert termios.tcgetattr(terminal.slave) == terminal.modes != during
+    terminal.end()
+    left = terminal.seen.partition(b"\x1b[?1049l")[2].decode()
+    assert "8 running" in left  # the last numbers stay
+
+
+@pytest.mark.parametrize(("signal_number", "code"), [(2, 0), (15, -15)])
+def test_watch_gives_the_terminal_back_after_a_signal(
+    tmp_path: Path, watched: Callable[[], Watched], signal_number: int, code: int
+) -> None:
+    now = time.time() + AHEAD
+    write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)])
+    terminal = watched()
+    terminal.until("1 running")
+    terminal.process.send_signal(signal_number)
+    assert terminal.process.wait() == code
+    assert termios.tcgetattr(terminal.slave) == terminal.modes
+    terminal.end()
+    assert terminal.seen.count(b"\x1b[?1049h") == terminal.seen.count(b"\x1b[?1049l") == 1
+    assert b"Traceback" not in terminal.seen
+
+
+def test_watch_ends_with_the_run(tmp_path: Path, watched: Callable[[], Watched]) -> None:
+    now = time.time() + AHEAD
+    folder = write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)], chunks=1)
+    terminal = watched()
+    terminal.until("1 running")
+    (folder / layout.LOCK).unlink()
+    assert terminal.process.wait() == 0
+    terminal.end()
+    assert "1 rank (1 finished)" in terminal.seen.partition(b"\x1b[?1049l")[2].decode()
+
+
+def test_watch_without_a_terminal_prints_lines(tmp_path: Path, said: Said) -> None:
+    write_rank(tmp_path, 0, chunks=2, finished=True)
+    code, text = said(tmp_path, "--watch")
+    assert code == 0
+    (line,) = text.splitlines()
+    assert "20 documents, 1 finished, 0 in trouble, newest word " in line
+    (line,) = said(tmp_path, "--watch", "--json")[1].splitlines()
+    validate(json.loads(line))

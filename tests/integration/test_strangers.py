@@ -1,0 +1,158 @@
+"""Output files that match the template and belong to nobody are refused before anything is asked, with the way out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
+from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import ask, config, documents, runner, writer
+
+STRANGER = "00000_chunk_0.jsonl"
+"""As datatrove's own runner names the file of its first chunk."""
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        yield fake
+
+
+def put(folder: Path, name: str = STRANGER) -> Path:
+    path = folder / "output" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"text": "text 0", "id": "id 0"}\n')
+    return path
+
+
+def refused(what: str, folder: Path, server: FakeServer, number: int = 5, **changes: Any) -> str:
+    """The message of a start that is refused before it asks anything."""
+    asked = server.asked.total()
+    with pytest.raises(OutputMismatch, match=what) as failed:
+        runner(folder, server, **changes).run(documents(number))
+    assert server.asked.total() == asked
+    return str(failed.value)
+
+
+async def stop_at_the_third(document: Document, generate: Any) -> Any:
+    if document.id == "id 2":
+        raise ValueError("as asked")
+    return await ask(document, generate)
+
+
+def test_a_file_of_datatroves_beside_an_interrupted_run_is_refused_at_its_next_start(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    with pytest.raises(Exception, match="as asked"):
+        runner(tmp_path, server, stop_at_the_third).run(documents(5))
+    path = put(tmp_path)
+    said = refused(STRANGER, tmp_path, server, accept_changes=True)
+    assert "delete" in said
+    path.unlink()
+    runner(tmp_path, server, accept_changes=True).run(documents(5))
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+
+
+def test_with_a_mirror_a_first_start_refuses_it_too(tmp_path: Path, server: FakeServer) -> None:
+    path = put(tmp_path)
+    refused(STRANGER, tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror"))
+    path.unlink()
+    runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror")).run(documents(5))
+
+
+def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_not(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    def step() -> InferenceRunner:
+        return InferenceRunner(ask, config(server), writer(tmp_path), records_per_chunk=2)
+
+    for _ in range(2):
+        step().run(documents(5))
+    asked = server.asked.total()
+    put(tmp_path)
+    with pytest.raises(OutputMismatch, match=STRANGER):
+        step().run(documents(5))
+    assert server.asked.total() == asked
+
+
+def test_a_rank_that_has_published_nothing_refuses_every_file_of_its_template(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first attempt ended early, and its output folder may be another one by now."""
+
+    def fail(*arguments: object) -> None:
+        raise StorageFailed("as asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkOutput, "write_chunk", fail)
+        with pytest.raises(StorageFailed):
+            runner(tmp_path, server).run(documents(5))
+    assert list(tmp_path.rglob(NOTHING_PUBLISHED))
+    path = put(tmp_path, "00000_chunk_00002.jsonl")
+    refused(r"00000_chunk_00002\.jsonl", tmp_path, server)
+    path.unlink()
+    runner(tmp_path, server).run(documents(5))
+    assert len(outputs(tmp_path / "output")) == 3
+
+
+def test_a_file_of_a_chunk_that_is_made_again_is_no_stranger(tmp_path: Path, server: FakeServer) -> None:
+    """The journal was moved away, as the message about a damaged one says: the chunk's file is there already."""
+    runner(tmp_path, server).run(documents(4))
+    before = outputs(tmp_path / "output")
+    log = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
+    log.write_bytes(log.read_bytes().splitlines(keepends=True)[0])
+    (tmp_path / "checkpoints" / "last_chunk" / "00000.txt").unlink()
+    (tmp_path / "checkpoints" / "00000" / "shard.json").unlink()
+    runner(tmp_path, server).run(documents(4))
+    assert outputs(tmp_path / "output") == before
+
+
+def test_jobs_with_other_templates_in_one_folder_do_not_disturb_each_other(tmp_path: Path, server: FakeServer) -> None:
+    for name in ("a", "b"):
+        with pytest.raises(Exception, match="as asked"):
+            other(tmp_path, server, name, stop_at_the_third).run(documents(5))
+    for name in ("a", "b"):
+        other(tmp_path, server, name, ask).run(documents(5))
+    assert len(outputs(tmp_path / "output")) == 6
+
+
+def other(folder: Path, server: FakeServer, name: str, rollout: Any) -> InferenceRunner:
+    output = writer(folder)
+    output.output_filename = type(output.output_filename)(f"{name}_${{rank}}_${{chunk_index}}.jsonl")
+    return runner(folder / name, server, rollout, output_writer=output, accept_changes=True)
+
+
+@pytest.mark.parametrize("content", ["3", ""])
+def test_a_checkpoint_of_datatroves_without_open_chunks_is_refused_with_the_command(
+    tmp_path: Path, server: FakeServer, content: str
+) -> None:
+    """Between two chunks, and when a rank is finished, only last_chunk is left of it."""
+    last = tmp_path / "checkpoints" / "last_chunk" / "00000.txt"
+    last.parent.mkdir(parents=True)
+    last.write_text(content)
+    with pytest.raises(CheckpointMismatch) as failed:
+        runner(tmp_path, server).run(documents(5))
+    assert f"datatrove-ckpt migrate CONFIG --from {tmp_path / 'checkpoints'} take it over" in str(failed.value)
+    assert last.read_text() == content
+    assert not (tmp_path / "checkpoints" / "00000").exists()
+    assert not server.asked
+
+
+def test_a_folder_that_was_removed_to_start_the_rank_over_is_not_taken_for_datatroves(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    runner(tmp_path, server).run(documents(3))
+    shutil.rmtree(tmp_path / "checkpoints" / "00000")
+    shutil.rmtree(tmp_path / "output")
+    runner(tmp_path, server).run(documents(3))
+    assert len(outputs(tmp_path / "output")) == 2

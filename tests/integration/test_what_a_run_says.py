@@ -1,0 +1,157 @@
+"""What a run says about itself: where it resumes, who waits for whom, what has failed and where, what was checked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.inference.servers import endpoint
+from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, config, documents, runner
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+ONE_BY_ONE = {"max_concurrent_documents": 1}
+
+
+async def fails_at_the_third(document: Document, generate: Any) -> Any:
+    answer = await ask(document, generate)
+    if document.id == "id 2":
+        raise ValueError("as asked")
+    return answer
+
+
+def test_a_resume_says_what_is_done_and_which_answers_wait(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    with pytest.raises(DocumentFailed):
+        runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(documents(8))
+    with pytest.raises(DocumentFailed):
+        runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(documents(8))
+    (said,) = [line for line in log if "Resuming" in line]
+    assert "Resuming: 2 documents are done (0 in output files), 1 answer waits." in said
+
+
+JOB = """
+import sys
+from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+
+async def rollout(document, generate):
+    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
+    return answer.txt
+
+kind, url, workers = sys.argv[1:]
+runner = InferenceRunner(
+    rollout,
+    InferenceConfig("endpoint", "fake", endpoint_url=url),
+    JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
+    checkpoints_local_dir="checkpoints",
+)
+if __name__ == "__main__":
+    executor = LocalPipelineExecutor if kind == "ours" else DatatroveExecutor
+    executor([JsonlReader("input"), runner], tasks=2, workers=int(workers), logging_dir="logs").run()
+"""
+LINE = 10  # of "answer.txt"
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("ours", 1), ("ours", 2), ("datatrove", 1)])
+def test_a_script_shows_our_error_first_and_then_little_more(
+    tmp_path: Path, server: FakeServer, kind: str, workers: int
+) -> None:
+    (tmp_path / "input").mkdir()
+    for task in range(2):
+        (tmp_path / "input" / f"{task}.jsonl").write_text(json.dumps({"id": "a", "text": "b"}))
+    (tmp_path / "job.py").write_text(JOB)
+    argv = [sys.executable, "job.py", kind, server.url, str(workers)]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    place = f"AttributeError: 'InferenceResult' object has no attribute 'txt', in job.py, line {LINE} (rollout). "
+    first = next(index for index, line in enumerate(lines) if "Traceback" in line)
+    assert place in "".join(lines[:first])
+    assert len(lines[first:]) < 40
+    assert "scheduler.py" not in ended.stderr
+    logs = [path.read_text() for path in (tmp_path / "logs" / "logs").iterdir()]
+    assert f'job.py", line {LINE}, in rollout' in "".join(logs)
+
+
+def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
+    tmp_path: Path, server: FakeServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
+    text = job_yaml(ENDPOINT.replace("URL", server.url)).replace(
+        'rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}', "rollout_fn: raises_in_line_3.ask"
+    )
+    write_job(tmp_path, text, ["text"])
+    code = "async def ask(document, generate):\n    text = None\n    text.strip()\n"
+    (tmp_path / "raises_in_line_3.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["run", "job.yaml"]) == 1
+    said = capfd.readouterr().err
+    error = said[said.rindex("error: ") :].splitlines()
+    assert "no attribute 'strip', in raises_in_line_3.py, line 3 (ask). " in error[0]
+    log = tmp_path / "logs" / "logs" / "task_00000.log"
+    assert error[1:] == [f"The traceback is in the log of task 0: {log}"]
+    assert "Traceback" in log.read_text()
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("failures", "silent"), [(2, 3600.0), (1, 0.0)])
+def test_an_endpoint_that_is_down_is_said_while_we_wait(
+    server: FakeServer, log: list[str], monkeypatch: pytest.MonkeyPatch, failures: int, silent: float
+) -> None:
+    """One that refuses connections is said at the second failure, one that does not answer at the first."""
+    causes = iter(["no connection"] * failures + [None])
+
+    async def probe(*_: Any) -> str | None:
+        return next(causes)
+
+    monkeypatch.setattr(endpoint, "_probe", probe)
+    monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.0)
+    monkeypatch.setattr(endpoint, "_SILENT", silent)
+    monkeypatch.setattr(endpoint, "ready_window", lambda config: 3600.0)
+    asyncio.run(ExternalServers(config(server)).start())
+    assert [line.split()[0] for line in log] == ["WARNING", "INFO"]
+    assert f"The server is unreachable ({server.url}: no connection); waiting, " in log[0]
+    assert "An endpoint answers, after " in log[1]
+
+
+def test_the_end_says_what_was_checked_skipped_and_sent_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    DataFolder.clear_instance_cache()
+    down: list[bool] = [True]
+
+    def status(payload: dict[str, Any], times: int) -> int | None:
+        if "text 1" in payload["messages"][-1]["content"] and down:
+            return 500 if times == 0 else 400
+        return None
+
+    with FakeServer(status=status) as server:
+        write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(4)])
+        with (tmp_path / "input" / "0.jsonl").open("a") as file:
+            file.write("\nno JSON\n")
+        assert main(["run", "job.yaml"]) == 1
+        down.clear()
+        assert main(["run", "job.yaml", "--pipeline.1.retry_errors=true"]) == 0
+    said = capfd.readouterr().out
+    assert "Skipped: 1 damaged line. In 2 attempts of 1 task, at least " in said
+    assert (
+        " requests were sent, 1 of them again. Checked: 1 output file by name and size and 1 input file by size" in said
+    )
+    assert "none is gone or changed. To check the files: " in said
+    stats = json.loads((tmp_path / "logs" / "stats.json").read_text())[1]["stats"]
+    assert stats["skipped_damaged_lines"]["total"] == 1

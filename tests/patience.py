@@ -1,0 +1,55 @@
+"""Seconds that a promise may take, counted only while the machine has time for it.
+
+On a quiet machine they are seconds. While processes wait for a processor or a disk (Linux's pressure stall
+information), they stand still: a promise that is broken fails its test, a machine that does other work does not. The
+limit of a test (``timeout`` in pyproject.toml) ends one that waits for ever.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import subprocess
+import time
+from pathlib import Path
+
+PRESSURE = Path("/proc/pressure")
+LAG = 2.2  # seconds: the kernel brings its sums up to date every two seconds, when they are read
+
+
+def stalled() -> float:
+    """Seconds that some process of the machine has waited for a processor, memory or a disk; 0 if it is not told."""
+    files = [PRESSURE / name for name in ("cpu", "memory", "io")]
+    sums = [re.search(r"^some .*total=(\d+)", file.read_text(), re.M) for file in files if file.exists()]
+    return sum(int(found[1]) for found in sums if found) / 1e6
+
+
+class Patience:
+    """``while not happened: assert not patience.over()``."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._began, self._stalled = time.monotonic(), stalled()
+
+    def over(self) -> bool:
+        """Whether the seconds have passed. Waits for the kernel's sums before it says so."""
+        passed = time.monotonic() - self._began - self.seconds
+        if passed <= stalled() - self._stalled:
+            return False
+        time.sleep(LAG)
+        return passed > stalled() - self._stalled
+
+    def ends(self, descriptor: int) -> bool:
+        """Whether the process of a pidfd ends in time."""
+        while not (ended := bool(select.select([descriptor], [], [], 0.1)[0])) and not self.over():
+            pass
+        return ended or bool(select.select([descriptor], [], [], 0)[0])
+
+    def output_of(self, process: subprocess.Popen[str]) -> str:
+        """What it wrote until nobody held its standard output any more. Raises ``TimeoutExpired`` when time is over."""
+        while True:
+            try:
+                return process.communicate(timeout=0.1)[0]
+            except subprocess.TimeoutExpired:
+                if self.over():
+                    raise

@@ -1,0 +1,136 @@
+"""Folders of ranks as runs leave them, made without a run: for ``status`` and the commands that read many ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.clock import Seconds
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.versions import FORMAT
+
+ELSEWHERE = "node7"
+"""A host that is not this one: nobody here can see its locks."""
+HERE = socket.gethostname()
+REQUESTS, PROMPT, COMPLETION = 2, 100, 50
+"""Of each document."""
+
+
+def counts(documents: int, dead: int = 0) -> DocumentCounts:
+    work = documents * REQUESTS, documents * PROMPT, documents * COMPLETION
+    return DocumentCounts(documents, documents - dead, 0, dead, *work)
+
+
+def work(documents: int, **more: Any) -> WorkCounts:
+    """What it took to finish so many documents."""
+    tokens = {"prompt_tokens": documents * PROMPT, "completion_tokens": documents * COMPLETION}
+    requests = documents * REQUESTS
+    return WorkCounts(**{"documents": documents, "requests": requests, "sent": requests, **tokens, **more})
+
+
+def minute(at: float, documents: int, total: int | None = None, attempt: int = 1, **changes: Any) -> Progress:
+    """A minute line. The input is counted in rows, a document each."""
+    position = InputPosition(documents, total, "rows" if total is not None else None)
+    fields: dict[str, Any] = {
+        "documents": counts(documents),
+        "chunks": 0,
+        "total": work(documents),
+        "own": work(documents),
+        "in_flight": 4,
+        "waiting": 2,
+        "in_work": 6,
+        "position": position,
+        "seconds": Seconds(at, at),
+    }
+    return Progress(at=at, attempt=attempt, **fields | changes)
+
+
+def minutes(start: float, number: int, per_minute: int, total: int | None = None, **changes: Any) -> list[Progress]:
+    """Minute lines of a rank that works at one speed, from its start on."""
+    return [
+        minute(start + 60 * n, per_minute * n, total, **{"seconds": Seconds(60 * n, 60 * n)} | changes)
+        for n in range(number + 1)
+    ]
+
+
+def start(at: float, attempt: int = 1, host: str = ELSEWHERE, job: str | None = None) -> Start:
+    return Start(at=at, attempt=attempt, host=host, pid=42, job=job, slot=0, version="0.2.0")
+
+
+def stopped(at: float, attempt: int = 1) -> End:
+    return End(at=at, attempt=attempt, why="stopped", what="SIGTERM")
+
+
+def done(at: float, attempt: int = 1) -> End:
+    return End(at=at, attempt=attempt, why="done")
+
+
+def failed(at: float, what: str, attempt: int = 1) -> End:
+    return End(at=at, attempt=attempt, why="error", what=what)
+
+
+def commit(index: int, per_chunk: int, dead: int = 0, letters: int = 0) -> Commit:
+    return Commit(
+        index,
+        index * per_chunk,
+        counts(per_chunk, dead),
+        [OutputFile(f"00000_chunk_{index:05d}.jsonl", 1000, "0" * 32)],
+        {"file": "a.jsonl", "at": [index]},
+        "",
+        letters,
+    )
+
+
+def write_rank(
+    root: Path,
+    number: int = 0,
+    history: Iterable[Record] = (),
+    *,
+    chunks: int = 0,
+    per_chunk: int = 10,
+    journal: int = 0,
+    finished: bool = False,
+    letters: Iterable[tuple[str, str]] = (),
+    attempts: int = 1,
+    **settings: Any,
+) -> Path:
+    """Writes the folder of one rank.
+
+    Args:
+        chunks: number of committed chunks.
+        journal: number of documents in the journal of the chunk after them.
+        letters: kind and error of each dead letter, all of them of the last chunk.
+        attempts: number of starts.
+    """
+    folder = layout.rank_folder(root, number)
+    folder.mkdir(parents=True)
+    owner = {"fence": attempts, "host": ELSEWHERE, "pid": 42, "nonce": f"{number:016x}", "earlier": {}, "commits": 0}
+    run = {"format": FORMAT, "records_per_chunk": per_chunk, **settings, "owner": owner}
+    (folder / layout.RUN).write_bytes(orjson.dumps(run))
+    dead = [orjson.dumps({"kind": kind, "error": error, "document": {}}) + b"\n" for kind, error in letters]
+    size = len(b"".join(dead))
+    lines = [commit(index, per_chunk) for index in range(chunks - 1)]
+    lines += [commit(chunks - 1, per_chunk, len(dead), size)] if chunks else []
+    (folder / layout.COMMITS).write_bytes(b"".join(seal(line.to_json()) for line in lines))
+    if dead:
+        (folder / layout.DEAD_LETTERS).write_bytes(b"".join(dead))
+    if journal:
+        documents = [
+            Finished(chunks * per_chunk + index, "written", f"{index}", b"{}", REQUESTS, PROMPT, COMPLETION)
+            for index in range(journal)
+        ]
+        layout.journal_path(folder, chunks).write_bytes(b"".join(one.to_line() for one in documents))
+    records = list(history)
+    if records:
+        (folder / layout.HISTORY).write_bytes(b"".join(record.to_line() for record in records))
+    if not finished:
+        (folder / layout.LOCK).write_bytes(b"{}")
+    return folder

@@ -1,0 +1,154 @@
+"""Samples that are rows of some columns, without documents: token rows for training.
+
+Needs torch and torchdata: ``uv pip install -e .[torch]``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.torch import ReaderDataset
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+ROWS = [
+    {"input_ids": [i, i + 1, i + 2], "weight": i / 2, "name": f"row {i}", "other": [i] * (i % 3)} for i in range(97)
+]
+COLUMNS = ["input_ids", "name"]
+
+
+@pytest.fixture(params=["parquet", "arrow", "jsonl", "jsonl.gz"])
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
+    folder = tmp_path / "input"
+    folder.mkdir()
+    schema = pa.schema({"input_ids": pa.list_(pa.int32()), "weight": pa.float64(), "name": pa.string()}).append(
+        pa.field("other", pa.list_(pa.int32()))
+    )
+    for number in range(3):
+        rows = ROWS[number::3]
+        table = pa.Table.from_pylist(rows, schema=schema)
+        if request.param == "parquet":
+            pq.write_table(table, folder / f"{number}.parquet", row_group_size=7)
+        elif request.param == "arrow":
+            with pa.ipc.new_file(folder / f"{number}.arrow", schema) as writer:
+                writer.write_table(table, max_chunksize=7)
+        else:
+            from datatrove.io import DataFolder
+
+            with DataFolder(folder.as_posix()).open(f"{number}.{request.param}", "wt", compression="infer") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    kind = {"parquet": ParquetReader, "arrow": IpcReader}.get(request.param, JsonlReader)
+    made: SeekingReader = kind(folder.as_posix())
+    return made
+
+
+def loader(reader: SeekingReader, workers: int = 0, **options: Any) -> Any:
+    dataset = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4, **options)
+    dataset.set_epoch(2)
+    size = None if options.get("arrays") else 4
+    return StatefulDataLoader(dataset, batch_size=size, num_workers=workers)
+
+
+def plain(batches: Any) -> list[tuple[Any, str]]:
+    """The rows of batches."""
+    return [
+        (torch.as_tensor(ids).tolist(), name)
+        for batch in batches
+        for ids, name in zip(batch["input_ids"], batch["name"], strict=True)
+    ]
+
+
+def test_samples_are_dicts_of_the_columns(reader: SeekingReader) -> None:
+    samples = list(ReaderDataset(reader, columns=["input_ids", "weight", "name", "other"]))
+    expected = [row for number in range(3) for row in ROWS[number::3]]
+    assert [sample | {key: list(sample[key]) for key in ("input_ids", "other")} for sample in samples] == expected
+    for sample in samples:
+        assert list(sample) == ["input_ids", "weight", "name", "other"]
+        sample["input_ids"] += 1  # an array of its own
+        assert (type(sample["weight"]), type(sample["name"])) == (float, str)
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_several_stops_give_the_rows_of_a_run_without_stops(reader: SeekingReader, workers: int, arrays: bool) -> None:
+    current = loader(reader, workers, arrays=arrays)
+    assert len(current) == 25
+    whole = plain(current)
+    assert sorted(whole) == sorted((row["input_ids"], row["name"]) for row in ROWS)
+    assert whole != sorted(whole)
+    found, state = [], None
+    for stop in (1, 5, 100):
+        current = loader(reader, workers, arrays=arrays)
+        if state is not None:
+            current.load_state_dict(state)
+        found += plain(batch for _, batch in zip(range(stop), current, strict=False))
+        state = current.state_dict()
+    assert found == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whole_batches_have_the_rows_of_the_loaders_batches(reader: SeekingReader, workers: int) -> None:
+    made, collated = list(loader(reader, workers, arrays=True)), list(loader(reader, workers))
+    for mine, theirs in zip(made, collated, strict=True):
+        assert torch.equal(torch.as_tensor(mine["input_ids"]), theirs["input_ids"])
+        assert mine["name"] == theirs["name"]
+
+
+def test_a_batch_that_begins_in_the_middle_of_one_ends_where_that_would(reader: SeekingReader) -> None:
+    rows = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4)
+    samples = iter(rows)
+    for _ in range(6):
+        next(samples)
+    batches = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4, arrays=True)
+    batches.load_state_dict(rows.state_dict())
+    rest = list(batches)
+    assert [len(batch["name"]) for batch in rest] == [2, *[4] * 22, 1]
+    assert [name for batch in rest for name in batch["name"]] == [sample["name"] for sample in samples]
+
+
+def test_a_transform_gets_rows_or_batches(reader: SeekingReader) -> None:
+    names = list(ReaderDataset(reader, columns=["name"], transform=lambda row: row["name"]))
+    assert names[:2] == ["row 0", "row 3"]
+    sizes = ReaderDataset(
+        reader, columns=["weight"], batch_size=50, arrays=True, transform=lambda batch: batch["weight"].shape
+    )
+    assert list(sizes) == [(50,), (47,)]
+    ragged = next(iter(ReaderDataset(reader, columns=["other"], batch_size=3, arrays=True)))
+    assert [value.tolist() if isinstance(value, np.ndarray) else value for value in ragged["other"]] == [[], [], []]
+
+
+def test_what_cannot_work_is_refused(reader: SeekingReader) -> None:
+    with pytest.raises(ConfigError, match="has no column 'tokens'"):
+        list(ReaderDataset(reader, columns=["tokens"]))
+    with pytest.raises(ConfigError, match="list of names"):
+        ReaderDataset(reader, columns="input_ids")
+    with pytest.raises(ConfigError, match="list of names"):
+        ReaderDataset(reader, columns=[])
+    with pytest.raises(ConfigError, match="arrays=True needs columns and batch_size"):
+        ReaderDataset(reader, arrays=True, batch_size=2)
+
+
+@pytest.mark.parametrize("even", [None, "repeat"])
+@pytest.mark.parametrize("arrays", [False, True])
+def test_a_damaged_line_is_left_out_or_replaced_where_ranks_must_be_even(
+    tmp_path: Path, arrays: bool, even: Any
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 0}\n{"n": 1}\n{"n": 2\n{"n": 3}\n{"n": 4}\n')
+    dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), columns=["n"], batch_size=2, arrays=arrays, even=even)
+    found = list(dataset)
+    numbers = [n for batch in found for n in batch["n"].tolist()] if arrays else [row["n"] for row in found]
+    assert numbers == ([0, 1, 3, 4] if even is None else [0, 1, 3, 3, 4])

@@ -1,0 +1,259 @@
+"""Tracking with the real libraries: MLflow's own file store, and Weights & Biases offline.
+
+They come from PyPI: pip install mlflow-skinny wandb.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from datatrove_ckpt.checkpoint.history import read_history
+from datatrove_ckpt.checkpoint.history_log import HistoryLog
+from datatrove_ckpt.checkpoint.history_records import Start
+from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder
+from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.generation.export import exporter
+from datatrove_ckpt.generation.export.tracked_runs import JobSettings
+from datatrove_ckpt.generation.export.tracking import no_tracking_left
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+from tests.pages import ROOT
+from tests.unit.test_metrics import waited_for
+
+mlflow_tracking = pytest.importorskip("mlflow.tracking")
+pytest.importorskip("wandb")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(exporter, "_DONE_SECONDS", 120.0)  # importing MLflow takes long on a busy machine
+    monkeypatch.setattr(exporter, "_STOPPED_SECONDS", 120.0)
+    with no_tracking_left():
+        yield
+
+
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: 2
+    workers: 2
+    logging_dir: {folder}/logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {{data_folder: {folder}/documents}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {{class_path: PromptRollout, init_args: {{prompt: "Summarise: {{text}}"}}}}
+          config:
+            server_type: endpoint
+            endpoint_url: "{url}"
+            model_name_or_path: fake
+            api_key_env: KEY_OF_TEST
+            max_concurrent_generations: 2
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {{output_folder: {folder}/output, output_filename: "${{rank}}_${{chunk_index}}.jsonl"}}
+          checkpoints_local_dir: {folder}/checkpoints
+          records_per_chunk: 2
+          drain_seconds: 0
+          monitoring: {{run_name: books, mlflow_uri: {folder}/runs, mlflow_experiment: texts}}
+"""
+
+
+def runs_of(folder: Path, monkeypatch: pytest.MonkeyPatch, experiment: str = "texts") -> tuple[Any, list[Any]]:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = mlflow_tracking.MlflowClient(folder.as_uri())
+    found = client.get_experiment_by_name(experiment)
+    return client, [] if found is None else client.search_runs([found.experiment_id])
+
+
+def test_a_job_that_is_killed_and_stopped_is_one_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "canary-of-a-key")
+    (tmp_path / "documents").mkdir()
+    for name in "ab":
+        lines = (f'{{"text": "{name}{number}", "id": "{name}{number}"}}\n' for number in range(20))
+        (tmp_path / f"documents/{name}.jsonl").write_text("".join(lines))
+    with FakeServer() as server:
+        (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path, url=server.url))
+        command = [sys.executable, "-m", "datatrove_ckpt", "run", str(tmp_path / "job.yaml")]
+        for attempt, number in enumerate((signal.SIGKILL, signal.SIGTERM, None)):
+            server._hold_after = None if number is None else len(server.payloads) + 9
+            with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+                if number is not None:
+                    waited_for(lambda: len(server.payloads) >= server._hold_after + 1)
+                    if attempt:  # the process that sends has found the run again
+                        waited_for(lambda: runs_of(tmp_path / "runs", monkeypatch)[1][0].info.status == "RUNNING")
+                    else:
+                        waited_for(lambda: runs_of(tmp_path / "runs", monkeypatch)[1])
+                    process.send_signal(number)
+                assert process.wait(100) == {None: 0, signal.SIGKILL: -9, signal.SIGTERM: 143}[number]
+    client, runs = runs_of(tmp_path / "runs", monkeypatch)
+    (run,) = runs
+    assert (run.info.run_name, run.info.status) == ("books", "FINISHED")
+    assert run.data.params["config.model_name_or_path"] == "fake"
+    assert run.data.params["config.api_key_env"] == "KEY_OF_TEST"
+    assert run.data.params["run.tasks"] == "2"
+    metrics = run.data.metrics
+    assert (metrics["documents"], metrics["documents_written"], metrics["ranks_done"]) == (40, 40, 2)
+    last = [read_history(rank_folder(tmp_path / "checkpoints", rank) / HISTORY).last for rank in (0, 1)]
+    assert metrics["chunks"] == sum(one.chunks for one in last if one is not None) == 20
+    assert metrics["completion_tokens"] == sum(one.total.completion_tokens for one in last if one is not None)
+    assert [metrics[f"rank_0000{rank}/documents"] for rank in (0, 1)] == [20, 20]
+    points = client.get_metric_history(run.info.run_id, "documents")
+    assert [point.value for point in points] == sorted(point.value for point in points)
+    assert len({point.timestamp for point in points}) == len(points)
+    for path in (tmp_path / "runs").rglob("*"):
+        assert not path.is_file() or b"canary" not in path.read_bytes(), path
+
+
+# Stops where the run has its folder and not yet its tag, until somebody opens the pipe, and says when it would end.
+HALF_MADE = """
+import sys
+import mlflow.store.tracking.file_store as store
+from datatrove_ckpt.generation.export import tracker
+set_tag = store.FileStore.set_tag
+def set_it(self, run_id, tag):
+    if tag.key == "datatrove_ckpt.job":
+        print("half made", file=sys.stderr, flush=True)
+        open(sys.argv[1]).close()
+    set_tag(self, run_id, tag)
+class Making:
+    def acquire(self, timeout, making=tracker.MAKING):
+        print("would end", file=sys.stderr, flush=True)
+        return making.acquire(timeout=timeout)
+store.FileStore.set_tag, tracker.MAKING = set_it, Making()
+tracker.main()
+"""
+PARENT = 'exec 3<&0; "$@" <&3 & wait'
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["its input ends", "its parent is killed"])
+def test_a_run_of_mlflow_that_is_half_made_is_made_whole(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobSettings(str(tmp_path), "id", "books", 1, mlflow_uri=(tmp_path / "runs").as_uri())
+    rank_folder(tmp_path, 0).mkdir(parents=True)
+    HistoryLog(rank_folder(tmp_path, 0) / HISTORY, 1).append([Start(at=1000.0, attempt=1, host="node", pid=1)])
+    os.mkfifo(tmp_path / "pipe")
+    command = ["sh", "-c", PARENT, "sh", sys.executable, "-c", HALF_MADE, str(tmp_path / "pipe")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stderr is not None
+        parent.stdin.write(orjson.dumps(asdict(job)) + b"\n")
+        parent.stdin.flush()
+        said = (line for line in parent.stderr if line in (b"half made\n", b"would end\n"))
+        assert next(said) == b"half made\n"
+        if killed:
+            parent.kill()
+        else:
+            parent.stdin.close()
+        assert next(said) == b"would end\n"
+        (tmp_path / "pipe").open("w").close()
+        assert list(said) == []
+    _, (run,) = runs_of(tmp_path / "runs", monkeypatch, job.mlflow_experiment)
+    assert run.data.tags["datatrove_ckpt.job"] == "id"
+
+
+def test_a_report_is_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datatrove_ckpt.generation.export.tracked_runs import MlflowRun
+
+    report = tmp_path / "report.html"
+    report.write_text("the report")
+    run = MlflowRun(JobSettings(str(tmp_path), "id", "books", 1, mlflow_uri=(tmp_path / "runs").as_uri()), 1000.0)
+    run.attach(report)
+    (shown,) = (tmp_path / "runs").rglob("report.html")
+    assert shown.read_text() == "the report"
+
+
+def test_a_setting_that_changed_is_a_tag_and_a_job_that_started_over_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datatrove_ckpt.generation.export.job_points import Point
+    from datatrove_ckpt.generation.export.tracked_runs import MlflowRun
+
+    def job(temperature: str) -> JobSettings:
+        uri = (tmp_path / "runs").as_uri()
+        return JobSettings(str(tmp_path), "id", "books", 1, mlflow_uri=uri, parameters={"temperature": temperature})
+
+    first = MlflowRun(job("0"), 1000.0)
+    first.send([Point(1060.0, {"documents": 1.0})])
+    second = MlflowRun(job("0.5"), 1000.0)
+    assert second.sent_until == 1060
+    second.send([Point(1060.0, {"documents": 9.0}), Point(1120.0, {"documents": 2.0})])
+    second.set_status("FINISHED")
+    _, (run,) = runs_of(tmp_path / "runs", monkeypatch, "datatrove-ckpt")
+    assert (run.data.params["temperature"], run.data.tags["changed.temperature"]) == ("0", "0.5")
+    assert run.data.metrics["documents"] == 2
+    MlflowRun(job("0"), 1100.0)  # a rank that was late
+    assert len(runs_of(tmp_path / "runs", monkeypatch, "datatrove-ckpt")[1]) == 1
+    MlflowRun(job("0"), 5000.0)
+    assert len(runs_of(tmp_path / "runs", monkeypatch, "datatrove-ckpt")[1]) == 2
+
+
+def test_a_server_that_never_answers_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(exporter, "_DONE_SECONDS", 1.0)
+    with FakeServer() as server, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        settings = MonitoringConfig(mlflow_uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for rank in range(2):
+            runner(tmp_path, server, monitoring=settings).run(documents(2), rank, 2)
+    assert len([line for line in log if line.startswith("SUCCESS")]) == 2
+    assert len([line for line in log if line.startswith("WARNING") and "MLflow" in line]) == 1
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """Of a file in the format of LevelDB's log, after W&B's head of 7 bytes. Long records are divided at 32 kB."""
+    at, found = 7, b""
+    while at < len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        found += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield found
+            found = b""
+
+
+def test_wandb_takes_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "canaryofakey" + 28 * "0")
+    settings = MonitoringConfig(run_name="books", wandb_project="team/texts")
+    with FakeServer() as server:
+        runner(tmp_path, server, monitoring=settings).run(documents(4))
+    (file,) = (tmp_path / "checkpoints/wandb").rglob("*.wandb")
+    records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file.read_bytes())]
+    (run,) = (record.run for record in records if record.HasField("run"))
+    assert (run.display_name, run.project, run.entity) == ("books", "texts", "team")
+    assert "config.model_name_or_path" in {item.key for item in run.config.update}
+    values = {
+        item.key or "/".join(item.nested_key): item.value_json
+        for record in records
+        if record.HasField("history")
+        for item in record.history.item
+    }
+    assert (float(values["documents"]), float(values["ranks_done"])) == (4, 1)
+    assert [record for record in records if record.HasField("exit")]
+    for path in (tmp_path / "checkpoints/wandb").rglob("*"):
+        assert path.is_symlink() or path.stat().st_mode & 0o077 == 0, path
+        assert not path.is_file() or b"canary" not in path.read_bytes(), path
+    assert [line for line in log if "monitoring" in line] == []
+    assert os.environ["WANDB_API_KEY"]

@@ -1,0 +1,452 @@
+"""ReaderDataset in training loops: lengths, epochs, states that do not lie, other numbers of ranks and workers.
+
+Needs torch and torchdata: ``uv pip install -e .[torch]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import JsonlReader, ParquetReader
+from datatrove_ckpt.torch import ReaderDataset, gather, merge, restore
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+SIZES = [30, 11, 25, 31]
+TEXTS = [f"text {i}" for i in range(sum(SIZES))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Four Parquet files in small row groups."""
+    path, first = tmp_path / "input", 0
+    path.mkdir()
+    for number, size in enumerate(SIZES):
+        pq.write_table(pa.table({"text": TEXTS[first : first + size]}), path / f"{number}.parquet", row_group_size=6)
+        first += size
+    return path.as_posix()
+
+
+def dataset(folder: str, rank: int = 0, ranks: int = 1, **options: Any) -> ReaderDataset:
+    return ReaderDataset(ParquetReader(folder), rank, ranks, **({"shuffle_seed": 1} | options))
+
+
+def loader(folder: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
+    return StatefulDataLoader(dataset(folder, rank, ranks, **options), batch_size=4, num_workers=workers)
+
+
+def texts(batches: Any) -> list[str]:
+    return [text for batch in batches for text in batch["text"]]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """A file of all warnings, those of workers included."""
+    path = tmp_path / "log"
+    sink = logger.add(path, format="{message}", level="WARNING")
+    yield path
+    logger.remove(sink)
+
+
+# Lengths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("even", [None, "drop", "repeat"])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_the_length_is_what_comes(folder: str, ranks: int, even: Any) -> None:
+    for options in ({}, {"sharding": "files"}, {"sharding": "rows", "shuffle_seed": None}):
+        loaders = [loader(folder, 0, rank, ranks, even=even, batch_size=4, **options) for rank in range(ranks)]
+        for one in loaders:
+            batches = list(one)
+            assert len(texts(batches)) == len(one.dataset)
+            assert len(batches) == len(one)
+        lengths = {len(one.dataset) for one in loaders}
+        assert max(lengths) - min(lengths) <= (even is None)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_number_of_batches_is_exact_with_workers_if_the_batch_size_is_known(folder: str, workers: int) -> None:
+    one = loader(folder, workers, batch_size=4)
+    assert len(list(one)) == len(one) == 25
+
+
+def test_what_is_not_counted_has_no_length(folder: str) -> None:
+    with pytest.raises(TypeError, match="has no length"):
+        len(dataset(folder, indexed=False))
+    with pytest.raises(ConfigError, match="even and columns need the number of rows"):
+        dataset(folder, indexed=False, even="drop")
+    assert sorted(texts(loader(folder, indexed=False))) == sorted(TEXTS)
+
+
+def test_a_readers_own_seed_shuffles_too(folder: str) -> None:
+    reader = ParquetReader(folder, shuffle_seed=1)
+    orders = [[sample["text"] for sample in ReaderDataset(reader, shuffle_seed=seed)] for seed in (None, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != TEXTS
+
+
+def test_columns_give_dicts(folder: str) -> None:
+    assert sorted(row["text"] for row in dataset(folder, columns=["text"])) == sorted(TEXTS)
+
+
+# States that do not lie --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None, indexed: bool) -> None:
+    options: dict[str, Any] = {"shuffle_seed": seed, "indexed": indexed}
+    first = dataset(folder, **options)
+    state = json.loads(json.dumps(first.state_dict()))
+    whole = [sample["text"] for sample in first]
+    other = dataset(folder, **options)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert [sample["text"] for sample in other] == whole
+    for workers in (0, 2):
+        before = loader(folder, workers, **options)
+        state = before.state_dict()
+        after = loader(folder, workers, **options)
+        after.load_state_dict(state)
+        assert texts(after) == texts(before)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_plain_loader_with_workers_is_told_of_the_stateful_one(folder: str, seed: int | None, indexed: bool) -> None:
+    mine = dataset(folder, shuffle_seed=seed, indexed=indexed)
+    batches = iter(DataLoader(mine, batch_size=4, num_workers=2))
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(ConfigError, match=r"StatefulDataLoader of torchdata.*loader\.state_dict"):
+        mine.state_dict()
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_dataset_that_is_read_goes_to_workers_that_are_not_forked(folder: str, indexed: bool) -> None:
+    mine = dataset(folder, indexed=indexed)
+    next(iter(mine))
+    copy = pickle.loads(pickle.dumps(mine))
+    assert [sample["text"] for sample in copy] == [sample["text"] for sample in mine]
+
+
+def test_a_plain_loader_without_workers_resumes(folder: str) -> None:
+    whole = texts(DataLoader(dataset(folder), batch_size=4))
+    mine = dataset(folder)
+    taken = texts(itertools.islice(DataLoader(mine, batch_size=4), 5))
+    for workers in (0, 2):
+        other = dataset(folder)
+        other.load_state_dict(mine.state_dict())
+        rest = texts(DataLoader(other, batch_size=4, num_workers=workers))
+        assert sorted(taken + rest) == sorted(TEXTS)
+        assert workers or taken + rest == whole
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_of_another_epoch_is_refused(folder: str, workers: int, indexed: bool) -> None:
+    one = loader(folder, workers, indexed=indexed)
+    next(iter(one))
+    state = one.state_dict()
+    other = loader(folder, workers, indexed=indexed)
+    other.load_state_dict(state)
+    other.dataset.set_epoch(4)
+    with pytest.raises(CheckpointMismatch, match=r"of epoch 0, and set_epoch\(4\) was called.*epochs at 0"):
+        list(other)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("at", ["last batch", "end"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at: str, indexed: bool) -> None:
+    def epochs(first: int, state: Any = None) -> list[list[str]]:
+        one = loader(folder, workers, indexed=indexed)
+        if state is not None:
+            one.load_state_dict(state)
+        found = []
+        for epoch in range(first, 3):
+            one.dataset.set_epoch(epoch)
+            found.append(texts(one))
+        return found
+
+    whole = epochs(0)
+    one = loader(folder, workers, indexed=indexed)
+    one.dataset.set_epoch(0)
+    for _ in one:
+        state = one.state_dict()
+    if at == "end":
+        state = one.state_dict()
+    if at == "last batch":
+        assert epochs(0, state) == [[], *whole[1:]]
+    else:  # torchdata would begin a finished loader again
+        with pytest.raises(CheckpointMismatch, match="all of the epoch would come again"):
+            epochs(0, state)
+    if at == "end" or workers:
+        try:
+            first, second = epochs(1, state)
+            assert sorted(first) == sorted(whole[1]), "torchdata goes on with the worker whose turn it is"
+            assert second == whole[2]
+        except CheckpointMismatch:  # a reader without an index does not know at the last sample that it is the last
+            assert not indexed
+            assert at == "last batch"
+
+
+def test_the_state_of_the_last_batch_does_not_skip_the_next_epoch_unseen(folder: str) -> None:
+    """torchdata keeps that the dataset has ended in a short batch, and then asks it for nothing."""
+    one = loader(folder)
+    one.dataset.set_epoch(0)
+    for _ in one:
+        state = one.state_dict()
+    other = loader(folder)
+    other.load_state_dict(state)
+    other.dataset.set_epoch(1)
+    assert texts(other) == []
+    with pytest.raises(CheckpointMismatch, match=r"Epoch 1 gave no sample.*loop of epochs at 0"):
+        other.dataset.set_epoch(2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_forgotten_set_epoch_warns_once(folder: str, workers: int, log: Path) -> None:
+    one = loader(folder, workers)
+    for _ in range(4):
+        list(one)
+    assert log.read_text().count("Epoch 0 begins again, in the same order as before. Call set_epoch") == 1
+
+
+def test_set_epoch_and_a_resume_do_not_warn(folder: str, log: Path) -> None:
+    one = loader(folder, 2)
+    for epoch in range(3):
+        one.dataset.set_epoch(epoch)
+        list(one)
+    for _ in range(2):
+        other = loader(folder)
+        next(iter(other))
+        resumed = loader(folder)
+        resumed.load_state_dict(other.state_dict())
+        list(resumed)
+    assert log.read_text() == ""
+
+
+def test_another_number_of_workers_is_refused_in_our_words(folder: str) -> None:
+    one = loader(folder, 2)
+    next(iter(one))
+    for workers in (1, 3):
+        other = loader(folder, workers)
+        other.load_state_dict(one.state_dict())
+        with pytest.raises(CheckpointMismatch, match=rf"num_workers=2.*num_workers={workers}.*restore\(loader"):
+            list(other)
+
+
+def test_a_state_for_running_workers_is_refused(folder: str) -> None:
+    mine = dataset(folder)
+    one = DataLoader(mine, batch_size=4, num_workers=1, persistent_workers=True)
+    state = mine.state_dict()
+    list(one)
+    mine.load_state_dict(state)
+    mine.set_epoch(0)
+    with pytest.raises(ConfigError, match="after the loader had started its workers"):
+        list(one)
+
+
+# Another number of ranks and workers ---------------------------------------------------------------------------------
+
+
+def stopped(folder: str, ranks: int, workers: int, steps: int, **options: Any) -> tuple[Counter[str], list[Any]]:
+    """What was read up to a step of epoch 2, and the states of the ranks."""
+    read, states = Counter[str](), []
+    for rank in range(ranks):
+        one = loader(folder, workers, rank, ranks, **options)
+        one.dataset.set_epoch(2)
+        read.update(texts(itertools.islice(one, steps)))
+        states.append(one.state_dict())
+    return read, states
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"sharding": "files"}])
+@pytest.mark.parametrize(("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))])
+def test_nothing_comes_twice_or_is_left_out(
+    folder: str, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], options: dict[str, Any]
+) -> None:
+    read, states = stopped(folder, *before, 3, **options)
+    files = [tmp_path / f"{number}.pt" for number in range(before[0])]
+    for state, file in zip(states, files, strict=True):
+        torch.save(state, file)
+    for rank in range(after[0]):
+        one = loader(folder, after[1], rank, after[0], **options)
+        assert restore(one, files) == 2
+        one.dataset.set_epoch(2)
+        read.update(texts(one))
+        one.dataset.set_epoch(3)
+        assert len(texts(one)) == len(one.dataset), "the next epoch is whole"
+    assert read == Counter(TEXTS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_topology_gets_the_same_batches(folder: str, workers: int) -> None:
+    for rank in range(2):
+        one = loader(folder, workers, rank, 2)
+        one.dataset.set_epoch(2)
+        batches = iter(one)
+        for _ in range(3):
+            next(batches)
+        if rank == 0:
+            _, states = stopped(folder, 2, workers, 3)
+        other = loader(folder, workers, rank, 2)
+        restore(other, states)
+        assert texts(other) == texts(batches)
+
+
+def test_global_batches_stay_the_same_when_the_ranks_change(folder: str) -> None:
+    def global_batches(ranks: int, states: Any = None) -> list[set[str]]:
+        parts = []
+        for rank in range(ranks):
+            one = StatefulDataLoader(dataset(folder, rank, ranks, batch_size=12 // ranks), batch_size=12 // ranks)
+            if states:
+                restore(one, states)
+            parts.append([set(batch["text"]) for batch in one])
+        return [set().union(*step) for step in itertools.zip_longest(*parts, fillvalue=set())]
+
+    whole = global_batches(1)
+    assert global_batches(2) == global_batches(4) == whole
+    states = []
+    for rank in range(2):
+        one = StatefulDataLoader(dataset(folder, rank, 2, batch_size=6), batch_size=6)
+        list(itertools.islice(one, 3))
+        states.append(one.state_dict())
+    assert global_batches(3, states) == global_batches(4, states) == whole[3:]
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("at", ["last batch", "end"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(
+    folder: str, workers: int, at: str, indexed: bool
+) -> None:
+    whole = loader(folder, workers, indexed=indexed)
+    whole.dataset.set_epoch(3)
+    wanted = texts(whole)
+    one = loader(folder, workers, indexed=indexed)
+    one.dataset.set_epoch(2)
+    for _ in one:
+        state = one.state_dict()
+    other = loader(folder, workers, indexed=indexed)
+    epoch = restore(other, [one.state_dict() if at == "end" else state])
+    if not indexed and at == "last batch":
+        assert epoch in (2, 3), "a worker without an index may not know that this was its last sample"
+    else:
+        assert epoch == 3
+    seen = []
+    for number in range(epoch, 4):
+        other.dataset.set_epoch(number)
+        seen += texts(other)
+    assert seen == wanted
+
+
+def test_a_missing_rank_is_named(folder: str) -> None:
+    _, states = stopped(folder, 2, 0, 2)
+    with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
+        restore(loader(folder), states[:1])
+    with pytest.raises(ConfigError, match=r"needs a loader of a ReaderDataset, and this one has a list"):
+        restore(StatefulDataLoader([1]), states)
+
+
+def _gather(rank: int, folder: str, address: str, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
+    one = loader(folder, 0, rank, 2)
+    one.dataset.set_epoch(2)
+    read = texts(itertools.islice(one, 3))
+    results.put((read, gather(one.state_dict())))
+    dist.destroy_process_group()
+
+
+def test_states_are_gathered_with_torch_distributed(folder: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_gather, args=(rank, folder, str(tmp_path / "meet"), results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = [results.get() for _ in ranks]
+    for process in ranks:
+        process.join()
+    (read, state), (more, same) = found
+    assert state == same == merge(stopped(folder, 2, 0, 3)[1])
+    one = loader(folder, 0)
+    assert restore(one, [state]) == 2
+    assert sorted(read + more + texts(one)) == sorted(TEXTS)
+    assert gather(state) == state, "one process"
+
+
+# Files, logs, earlier releases ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_file_that_is_gone_or_new_is_named_before_anything_is_read(folder: str, indexed: bool) -> None:
+    def resume() -> None:
+        resumed = loader(folder, 0, indexed=indexed, shuffle_seed=None)
+        resumed.load_state_dict(state)
+        list(resumed)
+
+    one = loader(folder, 0, indexed=indexed, shuffle_seed=None)
+    next(iter(one))
+    state = one.state_dict()
+    last, away = Path(folder, "3.parquet"), Path(folder).parent / "kept"
+    last.rename(away)
+    with pytest.raises(CheckpointMismatch, match=r"'3\.parquet' is gone"):
+        resume()
+    away.rename(last)
+    Path(folder, "4.parquet").write_bytes(last.read_bytes())
+    with pytest.raises(CheckpointMismatch, match=r"'4\.parquet' is new") as caught:
+        resume()
+    assert "checkpoints_local_dir" not in str(caught.value)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_there_is_no_line_for_each_file(folder: str, capfd: Any, indexed: bool) -> None:
+    logged: list[str] = []
+    sink = logger.add(logged.append, format="{message}", level="INFO")
+    list(loader(folder, 0, indexed=indexed))
+    logger.remove(sink)
+    assert [line for line in logged if ".parquet" in line] == []
+
+
+SEED_OF_EPOCH_0 = 4886006158694734  # which release 0.1 gave to the reader for shuffle_seed=1
+
+
+def test_a_state_of_an_earlier_release_resumes_in_its_own_order(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10)))
+    reader = JsonlReader(tmp_path.as_posix())
+    reader.shuffle_seed = SEED_OF_EPOCH_0
+    documents = reader.shard(0, 1)
+    taken = [next(documents).text for _ in range(4)]
+    state = {"shuffle_seed": 1, "epoch": 0, "reader": reader.state_dict()}
+    resumed = ReaderDataset(JsonlReader(tmp_path.as_posix()), shuffle_seed=1)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    rest = [sample["text"] for sample in resumed]
+    assert rest == [document.text for document in documents]
+    assert sorted(taken + rest, key=int) == [str(i) for i in range(10)]
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 10
+    other = ReaderDataset(JsonlReader(tmp_path.as_posix()), 0, 2, shuffle_seed=1)
+    other.load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="share 0 of 1, and this is rank 0 of world_size=2"):
+        list(other)

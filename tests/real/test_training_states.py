@@ -1,0 +1,299 @@
+"""States of training loops that cannot be right: all are refused by name, and none gives samples twice.
+
+Needs torch and torchdata: ``uv pip install -e .[torch]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from loguru import logger
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import JsonlReader, ParquetReader
+from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, gather, merge, restore
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+TEXTS = [f"text {i}" for i in range(100)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    path = tmp_path / "input"
+    path.mkdir()
+    for number in range(4):
+        pq.write_table(pa.table({"text": TEXTS[number::4]}), path / f"{number}.parquet", row_group_size=6)
+    return path.as_posix()
+
+
+def text(document: Any) -> str:
+    return str(document.text)
+
+
+def dataset(folder: str, rank: int = 0, ranks: int = 1, **options: Any) -> ReaderDataset:
+    changed: dict[str, Any] = {"shuffle_seed": 1, "batch_size": 4, "transform": text} | options
+    return ReaderDataset(ParquetReader(folder), rank, ranks, **changed)
+
+
+def loader(folder: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
+    return StatefulDataLoader(dataset(folder, rank, ranks), 4, num_workers=workers, collate_fn=list, **options)
+
+
+def take(batches: Any, count: int | None = None) -> list[str]:
+    return [one for batch in itertools.islice(batches, count) for one in batch]
+
+
+# Snapshots that are older than the state -------------------------------------------------------------------------
+
+
+def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder: str) -> None:
+    """torchdata keeps the workers' states of the snapshot, and how many batches it gave since."""
+    saving = loader(folder, 2, snapshot_every_n_steps=4)
+    read = take(iter(saving), 6)
+    state = saving.state_dict()
+    same = loader(folder, 2)
+    restore(same, [state])
+    assert Counter(read + take(same)) == Counter(TEXTS)
+    expected = "2 steps after its snapshot.*snapshot_every_n_steps=1"
+    with pytest.raises(CheckpointMismatch, match=expected):
+        merge([state])
+    with pytest.raises(CheckpointMismatch, match=expected):
+        gather({"loader": state})
+    for workers in (0, 1, 3):
+        with pytest.raises(CheckpointMismatch, match=expected):
+            restore(loader(folder, workers), [state])
+
+
+def test_a_state_of_a_snapshot_itself_goes_to_any_topology(folder: str) -> None:
+    saving = loader(folder, 2, snapshot_every_n_steps=3)
+    read = take(iter(saving), 6)
+    other = loader(folder, 3)
+    restore(other, [saving.state_dict()])
+    assert Counter(read + take(other)) == Counter(TEXTS)
+
+
+def test_an_end_between_two_snapshots_is_the_end(folder: str) -> None:
+    saving = loader(folder, 2, snapshot_every_n_steps=7)
+    assert len(take(saving)) == 100
+    state = saving.state_dict()
+    assert state["_steps_since_snapshot"]
+    assert restore(loader(folder, 2), [state]) == restore(loader(folder, 3), [state]) == 1
+
+
+# Wrappers belong to their rank -----------------------------------------------------------------------------------
+
+
+def rows(folder: str, rank: int = 0, ranks: int = 1, seed: int = 1) -> ReaderDataset:
+    as_tokens: dict[str, Any] = {
+        "batch_size": None,
+        "transform": lambda one: list(one.text.encode()),
+        "shuffle_seed": seed,
+    }
+    return dataset(folder, rank, ranks, **as_tokens)
+
+
+def pack(folder: str, rank: int = 0, ranks: int = 1) -> Pack:
+    return Pack(rows(folder, rank, ranks), 50)
+
+
+def mix(folder: str, rank: int = 0, ranks: int = 1) -> Mix:
+    return Mix([rows(folder, rank, ranks, seed) for seed in (1, 2)], [1, 1], at_end="drop")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", [pack, mix, lambda *place: Pack(mix(*place), 50)])
+def test_a_wrappers_state_of_one_rank_is_refused_on_two(folder: str, make: Any, workers: int) -> None:
+    """Of the dataset alone such a state is one of all ranks. But tokens without a sample are of this rank."""
+
+    def loader_of(*place: int) -> Any:
+        return StatefulDataLoader(make(folder, *place), 4, num_workers=workers, collate_fn=list)
+
+    saving = loader_of()
+    take(iter(saving), 3)
+    state = saving.state_dict()
+    for rank in (0, 1):
+        other = loader_of(rank, 2)
+        with pytest.raises(CheckpointMismatch, match=f"rank 0 of 1, and this is rank {rank} of 2"):  # noqa: PT012
+            other.load_state_dict(state)
+            next(iter(other))
+    same = loader_of()
+    same.load_state_dict(state)
+    next(iter(same))
+
+
+# Two iterations over one dataset ---------------------------------------------------------------------------------
+
+
+def test_two_iterations_at_once_have_no_state(folder: str) -> None:
+    """The dataset has one position, and the loaders ask it for theirs."""
+    train = loader(folder)
+    batches = iter(train)
+    read = take(batches, 5)
+    state = train.state_dict()
+    other = StatefulDataLoader(train.dataset, batch_size=4, collate_fn=list)
+    others = iter(other)
+    take(others, 2)
+    for one in (train, other, train.dataset):
+        with pytest.raises(ConfigError, match=r"two iterations.*dataset of its own"):
+            one.state_dict()
+    del others, other
+    with pytest.raises(ConfigError, match="two iterations"):
+        train.state_dict()  # the dataset's position is still that of the other one
+    read += take(batches)
+    resumed = loader(folder)
+    restore(resumed, [state])
+    assert Counter(read) == Counter(take(iter(loader(folder)), 5) + take(resumed)) == Counter(TEXTS)
+
+
+def test_a_peek_at_the_first_batch_changes_no_state(folder: str) -> None:
+    train = loader(folder)
+    next(iter(train))
+    batches = iter(train)
+    read = take(batches, 5)
+    resumed = loader(folder)
+    restore(resumed, [train.state_dict()])
+    assert Counter(read + take(resumed)) == Counter(TEXTS)
+
+
+def test_an_iteration_that_was_left_is_forgotten(folder: str) -> None:
+    train = loader(folder)
+    for _ in train:
+        break
+    read = take(iter(train), 5)
+    for end in (train.state_dict(), None):
+        if end is not None:
+            train.load_state_dict(end)
+            read += take(train)
+    assert Counter(read) == Counter(TEXTS)
+    finished = iter(train.dataset)
+    assert len(list(finished)) == 100
+    next(iter(train.dataset))
+    train.dataset.state_dict()
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_an_iteration_that_goes_on_after_another_has_begun_has_no_state(folder: str, indexed: bool) -> None:
+    one = dataset(folder, indexed=indexed)
+    first = iter(one)
+    next(first)
+    second = iter(one)
+    next(second)
+    with pytest.raises(ConfigError, match="two iterations"):
+        one.state_dict()
+    one.load_state_dict(dataset(folder, indexed=indexed).state_dict())
+    one.state_dict()
+
+
+@pytest.mark.parametrize("wrap", [lambda one: Mix([one, one], [1, 1]), lambda one: Mix([one, Pack(one, 5)], [1, 1])])
+def test_a_mix_of_one_dataset_with_itself_is_refused(folder: str, wrap: Any) -> None:
+    with pytest.raises(ConfigError, match=r"twice.*dataset of its own"):
+        wrap(dataset(folder))
+
+
+def test_two_iterations_of_a_pack_have_no_state(folder: str) -> None:
+    packed = pack(folder)
+    first, second = iter(packed), iter(packed)
+    next(first), next(second)
+    with pytest.raises(ConfigError, match="two iterations"):
+        packed.state_dict()
+
+
+# States of different steps ---------------------------------------------------------------------------------------
+
+
+def saved(make: Any, ranks: int, steps: list[int]) -> list[tuple[list[str], Any]]:
+    """For each rank what it read up to its step, and its state."""
+    found = []
+    for rank, count in enumerate(steps):
+        one = make(rank, ranks)
+        found.append((take(iter(one), count), one.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_of_different_steps_are_refused(folder: str, workers: int) -> None:
+    def make(rank: int, ranks: int) -> Any:
+        return loader(folder, workers, rank, ranks)
+
+    expected = r"not saved at the same step: rank 0 had 12 samples, rank 1 had 24"
+    states = [state for _, state in saved(make, 2, [3, 6])]
+    with pytest.raises(CheckpointMismatch, match=expected):
+        merge(states)
+    for rank in (0, 1):
+        with pytest.raises(CheckpointMismatch, match=expected):
+            restore(make(rank, 2), states)
+
+
+@pytest.mark.parametrize("ends", [[12, 13], [13, 12], [9, 9], [0, 0]])
+def test_states_of_one_step_are_merged_also_at_the_end(folder: str, ends: list[int]) -> None:
+    """50 rows each: the ranks end after 13 batches."""
+    found = saved(lambda rank, ranks: loader(folder, 0, rank, ranks), 2, ends)
+    other = loader(folder, 2)
+    restore(other, [state for _, state in found])
+    assert Counter([*found[0][0], *found[1][0], *take(other)]) == Counter(TEXTS)
+
+
+@pytest.mark.parametrize("columns", [None, ["text"]])
+def test_damaged_lines_are_no_difference_between_steps(tmp_path: Path, columns: Any) -> None:
+    """Rank 1 reads over many of them in each of its batches."""
+    (tmp_path / "a.jsonl").write_text(
+        "".join("{damaged\n" if number % 4 == 1 else f'{{"text": "{number}"}}\n' for number in range(120))
+    )
+
+    def make(rank: int, ranks: int) -> Any:
+        as_text = None if columns is None else lambda row: row["text"]
+        one = ReaderDataset(
+            JsonlReader(tmp_path.as_posix()), rank, ranks, transform=as_text, columns=columns, batch_size=4
+        )
+        return StatefulDataLoader(one, 4, collate_fn=as_texts)
+
+    found = saved(make, 2, [5, 5])
+    states = [state for _, state in found]
+    again = []
+    for rank in (0, 1):
+        same = make(rank, 2)
+        restore(same, states)
+        again.append((take(iter(same), 1), same.state_dict()))
+    other = make(0, 1)
+    restore(other, [state for _, state in again])
+    read = Counter([*found[0][0], *found[1][0], *again[0][0], *again[1][0], *take(other)])
+    assert read == Counter(str(number) for number in range(120) if number % 4 != 1)
+
+
+def as_texts(batch: list[Any]) -> list[str]:
+    return [one["text"] if isinstance(one, dict) else one for one in batch]
+
+
+def test_without_a_batch_size_different_steps_are_a_warning(folder: str) -> None:
+    def make(rank: int, ranks: int) -> Any:
+        return StatefulDataLoader(dataset(folder, rank, ranks, batch_size=None), 4, collate_fn=list)
+
+    lines: list[str] = []
+    sink = logger.add(lambda line: lines.append(str(line)), format="{message}", level="WARNING")
+    try:
+        merge([state for _, state in saved(make, 2, [5, 5])])
+        merge([state for _, state in saved(make, 2, [12, 13])])
+        assert not lines
+        merge([state for _, state in saved(make, 2, [5, 6])])
+    finally:
+        logger.remove(sink)
+    assert "rank 0 had 20 samples, rank 1 had 24" in lines[0]
+
+
+def test_counted_states_are_refused_without_counted_rows(folder: str) -> None:
+    saving = loader(folder)
+    take(iter(saving), 2)
+    uncounted = StatefulDataLoader(dataset(folder, indexed=False), 4, collate_fn=list)
+    with pytest.raises(CheckpointMismatch, match=r"rows were counted\. Resume with indexed=True"):
+        restore(uncounted, [saving.state_dict()])

@@ -1,0 +1,136 @@
+"""``Pack`` and ``Mix`` around ``ReaderDataset``, in torchdata's loader with workers, over several ranks and epochs.
+
+Needs torch and torchdata: ``uv pip install -e .[torch]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datatrove.data import Document
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import assert_resume_is_exact
+from datatrove_ckpt.torch import Mix, Pack, ReaderDataset
+from tests.pages import torch_example, torch_examples
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+ROWS = {"web": 60, "code": 25}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two sources of three files. Row i of a source has i % 7 + 1 tokens, all of which tell source and row."""
+    for number, (name, rows) in enumerate(ROWS.items()):
+        (tmp_path / name).mkdir()
+        for file in range(3):
+            lines = [f'{{"text": "{(number + 1) * 1000 + i}"}}\n' for i in range(file, rows, 3)]
+            (tmp_path / name / f"{file}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def tokens(document: Document) -> dict[str, list[int]]:
+    row = int(document.text)
+    return {"input_ids": [row] * (row % 7 + 1)}
+
+
+def sources(folder: Path, rank: int = 0, ranks: int = 1) -> list[ReaderDataset]:
+    return [
+        ReaderDataset(JsonlReader((folder / name).as_posix()), rank, ranks, shuffle_seed=seed, transform=tokens)
+        for seed, name in enumerate(ROWS)
+    ]
+
+
+def packed(folder: Path, rank: int, ranks: int, at_end: Any) -> Pack:
+    mix = Mix(sources(folder, rank, ranks), [0.7, 0.3], seed=5, at_end=at_end)
+    return Pack(mix, 8, pad=0, positions=True)
+
+
+@pytest.mark.parametrize("at_end", ["drop", "repeat"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_packed_mixtures_resume_under_workers_in_every_epoch(folder: Path, workers: int, at_end: str) -> None:
+    def make() -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(packed(folder, 0, 1, at_end), batch_size=3, num_workers=workers)
+
+    report = assert_resume_is_exact(make, [1, 4, (2, 3), 12], epochs=2)
+    print(f"{workers} workers, at_end={at_end}: {report}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_and_workers_share_every_token_once(folder: Path, ranks: int) -> None:
+    seen: Counter[int] = Counter()
+    for rank in range(ranks):
+        for batch in StatefulDataLoader(packed(folder, rank, ranks, "drop"), batch_size=3, num_workers=2):
+            assert batch["input_ids"].shape[1:] == (8,)
+            assert batch["input_ids"].dtype == torch.int64
+            seen.update(batch["input_ids"].flatten().tolist())
+    del seen[0]
+    numbers = [(number + 1) * 1000 + i for number, rows in enumerate(ROWS.values()) for i in range(rows)]
+    assert seen == {row: row % 7 + 1 for row in numbers}
+
+
+def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder: Path) -> None:
+    def epochs(**options: Any) -> list[list[int]]:
+        loader = StatefulDataLoader(packed(folder, 0, 1, "repeat"), batch_size=3, num_workers=2, **options)
+        orders = []
+        for epoch in (0, 1, 0):
+            loader.dataset.set_epoch(epoch)
+            orders.append([token for batch in loader for token in batch["input_ids"].flatten().tolist()])
+        return orders
+
+    persistent = epochs(persistent_workers=True)
+    assert persistent[0] == persistent[2] != persistent[1]
+    assert persistent == epochs()
+
+
+def test_a_plain_loader_with_workers_gives_no_state_and_one_without_workers_does(folder: Path) -> None:
+    dataset = packed(folder, 0, 1, "drop")
+    assert isinstance(dataset, IterableDataset)
+    batches = iter(DataLoader(dataset, batch_size=3, num_workers=2))
+    next(batches)
+    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+        dataset.state_dict()
+    assert_resume_is_exact(lambda: DataLoader(packed(folder, 0, 1, "drop"), batch_size=3), [1, 2, (1, 1)])
+
+
+def test_a_state_of_another_number_of_workers_is_refused(folder: Path) -> None:
+    def make(workers: int) -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(packed(folder, 0, 1, "drop"), batch_size=3, num_workers=workers)
+
+    loader = make(2)
+    next(iter(loader))
+    state = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_1"]["dataset_state"]
+    dataset = packed(folder, 0, 1, "drop")
+    dataset.load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="worker 1 of 2, and this is worker 0 of 1"):
+        next(iter(dataset))
+
+
+def test_loaders_can_be_mixed_in_the_main_process(folder: Path) -> None:
+    def make() -> Mix:
+        loaders = [StatefulDataLoader(one, batch_size=4, num_workers=1, collate_fn=list) for one in sources(folder)]
+        return Mix(loaders, [1, 1], at_end="drop")
+
+    count = len(list(make()))
+    assert_resume_is_exact(make, [1, count // 2, count - 1], samples=lambda batch: batch)
+    assert len(list(itertools.islice(make(), 3))) == 3
+
+
+def test_the_example_in_the_docs_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (block,) = [block for block in torch_examples() if block != torch_example()]
+    (folder / "web").rename(folder / "documents")
+    monkeypatch.chdir(folder)
+    exec(compile(block.text, block.page, "exec"), {"__name__": "__main__"})
+    assert "each as the run without stops" in capsys.readouterr().out

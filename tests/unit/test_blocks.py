@@ -1,0 +1,356 @@
+"""An input as blocks of rows: each row is in one block, and a block is read without the others."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.readers import (
+    DamagedLine,
+    IpcReader,
+    JsonlReader,
+    ParquetReader,
+    SeekingReader,
+    blocks,
+    line_blocks,
+    position_state,
+    tables,
+)
+from datatrove_ckpt.readers.blocks import Block, BlockInput, index_input, read_block
+
+ROWS = [
+    {"text": f"text {i}", "id": f"id {i}", "input_ids": list(range(i % 5)), "nested": {"a": i, "b": [{"c": str(i)}]}}
+    for i in range(100)
+]
+SIZES = [40, 0, 25, 35]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_ROWS", 6)
+    monkeypatch.setattr(line_blocks, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(line_blocks, "_SKIP_BYTES", 300)
+
+
+def _tables() -> list[pa.Table]:
+    schema, first = pa.Table.from_pylist(ROWS).schema, 0
+    tables = []
+    for size in SIZES:
+        tables.append(pa.Table.from_pylist(ROWS[first : first + size], schema=schema))
+        first += size
+    return tables
+
+
+def write_parquet(folder: Path) -> ParquetReader:
+    """Four files, one of them without rows, in row groups of 20 rows: several blocks each."""
+    folder.mkdir()
+    for number, table in enumerate(_tables()):
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=20)
+    return ParquetReader(folder.as_posix())
+
+
+def write_arrow(folder: Path) -> IpcReader:
+    """As ``write_parquet``, in record batches of 20 rows."""
+    return _write_arrow(folder, _tables())
+
+
+def write_compressed_arrow(folder: Path) -> IpcReader:
+    """Record batches whose buffers are compressed."""
+    return _write_arrow(folder, _tables(), pa.ipc.IpcWriteOptions(compression="zstd"))
+
+
+def write_arrow_stream(folder: Path) -> IpcReader:
+    """Streams, of which a batch is found by the messages before it."""
+    return _write_arrow(folder, _tables(), stream=True)
+
+
+def write_arrow_dictionaries(folder: Path) -> IpcReader:
+    """Streams whose batches cannot be read without the dictionaries before them."""
+    tables = [table.set_column(1, "id", table["id"].dictionary_encode()) for table in _tables()]
+    return _write_arrow(folder, tables, stream=True)
+
+
+def _write_arrow(folder: Path, tables: list[pa.Table], options: Any = None, stream: bool = False) -> IpcReader:
+    folder.mkdir()
+    for number, table in enumerate(tables):
+        new = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with new(folder / f"{number}.arrow", table.schema, options=options) as writer:
+            writer.write_table(table.combine_chunks(), max_chunksize=20)
+    return IpcReader(folder.as_posix(), stream=stream)
+
+
+def write_jsonl(folder: Path, suffix: str = "") -> JsonlReader:
+    """Parts of a few lines each."""
+    folder.mkdir()
+    for number, table in enumerate(_tables()):
+        with DataFolder(folder.as_posix()).open(f"{number}.jsonl{suffix}", "wt", compression="infer") as file:
+            file.writelines(json.dumps(row) + "\n" for row in table.to_pylist())
+    return JsonlReader(folder.as_posix())
+
+
+def write_jsonl_gz(folder: Path) -> JsonlReader:
+    """Compressed."""
+    return write_jsonl(folder, ".gz")
+
+
+def write_jsonl_zst(folder: Path) -> JsonlReader:
+    """Compressed."""
+    return write_jsonl(folder, ".zst")
+
+
+FORMATS = [
+    write_parquet,
+    write_arrow,
+    write_compressed_arrow,
+    write_arrow_stream,
+    write_arrow_dictionaries,
+    write_jsonl,
+    write_jsonl_gz,
+    write_jsonl_zst,
+]
+SEQUENTIAL = {write_arrow_dictionaries, write_jsonl_gz, write_jsonl_zst}
+
+
+@pytest.fixture(params=FORMATS)
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
+    made: SeekingReader = request.param(tmp_path / "input")
+    return made
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_files_that_are_read_from_their_beginning_are_told(write: Any, tmp_path: Path) -> None:
+    found = BlockInput(write(tmp_path / "input"))
+    assert found.sequential - {1} == ({0, 2, 3} if write in SEQUENTIAL else set())  # 1 has no rows
+
+
+def rows_of(read: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = read if isinstance(read, list) else read.to_pylist()
+    return found
+
+
+def test_each_row_is_in_one_block_in_the_order_of_the_files(reader: SeekingReader) -> None:
+    found = BlockInput(reader)
+    assert max(block.rows for block in found) <= 6
+    assert [sum(block.rows for block in found if block.file == file) for file in range(4)] == SIZES
+    ends = [0] * 4
+    for block in found:
+        assert block.first == ends[block.file]
+        assert block.bytes >= block.rows
+        ends[block.file] += block.rows
+    assert [row for block in found for row in rows_of(found.read(block))] == ROWS
+    assert list(found) == index_input(reader)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_blocks_are_read_in_any_order_and_again(reader: SeekingReader, seed: int) -> None:
+    found = BlockInput(reader)
+    starts = [sum(SIZES[: block.file]) + block.first for block in found]
+    order = [*range(len(found)), *range(len(found))]
+    random.Random(seed).shuffle(order)
+    for number in order:
+        columns = random.Random(number + seed).choice([None, ["id"], ["input_ids", "text"]])
+        wanted = ROWS[starts[number] : starts[number] + found[number].rows]
+        got = rows_of(found.read(found[number], columns))
+        assert got == [{name: row[name] for name in columns or row} for row in wanted]
+
+
+def test_blocks_do_not_depend_on_how_the_reader_was_used(reader: SeekingReader) -> None:
+    before = index_input(reader)
+    list(reader.run())
+    assert index_input(reader) == before
+    assert rows_of(read_block(reader, before[3], ["id"])) == [
+        {"id": f"id {i}"} for i in range(before[3].first, before[4].first)
+    ]
+
+
+def test_large_rows_make_small_blocks(reader: SeekingReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = index_input(reader)
+    monkeypatch.setattr(blocks, "MAX_BYTES", max(block.bytes for block in usual) // 2)
+    assert len(index_input(reader)) > len(usual)
+    monkeypatch.setattr(blocks, "MAX_BYTES", 1)
+    assert {block.rows for block in index_input(reader)} == {1}
+
+
+def test_a_copy_for_a_worker_opens_files_of_its_own(reader: SeekingReader) -> None:
+    found = BlockInput(reader)
+    found.read(found[0])
+    copy = pickle.loads(pickle.dumps(found))
+    assert rows_of(copy.read(copy[1])) == rows_of(found.read(found[1]))
+    found.close()
+    assert rows_of(copy.read(copy[1])) == rows_of(found.read(found[1]))
+
+
+def test_few_files_are_open_at_once(reader: SeekingReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_OPEN_FILES", 2)
+    found = BlockInput(reader)
+    for _ in range(2):
+        assert [row for block in found for row in rows_of(found.read(block))] == ROWS
+    assert len(found._opened) == 2
+
+
+def test_a_column_that_a_file_does_not_have_is_refused_by_name(reader: SeekingReader) -> None:
+    found = BlockInput(reader)
+    with pytest.raises(ConfigError, match=r"0\.\w+(\.\w+)?' has no column 'tokens'. It has 'text', 'id', 'input_ids'"):
+        found.read(found[0], ["id", "tokens"])
+
+
+def test_a_damaged_file_is_named(reader: SeekingReader) -> None:
+    [path] = Path(reader.data_folder.path).glob("2.*")
+    path.write_bytes(path.read_bytes()[:-9])
+    if path.name == "2.jsonl":
+        return  # whose last line is a damaged one, see below
+    with pytest.raises(InputError, match=path.name):
+        BlockInput(reader)
+
+
+def test_a_file_that_changed_after_its_rows_were_counted_is_refused(reader: SeekingReader) -> None:
+    found = BlockInput(reader)
+    folder = Path(reader.data_folder.path)
+    [old], [new] = folder.glob("0.*"), folder.glob("3.*")
+    old.unlink()
+    old.write_bytes(new.read_bytes())
+    with pytest.raises(CheckpointMismatch, match=f"{old.name}' has changed since its rows were counted. Restore it"):
+        [found.read(block) for block in found if block.file == 0]
+
+
+def test_a_block_is_plain_and_compares_by_value() -> None:
+    assert Block(0, 1, 2, 3) == pickle.loads(pickle.dumps(Block(0, 1, 2, 3)))
+
+
+ODD = [
+    b'{"text": "plain", "media": [{"media_bytes": "AAE="}]}\n',
+    b"\n",
+    b" \t\x0b\r\n",
+    b'{"text": "carriage return"}\r\n',
+    b'{"text": "old mac"}\r{"text": "second"}\r\r\n',
+    '{"text": "line\u2028separator, next\u0085line"}\n'.encode(),
+    b"damaged\n",
+    b"[1]\n",
+    b"   \n",
+    b'  {"text": "indented"}\n',
+    b'{"other": 1}\n',
+    b'{"text": "last, without a line end"}',
+]
+ODD_TEXTS = [
+    "plain", "carriage return", "old mac", "second", "line\u2028separator, next\u0085line", None, None, "indented",
+    "no text", "last, without a line end",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 30, 64, 100, 10_000])
+@pytest.mark.parametrize(
+    "lines", [ODD, ODD[::-1], [b"\n", b"\n"], [b'{"text": "x"}'], [b"\n", b'{"text": "x"}', b"\n"]]
+)
+def test_a_row_is_a_line_that_is_not_blank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, lines: list[bytes]
+) -> None:
+    monkeypatch.setattr(line_blocks, "_GROUP_BYTES", size)
+    lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    found = BlockInput(JsonlReader(tmp_path.as_posix()))
+    rows = [row and row.get("text", "no text") for block in found for row in rows_of(found.read(block))]
+    assert len(rows) == sum(block.rows for block in found)
+    assert rows == [text_of(line) for line in b"".join(lines).splitlines() if line.strip()]
+    if lines == ODD:
+        assert rows == ODD_TEXTS
+
+
+def text_of(line: bytes) -> str | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row.get("text", "no text") if isinstance(row, dict) else None
+
+
+def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "to\n{"text": "b"}\n')
+    reader = JsonlReader(tmp_path.as_posix())
+    assert rows_of(read_block(reader, index_input(reader)[0])) == [{"text": "a"}, None, {"text": "b"}]
+    assert reader.stats["damaged_lines"].total == 1
+    strict = JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True)
+    with pytest.raises(DamagedLine, match="the line at byte 14"):
+        read_block(strict, index_input(strict)[0])
+
+
+def test_a_key_that_some_lines_lack_is_none_there(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b", "tag": 1}\n' + b'{"text": "c"}\n' * 20)
+    found = BlockInput(JsonlReader(tmp_path.as_posix()))
+    tags = [row["tag"] for block in found for row in rows_of(found.read(block, ["tag"]))]
+    assert tags == [None, 1, *[None] * 20]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int | None, stream: bool
+) -> None:
+    """A batch of millions of rows as Python objects would take gigabytes."""
+    table = pa.table({"text": [f"text {i}" for i in range(5000)]})
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    sizes = []
+    convert = IpcReader._convert
+
+    def spied(self: Any, batch: Any, *arguments: Any) -> Any:
+        sizes.append(batch.num_rows)
+        return convert(self, batch, *arguments)
+
+    monkeypatch.setattr(IpcReader, "_convert", spied)
+    reader = IpcReader(tmp_path.as_posix(), stream=stream, shuffle_seed=seed)
+    documents = list(reader.run())
+    assert sorted(document.text for document in documents) == sorted(f"text {i}" for i in range(5000))
+    assert sizes == [1000] * 5
+    resumed = IpcReader(tmp_path.as_posix(), stream=stream, shuffle_seed=seed)
+    resumed.load_state_dict(position_state(documents[4320]))
+    assert [document.id for document in resumed.run()] == [document.id for document in documents[4321:]]
+    assert sizes[5:] == [679]
+
+
+def test_columns_are_chosen_where_that_saves_reading(tmp_path: Path) -> None:
+    """pyarrow copies the columns that it chooses, also out of a mapped file, where a slice needs no copy."""
+    plain, compressed = BlockInput(write_arrow(tmp_path / "plain")), write_compressed_arrow(tmp_path / "compressed")
+    assert rows_of(plain.read(plain[0], ["id"])) == [{"id": row["id"]} for row in ROWS[: plain[0].rows]]
+    assert list(plain._file(0)._readers) == [None]  # type: ignore[attr-defined]
+    found = BlockInput(compressed)
+    assert rows_of(found.read(found[0], ["id"])) == [{"id": row["id"]} for row in ROWS[: found[0].rows]]
+    assert list(found._file(0)._readers) == [("id",)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("done", [0, 1, 999, 1000, 4320, 9000, 9999])
+@pytest.mark.parametrize("shard", [None, 1])
+def test_documents_after_any_row_of_a_large_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int, shard: int | None
+) -> None:
+    """Rows before the position are passed in larger batches than documents are made of."""
+    monkeypatch.setattr(tables, "_SKIPPED_ROWS", 3000)
+    pq.write_table(
+        pa.table({"text": [f"text {i}" for i in range(10_000)]}), tmp_path / "a.parquet", row_group_size=9000
+    )
+    sizes = []
+    convert = ParquetReader._convert
+
+    def spied(self: Any, batch: Any, *arguments: Any) -> Any:
+        sizes.append(batch.num_rows)
+        return convert(self, batch, *arguments)
+
+    def documents(reader: ParquetReader) -> Any:
+        return reader.run() if shard is None else reader.shard(shard, 3)
+
+    whole = list(documents(ParquetReader(tmp_path.as_posix())))
+    done = min(done, len(whole) - 1)
+    monkeypatch.setattr(ParquetReader, "_convert", spied)
+    resumed = ParquetReader(tmp_path.as_posix())
+    resumed.load_state_dict(position_state(whole[done]))
+    rest = list(documents(resumed))
+    assert [document.id for document in rest] == [document.id for document in whole[done + 1 :]]
+    assert max(sizes, default=0) <= 1000

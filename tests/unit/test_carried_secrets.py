@@ -1,0 +1,246 @@
+"""No pickle of a job holds a secret, wherever the script has it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import dill
+import pytest
+from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from multiprocess.reduction import ForkingPickler
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation import script_names
+from datatrove_ckpt.generation.carried_secrets import is_secret, secrets_in
+from tests.jobs import runner
+from tests.unit.test_identity import as_main
+from tests.unit.test_pickled_code import FakeUrl
+
+SECRETS = [
+    "hunter2hunter2",
+    "passw0rdXYZ",
+    "defaulttok3n99999",
+    "kwtok3n9999999",
+    "objapikey123456",
+    "sk-abc0123456789abcdef",
+]
+SCRIPT = """
+import functools
+from typing import NamedTuple
+
+EOS_TOKEN = "<|end|>"
+SPECIAL = {"pad_token": "</s>", "max_tokens": 4, "text_key": "content"}
+PROMPT = "Give a basic explanation of hf_hub_download."
+KEYS = {"openai": "sk-abc0123456789abcdef"}
+
+class Settings:
+    password = "hunter2hunter2"
+    url = "https://user:passw0rdXYZ@host/x"
+
+class Fine:
+    eos_token = EOS_TOKEN
+    key = "text"
+
+class Client:
+    def __init__(self, **values):
+        vars(self).update(values)
+    async def __call__(self, document, generate):
+        return None
+
+class Row(NamedTuple):
+    password: str
+
+def default(text, token="defaulttok3n99999"):
+    return text
+
+def keyword_only(text, *, token="kwtok3n9999999"):
+    return text
+
+client = Client(api_key="objapikey123456")
+nested = [{"a": (Client(inner={"api_key": "objapikey123456"}),)}]
+row = Row("hunter2hunter2")
+bound = functools.partial(print, password="hunter2hunter2")
+
+def closed():
+    password = "hunter2hunter2"
+    return lambda: password
+closure = closed()
+
+def written():
+    return "sk-abc0123456789abcdef"
+
+async def rollout(document, generate):
+    first = EOS_TOKEN, SPECIAL, PROMPT, Fine, KEYS, Settings, default, keyword_only, client
+    return first, nested, row, bound, closure, written
+
+async def plain(document, generate, **shared):
+    return Fine
+
+async def asks(document, generate, api_key="objapikey123456"):
+    return None
+
+def make(api_key):
+    async def rollout(document, generate):
+        return api_key
+    return rollout
+"""
+LEFT = ["KEYS", "Settings", "bound", "client", "closure", "default", "keyword_only", "nested", "row", "written"]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    return as_main(tmp_path, SCRIPT, monkeypatch)
+
+
+def step_of(folder: Path, rollout: Any, **settings: Any) -> InferenceRunner:
+    return runner(folder, FakeUrl(), rollout, **settings)  # type: ignore[arg-type]
+
+
+def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not(
+    tmp_path: Path, script: types.ModuleType
+) -> None:
+    found = script_names.collect(script.rollout)
+    assert found is not None
+    assert sorted(found.left) == LEFT
+    assert sorted(found.values) == ["EOS_TOKEN", "Fine", "PROMPT", "SPECIAL"]
+    assert "Settings.password, Settings.url" in found.left["Settings"]
+    assert "default(token=)" in found.left["default"]
+    assert "Client.api_key" in found.left["client"]
+    pickled = dill.dumps(step_of(tmp_path, script.rollout))
+    assert [secret for secret in SECRETS if secret.encode() in pickled] == []
+    assert b"<|end|>" in pickled
+
+
+ROLLOUTS: dict[str, tuple[Any, str]] = {
+    "object": (lambda script: script.Client(api_key="objapikey123456"), "Client.api_key"),
+    "class": (lambda script: functools.partial(script.plain, settings=script.Settings), "Settings.password"),
+    "default": (lambda script: script.asks, "asks(api_key=)"),
+    "closure": (lambda script: script.make("objapikey123456"), "make.<locals>.rollout(api_key=)"),
+    "partial": (lambda script: functools.partial(script.plain, api_key="objapikey123456"), "functools.partial.api_key"),
+}
+
+
+@pytest.mark.parametrize("kind", ROLLOUTS)
+def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(
+    tmp_path: Path, script: types.ModuleType, kind: str
+) -> None:
+    make, place = ROLLOUTS[kind]
+    step = step_of(tmp_path, make(script))
+    executor = SlurmPipelineExecutor([[], step], 1, "1:00:00", "any", logging_dir=str(tmp_path / "logs"))
+    with pytest.raises(ConfigError) as refused:
+        executor.run()
+    assert place in str(refused.value)
+    assert "environment variable" in str(refused.value)
+    assert not (tmp_path / "logs" / "executor.pik").exists()
+    with pytest.raises(ConfigError):
+        dill.dumps(step)
+
+
+def test_a_secret_in_shared_context_is_refused(tmp_path: Path, script: types.ModuleType) -> None:
+    step = step_of(tmp_path, script.plain, shared_context={"clients": [{"api_key": "objapikey123456"}]})
+    with pytest.raises(ConfigError, match=r": shared_context.clients.api_key. "):
+        dill.dumps(step)
+    dill.dumps(step_of(tmp_path, script.plain, shared_context={"eos_token": "</s>", "key": "text"}))
+
+
+def test_the_value_of_a_secret_variable_of_the_environment_is_found_under_any_name(
+    tmp_path: Path, script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_SERVICE_API_KEY", "quite-ordinary-text")
+    step = step_of(tmp_path, script.plain, shared_context={"header": "x-quite-ordinary-text"})
+    with pytest.raises(ConfigError, match="the environment variable SOME_SERVICE_API_KEY"):
+        dill.dumps(step)
+
+
+def test_a_pickle_for_a_worker_process_is_no_file(tmp_path: Path, script: types.ModuleType) -> None:
+    step = step_of(tmp_path, script.Client(api_key="objapikey123456"))
+    executor = LocalPipelineExecutor([[], step], logging_dir=str(tmp_path / "logs"))
+    loaded = ForkingPickler.loads(ForkingPickler.dumps(executor))
+    assert loaded.pipeline[1].rollout_fn.api_key == "objapikey123456"
+    assert copy.deepcopy(executor).pipeline[1].rollout_fn.api_key == "objapikey123456"
+    executor.save_executor_as_json()
+    assert "objapikey" not in (tmp_path / "logs" / "executor.json").read_text()
+
+
+def test_what_stays_behind_is_said_where_the_job_is_submitted(
+    tmp_path: Path, script: types.ModuleType, log: list[str]
+) -> None:
+    copy.deepcopy(
+        SlurmPipelineExecutor(
+            [[], step_of(tmp_path, script.rollout)], 1, "1:00:00", "any", logging_dir=str(tmp_path / "logs")
+        )
+    )
+    said = [line.removeprefix("WARNING The script's ").split()[0] for line in log if "is not pickled with" in line]
+    assert sorted(said) == LEFT
+
+
+def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
+    tmp_path: Path, script: types.ModuleType, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "beside"
+    folder.mkdir()
+    (folder / "helper_beside.py").write_text("def helped(text):\n    return text\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        exec(
+            "import helper_beside\nasync def helped(document, generate): return helper_beside, functools", vars(script)
+        )
+        executor = SlurmPipelineExecutor(
+            [[], step_of(tmp_path, script.helped)], 1, "1:00:00", "any", logging_dir=str(tmp_path / "logs")
+        )
+        copy.deepcopy(executor)
+        patch.setattr(sys, "path", [str(tmp_path), str(folder)])  # as with PYTHONPATH
+        copy.deepcopy(executor)
+    said = [line for line in log if "uses the module" in line]
+    assert len(said) == 1
+    assert f"uses the module helper_beside of {folder}, " in said[0]
+    assert f"`export PYTHONPATH={folder}` before you submit" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("password", "correct"),
+        ("hf_token", "abcd1234"),
+        ("aws_secret_access_key", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
+        ("x-api-key", "s3cret"),
+        ("anything", "sk-proj-abcdefghijklmnopqrstuvwxyzABCDEFGHIJK1234"),
+        ("anything", "hf_abcdefghijklmnopqrstuvwxyz012345"),
+        ("anything", "call it with Bearer abcdef0123456789"),
+        ("token", b"defaulttok3n99999"),
+        ("key", "550e8400-e29b-41d4-a716-446655440000"),
+    ],
+)
+def test_a_secret(name: str, value: Any) -> None:
+    assert is_secret(name, value)
+    assert secrets_in("x", {name: value}) != []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eos_token", "<|im_end|>"),
+        ("mask_token", "[MASK1234567890]"),
+        ("key", "text"),
+        ("metadata_key", "rollout_results"),
+        ("tokenizer_key", "meta-llama/Llama-3.1-8B"),
+        ("cache_key", "fineweb-rewrite-v2-2024"),
+        ("KEYWORD", "description"),
+        ("api_key", "EMPTY"),
+        ("token", "HF_TOKEN"),
+        ("PROMPT", "Bearer of bad news, a basic understanding of 2 things"),
+        ("code", "from huggingface_hub import hf_hub_download"),
+        ("url", "https://host:80/a@b"),
+        ("url", "https://${USER}:${PASSWORD}@host"),
+        ("secret_prompt", "Never tell them."),
+        ("max_tokens", 4),
+    ],
+)
+def test_no_secret(name: str, value: Any) -> None:
+    assert secrets_in("x", {name: value}) == []

@@ -1,0 +1,189 @@
+"""Types that can be united, and files that load as one: compared with what Arrow itself does."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+
+from datatrove_ckpt.output.arrow_types import NotUnited, unite
+from datatrove_ckpt.output.column_fit import Misfit, RankColumns, misfits
+from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema, raw_types
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+ds = pytest.importorskip("pyarrow.dataset")
+
+VALUES: dict[str, Any] = {
+    "none": None, "text": "a", "int": 1, "float": 0.5, "bool": True, "bytes": b"\xff",
+    "date": datetime.date(2026, 1, 2), "time": datetime.datetime(2026, 1, 2), "time of day": datetime.time(1, 2),
+    "span": datetime.timedelta(1),
+    "decimal": Decimal("1.5"), "empty list": [], "texts": ["a"], "ints": [1], "floats": [0.5], "nones": [None],
+    "empty dict": {}, "a": {"a": 1}, "a none": {"a": None}, "a float": {"a": 0.5}, "a b": {"a": 1, "b": "x"},
+    "b": {"b": "x"}, "raw": {"b": b"\xff"}, "deep": {"a": [{"b": [1]}]}, "deep none": {"a": [{"b": None}]},
+}  # fmt: skip
+
+
+def a_writer(folder: Path, **changes: Any) -> ParquetWriter:
+    return ParquetWriter(str(folder), "${rank}.parquet", expand_metadata=True, **changes)
+
+
+def schema_of(folder: Path, *values: Any) -> Any:
+    types = ColumnTypes(a_writer(folder))
+    for value in values:
+        types.show({} if value is ... else {"c": value})
+    return types.schema()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file with two rows for each value."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, value in VALUES.items():
+        rows = [{"id": "x", "c": value}, {"id": "y", "c": value}]
+        types = ColumnTypes(a_writer(folder))
+        for row in rows:
+            types.show(row)
+        pq.write_table(pa.Table.from_pylist(rows, schema=types.schema()), folder / f"{name}.parquet")
+    return {name: folder / f"{name}.parquet" for name in VALUES}
+
+
+def rows(first: Path, later: Path) -> list[Any] | None:
+    """The later file's two values, as they load after the first one."""
+    try:
+        return [row["c"] for row in ds.dataset([str(first), str(later)]).to_table().to_pylist()[2:]]
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return None
+
+
+def loads(first: Path, later: Path) -> bool:
+    return rows(first, later) is not None
+
+
+def without_none(value: Any) -> Any:
+    """The value without the keys of dicts that have no value."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def test_files_that_fit_load_as_one_with_the_values_that_they_have(files: dict[str, Path]) -> None:
+    fitting = 0
+    for first, later in itertools.permutations(files, 2):
+        if not misfits(pq.read_schema(files[first]), pq.read_schema(files[later])):
+            read = rows(files[first], files[later])
+            assert without_none(read) == without_none([VALUES[later]] * 2), (first, later)
+            fitting += 1
+    assert fitting >= 27
+
+
+def test_values_that_load_as_texts_are_told_from_files_that_do_not_load(files: dict[str, Path]) -> None:
+    texts = []
+    for name in files:
+        found = misfits(pq.read_schema(files["none"]), pq.read_schema(files[name]))
+        if found and found[0].as_text:
+            assert [type(value) for value in rows(files["none"], files[name]) or []] == [str, str]
+            texts.append(name)
+    assert texts == ["int", "float", "bool", "date", "time", "time of day", "span", "decimal"]
+
+
+def test_bytes_and_times_of_day_do_not_fit_text_without_a_value(files: dict[str, Path]) -> None:
+    none, raw, time, span = (pq.read_schema(files[name]) for name in ("none", "bytes", "time of day", "span"))
+    assert misfits(none, raw) == [Misfit("c", "without a value", "binary")]
+    assert misfits(raw, none) == []
+    assert misfits(time, none) == [Misfit("c", "time64[us]", "without a value")]
+    assert misfits(span, none) == [Misfit("c", "duration[us]", "without a value")]
+
+
+def test_all_misfits_are_found_also_inside_dicts_and_lists(tmp_path: Path) -> None:
+    first = schema_of(tmp_path, {"a": None, "b": [{"c": 1, "d": None}]})
+    later = schema_of(tmp_path, {"a": 1, "b": [{"c": 0.5, "d": b"x"}], "e": 2})
+    assert [(one.column, one.as_text) for one in misfits(first, later)] == [
+        ("c.a", True),
+        ("c.b[].c", False),
+        ("c.b[].d", False),
+        ("c.e", False),
+    ]
+
+
+def test_files_that_do_not_load_do_not_fit(files: dict[str, Path]) -> None:
+    for first, later in itertools.permutations(files, 2):
+        if not loads(files[first], files[later]):
+            assert misfits(pq.read_schema(files[first]), pq.read_schema(files[later])), (first, later)
+
+
+def test_any_two_types_are_united_in_either_order_or_in_none(tmp_path: Path) -> None:
+    for one, other in itertools.combinations(VALUES.values(), 2):
+        outcomes = []
+        for pair in ((one, other), (other, one)):
+            types = [raw_types(schema_of(tmp_path, value))["c"] for value in pair]
+            try:
+                both = unite(types[0], types[1], "c")
+            except NotUnited as error:
+                assert error.column.startswith("c")
+                outcomes.append(None)
+            else:
+                assert unite(both, types[0], "c").equals(both)
+                assert unite(both, types[1], "c").equals(both)
+                outcomes.append(both if not pa.types.is_nested(both) else "nested")
+        assert outcomes[0] == outcomes[1], (one, other)
+
+
+@pytest.mark.parametrize("value", [None, [], {}, [None], {"a": None}, {"a": {"b": []}}, [{"a": {}}]], ids=repr)
+def test_what_had_no_value_is_known_again_from_the_file(tmp_path: Path, value: Any) -> None:
+    schema = schema_of(tmp_path, value)
+    pq.write_table(pa.Table.from_pylist([{"c": value}], schema=schema), tmp_path / "x.parquet")
+    read = raw_types(pq.read_schema(tmp_path / "x.parquet"))["c"]
+    assert unite(read, pa.infer_type([value]), "c").equals(unite(pa.infer_type([value]), read, "c"))
+    assert str(read).replace("element: ", "item: ") == str(pa.infer_type([value]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 1000])
+def test_the_schema_is_that_of_all_rows_whatever_the_batch(tmp_path: Path, batch_size: int) -> None:
+    types = ColumnTypes(a_writer(tmp_path, batch_size=batch_size))
+    for row in ({"a": None}, {"b": 1}, {"a": "x", "b": 0.5}, {"c": {"k": None}}, {"c": {"l": 1}}):
+        types.show(row)
+    read = {field.name: str(field.type) for field in types.schema()}
+    assert read == {"a": "string", "b": "double", "c": "struct<k: string, l: int64>"}
+
+
+def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path: Path) -> None:
+    class Own(ParquetWriter):
+        def _write(self, document: Any, file_handler: Any, filename: str) -> None:
+            super()._write(document, file_handler, filename)
+
+    class Renamed(ParquetWriter):
+        name = "another"
+
+    assert infers_schema(a_writer(tmp_path))
+    assert infers_schema(Renamed(str(tmp_path), "${rank}.parquet"))
+    assert not infers_schema(a_writer(tmp_path, schema=pa.schema([("c", pa.string())])))
+    assert not infers_schema(Own(str(tmp_path), "${rank}.parquet"))
+    assert not infers_schema(JsonlWriter(str(tmp_path), "${rank}.jsonl"))
+
+
+def test_the_rank_is_warned_whichever_chunk_is_written_first(tmp_path: Path) -> None:
+    whole, broken = schema_of(tmp_path, 1), schema_of(tmp_path, 0.5)
+    columns = RankColumns()
+    assert columns.add(1, broken) == []
+    assert columns.add(0, whole) == [Misfit("c", "int64", "double")]
+    assert columns.add(2, broken) == []  # said once
+    columns = RankColumns()
+    columns.start(0, whole)
+    assert columns.add(1, broken) == [Misfit("c", "int64", "double")]
+    with pytest.raises(NotUnited):
+        columns.add(2, schema_of(tmp_path, "a"))
+
+
+def test_the_writer_sees_the_rows_that_were_shown(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path)
+    types = ColumnTypes(writer)
+    types.watch(writer)
+    assert writer.adapter(Document("t", "i", metadata={"c": 1})) == {"text": "t", "id": "i", "c": 1}
+    assert types.schema().names == ["text", "id", "c"]

@@ -1,0 +1,87 @@
+"""configs/grafana_dashboard.json shows metrics that exist, with labels that they have, as Prometheus means them."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations
+from typing import Any
+
+from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABELS
+from tests.pages import ROOT, pages, section, table_rows
+
+DASHBOARD = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+_NAME = re.compile(rf"\b{PREFIX}\w+")
+_PARTS = re.compile("_(bucket|sum|count)$")
+_KEYWORDS = {"by", "le", "rate", "sum", "max", "avg"}
+
+
+def expressions() -> list[str]:
+    shown = [target["expr"] for panel in PANELS for target in panel["targets"]]
+    variables = [one["definition"] for one in DASHBOARD["templating"]["list"] if one["type"] == "query"]
+    return shown + variables + [one["expr"] for one in DASHBOARD["annotations"]["list"]]
+
+
+def metric(name: str) -> str:
+    """Of a series: a histogram has three."""
+    return _PARTS.sub("", name) if name not in METRICS else name
+
+
+def test_every_metric_of_the_dashboard_exists() -> None:
+    shown = {name for expression in expressions() for name in _NAME.findall(expression)}
+    assert {metric(name) for name in shown} <= set(METRICS)
+    for name in shown:
+        assert (METRICS[metric(name)].kind == "histogram") == bool(_PARTS.search(name)), name
+    assert len(shown) > 15
+
+
+def test_every_label_of_the_dashboard_exists() -> None:
+    for expression in expressions():
+        for name, matchers in re.findall(rf"({PREFIX}\w+)\{{([^}}]*)\}}", expression):
+            used = set(re.findall(r"(\w+)=", matchers))
+            assert used <= {*RANK_LABELS, *METRICS[metric(name)].labels}, expression
+        known = {label for name in _NAME.findall(expression) for label in METRICS[metric(name)].labels}
+        for group in re.findall(r"\bby \(([^)]*)\)", expression):
+            assert set(group.split(", ")) <= {*RANK_LABELS, *known, "le"}, expression
+
+
+def test_rates_are_of_counters_and_counters_are_never_shown_as_they_are() -> None:
+    for expression in expressions():
+        for function, name in re.findall(rf"(\w+)\(({PREFIX}\w+)", expression):
+            kind = METRICS[metric(name)].kind
+            assert (function in ("rate", "increase")) == (kind != "gauge"), expression
+
+
+def test_the_panels_do_not_overlap() -> None:
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+    def cells(panel: dict[str, Any]) -> set[tuple[int, int]]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        return {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+
+    for one, other in combinations(DASHBOARD["panels"], 2):
+        assert not cells(one) & cells(other), (one["title"], other["title"])
+
+
+def test_brackets_are_closed_and_every_panel_says_what_it_is() -> None:
+    for expression in expressions():
+        for opening, closing in ("()", "{}", "[]"):
+            assert expression.count(opening) == expression.count(closing), expression
+    assert all(panel["title"] and panel["targets"] for panel in PANELS)
+
+
+def test_the_page_lists_every_metric_as_it_is() -> None:
+    rows = table_rows(section("docs/monitoring.md", "### The metrics"))
+    shown = {row[0].strip("`"): (row[1], re.findall(r"`(\w+)`", row[2]), row[3]) for row in rows}
+    assert shown == {name: (one.kind, list(one.labels), one.help) for name, one in METRICS.items()}
+
+
+def test_the_page_names_no_other_metric() -> None:
+    shown = set(re.findall(rf"\b{PREFIX}[a-z]\w+", pages()["docs/monitoring.md"]))
+    assert {metric(name) for name in shown} <= set(METRICS)

@@ -1,0 +1,606 @@
+"""HuggingFaceDatasetReader: datatrove's documents, resumed from every position, and never from another input."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import dill
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
+from PIL import Image
+
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, Reading, position_state, retries
+from datatrove_ckpt.readers.extent import Reached
+from datatrove_ckpt.readers.positions import position_of
+from datatrove_ckpt.readers.revisions import Revisions
+
+pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
+
+SIZES = (25, 1, 12)
+KINDS = ["parquet", "json", "json.gz", "csv", "arrow"]
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
+    """Every seventh row has no text."""
+    return [{"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i} for i in range(first, first + count)]
+
+
+def write(folder: Path, kind: str, sizes: tuple[int, ...] = SIZES) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, size in enumerate(sizes):
+        path, content = folder / f"{number}.{kind}", rows(size, 100 * number)
+        table = pa.Table.from_pylist(content)
+        if kind == "parquet":
+            pq.write_table(table, path, row_group_size=4)
+        elif kind == "arrow":
+            with pa.ipc.new_stream(path, table.schema) as writer:
+                writer.write_table(table, max_chunksize=4)
+        elif kind == "csv":
+            lines = ["text,name,number", *(f"{row['text']},{row['name']},{row['number']}" for row in content)]
+            path.write_text("\n".join(lines) + "\n")
+        else:
+            data = "".join(json.dumps(row) + "\n" for row in content).encode()
+            path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
+    return folder
+
+
+def arguments(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
+    chosen = {"data_files": str(folder / f"*.{kind}"), "split": "train"}
+    return {"dataset": kind.removesuffix(".gz"), "dataset_options": chosen, "batch_size": 8} | options
+
+
+def read(kind: type[Any], options: dict[str, Any], rank: int = 0, tasks: int = 1) -> list[Document]:
+    return list(kind(**options).run(None, rank, tasks))
+
+
+def assert_resumes_everywhere(
+    options: dict[str, Any], documents: list[Document], rank: int, tasks: int, step: int = 7
+) -> None:
+    """Where batches, row groups and shards begin and end differs, so every ``step``-th position meets all cases."""
+    for number, document in enumerate(documents, start=1):
+        if number % step not in (0, 1) and number < len(documents):
+            continue
+        resumed = HuggingFaceDatasetReader(**options)
+        state = json.loads(json.dumps(position_state(document)))
+        assert len(json.dumps(state)) < 1000
+        resumed.load_state_dict(state)
+        assert list(resumed.run(None, rank, tasks)) == documents[number:]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_and_resumes_are_those_of_datatrove(kind: str, streaming: bool, tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", kind), kind, streaming=streaming)
+    for tasks in (1, 2):
+        for rank in range(tasks):
+            documents = read(HuggingFaceDatasetReader, options, rank, tasks)
+            assert documents == read(Original, options, rank, tasks)
+            assert all(isinstance(document, PositionedDocument) for document in documents)
+            if tasks == 2:
+                assert_resumes_everywhere(options, documents, rank, tasks, 1 if kind == "parquet" else 7)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json"])
+def test_ranks_share_a_single_file_by_its_rows(kind: str, tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", kind, (50,)), kind, streaming=True)
+    for rank in range(3):
+        documents = read(HuggingFaceDatasetReader, options, rank, 3)
+        assert documents == read(Original, options, rank, 3)
+        assert documents
+        assert_resumes_everywhere(options, documents, rank, 3)
+
+
+def upper(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
+    return {"text": data["text"].upper(), "id": f"{path}!{id_in_file}", "metadata": {"number": data["number"]}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit": 9},
+        {"limit": 0},
+        {"skip": 5},
+        {"skip": 5, "limit": 20},
+        {"skip": 1000},
+        {"id_key": "name"},
+        {"text_key": "name"},
+        {"adapter": upper},
+        {"default_metadata": {"dataset": "mine", "number": -1, "more": [1]}},
+        {"doc_progress": True},
+        {"batch_size": 1},
+        {"batch_size": 7},
+        {"batch_size": 1000},
+    ],
+    ids=" ".join,
+)
+def test_arguments_mean_what_they_mean_in_datatrove(options: dict[str, Any], tmp_path: Path) -> None:
+    given = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=len(options) == 1) | options
+    documents = read(HuggingFaceDatasetReader, given, 0, 2)
+    assert documents == read(Original, given, 0, 2)
+    assert_resumes_everywhere(given, documents, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_dir": "in"},
+        {"columns": ["text", "number"]},
+        {"filters": [("number", ">=", 7)]},
+        {"features": datasets.Features({name: datasets.Value("string") for name in ("text", "name", "number")})},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_options_of_load_dataset_are_obeyed(options: dict[str, Any], streaming: bool, tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "parquet")
+    given = arguments(folder, "parquet", streaming=streaming)
+    if "data_dir" in options:
+        given["dataset_options"] = {"data_dir": str(folder), "split": "train"}
+    else:
+        given["dataset_options"] |= options
+    documents = read(HuggingFaceDatasetReader, given)
+    assert documents
+    assert documents == read(Original, given)
+    assert_resumes_everywhere(given, documents, 0, 1)
+
+
+def test_a_part_of_a_split_and_several_processes(tmp_path: Path) -> None:
+    given = arguments(write(tmp_path / "in", "parquet"), "parquet")
+    given["dataset_options"] |= {"split": "train[20%:70%]"}
+    documents = read(HuggingFaceDatasetReader, given)
+    assert documents == read(Original, given)
+    assert_resumes_everywhere(given, documents, 0, 1)
+
+
+def test_a_folder_by_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "in", "parquet")
+    for streaming in (True, False):
+        given = {"dataset": str(tmp_path / "in"), "dataset_options": {"split": "train"}, "streaming": streaming}
+        documents = read(HuggingFaceDatasetReader, given)
+        assert documents == read(Original, given)
+        assert documents[0].metadata["dataset"] == str(tmp_path / "in")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_a_dataset_on_disk(shuffle: bool, tasks: int, tmp_path: Path) -> None:
+    datasets.Dataset.from_list(rows(40)).save_to_disk(tmp_path / "disk", num_shards=3)
+    options = {"dataset": str(tmp_path / "disk"), "load_from_disk": True, "shuffle_files": shuffle, "batch_size": 8}
+    for rank in range(tasks):
+        documents = read(HuggingFaceDatasetReader, options, rank, tasks)
+        assert documents == read(Original, options, rank, tasks)
+        assert_resumes_everywhere(options, documents, rank, tasks)
+
+
+def test_rows_shuffled_by_datatroves_seed(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", shuffle_files=True)
+    documents = read(HuggingFaceDatasetReader, options, 1, 2)
+    assert documents == read(Original, options, 1, 2)
+    assert [document.metadata["number"] for document in documents] != sorted(
+        document.metadata["number"] for document in documents
+    )
+    assert_resumes_everywhere(options, documents, 1, 2)
+
+
+def test_media_and_decoded_columns(tmp_path: Path) -> None:
+    """An image becomes a PIL image, a struct a dict, a list of media the document's media."""
+    image = io.BytesIO()
+    Image.new("RGB", (2, 2), (1, 2, 3)).save(image, "PNG")
+    media = [{"id": "m", "type": 0, "url": "u", "alt": None, "path": None, "offset": None, "length": None}]
+    table = pa.table(
+        {
+            "text": [f"t{i}" for i in range(9)],
+            "media": [[{**media[0], "media_bytes": b"\0\1", "metadata": {"a": "b"}}]] * 9,
+            "image": [{"bytes": image.getvalue(), "path": None}] * 9,
+            "vector": [[0.5, i] for i in range(9)],
+            "metadata": ['{"from": "json"}'] * 9,
+        }
+    )
+    features = datasets.Features.from_arrow_schema(table.schema)
+    features["image"] = datasets.Image()
+    (tmp_path / "in").mkdir()
+    datasets.Dataset.from_dict(table.to_pydict(), features=features).to_parquet(tmp_path / "in/a.parquet", batch_size=4)
+    for streaming in (True, False):
+        options = arguments(tmp_path / "in", "parquet", streaming=streaming, batch_size=4)
+        ours, theirs = read(HuggingFaceDatasetReader, options), read(Original, options)
+        pixels = [[np.asarray(one.metadata.pop("image")).tolist() for one in each] for each in (ours, theirs)]
+        assert ours == theirs
+        assert pixels[0] == pixels[1]
+        assert ours[0].media[0].media_bytes == b"\0\1"
+
+
+def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path: Path) -> None:
+    """Damage behind the position is found; in row groups before it, it is not even read."""
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in/0.parquet"
+    chance = np.random.default_rng(0)
+    texts = [chance.bytes(20_000).hex() for _ in range(40)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=4, compression="none", use_dictionary=False)
+    options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=4)
+    documents = read(HuggingFaceDatasetReader, options)
+    metadata = pq.read_metadata(path)
+    with path.open("r+b") as file:
+        file.seek(metadata.row_group(4).column(0).data_page_offset)
+        file.write(b"\xff" * 64)
+    resumed = HuggingFaceDatasetReader(**options)
+    resumed.load_state_dict(position_state(documents[29]))
+    assert list(resumed.run()) == documents[30:]
+    with pytest.raises(InputError, match=r"0\.parquet.*damaged or cut off"):
+        read(HuggingFaceDatasetReader, options)
+
+
+def test_shards_without_rows(tmp_path: Path) -> None:
+    """datatrove's reader stops at a Parquet file whose first row group is empty."""
+    write(tmp_path / "in", "parquet", (5, 0, 3))
+    with pq.ParquetWriter(tmp_path / "in/3.parquet", pq.read_schema(tmp_path / "in/0.parquet")) as writer:
+        for size in (0, 6, 0, 2):
+            writer.write_table(pa.Table.from_pylist(rows(size, 300), schema=writer.schema))
+    options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=2)
+    documents = read(HuggingFaceDatasetReader, options)
+    numbers = [document.metadata["number"] for document in documents]
+    assert numbers == [n for n in (*range(5), *range(200, 203), *range(300, 306), 300, 301) if n % 7]
+    assert_resumes_everywhere(options, documents, 0, 1)
+
+
+def test_a_rank_beyond_the_shards_has_no_documents(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
+    assert read(HuggingFaceDatasetReader, options, 3, 4) == read(Original, options, 3, 4) == []
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("count", [2, 5])
+def test_shards_of_a_training_loop_hold_each_document_once(streaming: bool, count: int, tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=streaming, id_key="name")
+    seen: list[str] = []
+    for index in range(count):
+        documents = list(HuggingFaceDatasetReader(**options).shard(index, count))
+        seen += [document.id for document in documents]
+        if documents:
+            resumed = HuggingFaceDatasetReader(**options)
+            resumed.load_state_dict(position_state(documents[len(documents) // 2]))
+            assert list(resumed.shard(index, count)) == documents[len(documents) // 2 + 1 :]
+    assert sorted(seen) == sorted(document.id for document in read(Original, options))
+
+
+def test_the_reader_can_be_pickled_after_a_run(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
+    reader = HuggingFaceDatasetReader(**options)
+    documents = list(reader.run())
+    again = dill.loads(dill.dumps(HuggingFaceDatasetReader(**options)))
+    assert list(again.run()) == documents
+    assert len(dill.dumps(reader)) < 20_000
+
+
+# Another input -----------------------------------------------------------------------------------------------
+
+
+def resume(options: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1) -> list[Document]:
+    reader = HuggingFaceDatasetReader(**options)
+    reader.load_state_dict(position_state(document))
+    return list(reader.run(None, rank, tasks))
+
+
+def test_changed_files_of_a_stream_are_refused_by_name(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "parquet")
+    options = arguments(folder, "parquet", streaming=True)
+    last = read(HuggingFaceDatasetReader, options)[-1]
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    pq.write_table(pa.Table.from_pylist(rows(11, 200)), folder / "2.parquet")
+    with pytest.raises(CheckpointMismatch, match=r"2\.parquet' had \d+ bytes"):
+        resume(options, last)
+    (folder / "2.parquet").write_bytes(contents[folder / "2.parquet"])
+    (folder / "0.parquet").unlink()
+    with pytest.raises(CheckpointMismatch, match=r"0\.parquet', which was read before, is gone"):
+        resume(options, last)
+    (folder / "0.parquet").write_bytes(contents[folder / "0.parquet"])
+    (folder / "10.parquet").write_bytes(contents[folder / "1.parquet"])
+    with pytest.raises(CheckpointMismatch, match=r"10\.parquet' is new, and comes before the position"):
+        resume(options, last)
+    (folder / "10.parquet").unlink()
+    (folder / "3.parquet").write_bytes(contents[folder / "1.parquet"])
+    assert [document.metadata["number"] for document in resume(options, last)] == [100]
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_other_rows_of_a_map_style_dataset_are_refused(on_disk: bool, tmp_path: Path) -> None:
+    def store(content: list[dict[str, Any]], name: str) -> dict[str, Any]:
+        dataset = datasets.Dataset.from_list(content)
+        if on_disk:
+            dataset.save_to_disk(tmp_path / name)
+            return {"dataset": str(tmp_path / name), "load_from_disk": True}
+        (tmp_path / "in").mkdir(exist_ok=True)
+        dataset.to_parquet(tmp_path / "in/0.parquet")
+        return arguments(tmp_path / "in", "parquet")
+
+    options = store(rows(30), "a")
+    document = read(HuggingFaceDatasetReader, options)[10]
+    if on_disk:
+        (tmp_path / "a").rename(tmp_path / "moved")
+    store([*rows(29), {"text": "TEXT 29", "name": "n29", "number": 29}], "a")
+    with pytest.raises(CheckpointMismatch, match="has changed"):
+        resume(options, document)
+    if on_disk:
+        (tmp_path / "a").rename(tmp_path / "other")
+    store(rows(31), "a")
+    with pytest.raises(CheckpointMismatch, match=r"had \d+ bytes"):
+        resume(options, document)
+
+
+def test_a_copy_of_the_files_elsewhere_is_the_same_input(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
+    documents = read(HuggingFaceDatasetReader, options)
+    (tmp_path / "in").rename(tmp_path / "moved")
+    moved = arguments(tmp_path / "moved", "parquet", streaming=True)
+    with pytest.raises(CheckpointMismatch, match="dataset_options"):
+        resume(moved, documents[3])
+    (tmp_path / "in").symlink_to(tmp_path / "moved")
+    assert resume(options, documents[3]) == documents[4:]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"streaming": False}, "streaming"),
+        ({"skip": 1}, "skip"),
+        ({"text_key": "name"}, "text_key"),
+        ({"dataset_options": {"split": "train", "data_files": "elsewhere"}}, "dataset_options"),
+        ({"limit": 3}, "limit is now 3"),
+    ],
+)
+def test_changed_settings_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "parquet")
+    options = arguments(folder, "parquet", streaming=True)
+    document = read(HuggingFaceDatasetReader, options)[10]
+    if "dataset_options" in change:
+        change = {"dataset_options": {"split": "train", "data_files": str(folder / "0.parquet")}}
+    with pytest.raises(CheckpointMismatch, match=named):
+        resume(options | change, document)
+
+
+def test_settings_that_choose_no_rows_may_change(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet")
+    documents = read(HuggingFaceDatasetReader, options)
+    other = options | {"batch_size": 3, "doc_progress": True}
+    other["dataset_options"] = options["dataset_options"] | {"num_proc": 1, "cache_dir": str(tmp_path / "elsewhere")}
+    assert resume(other, documents[10]) == documents[11:]
+
+
+# Mistakes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": None}, "dataset_options names none.*train"),
+        ({"split": "validation"}, "cannot be opened.*validation"),
+        # Until version 4.2 a stream without files is no error of datasets.
+        ({"data_files": "/nowhere/*.parquet"}, "cannot be opened|has no files for these dataset_options"),
+    ],
+)
+def test_a_dataset_that_cannot_be_opened_is_one_error(
+    change: dict[str, Any], message: str, streaming: bool, tmp_path: Path
+) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=streaming)
+    options["dataset_options"] |= change
+    with pytest.raises(InputError, match=message):
+        read(HuggingFaceDatasetReader, options)
+
+
+def test_a_damaged_file_of_a_map_style_dataset_is_one_error(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "json")
+    (folder / "1.json").write_text('{"text": "torn')
+    with pytest.raises(InputError, match=r"'json' cannot be opened: ArrowInvalid: JSON parse error"):
+        read(HuggingFaceDatasetReader, arguments(folder, "json"))
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", text_key="body", streaming=True)
+    with pytest.raises(InputError, match=r"no column 'body'\. Its columns are 'text', 'name', 'number'"):
+        read(HuggingFaceDatasetReader, options)
+
+
+def test_an_adapter_that_finds_no_text_is_an_error(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
+    with pytest.raises(InputError, match="the adapter found no text"):
+        read(HuggingFaceDatasetReader, options | {"adapter": lambda *_: {"text": "", "id": "x"}})
+
+
+def test_texts_that_are_all_empty_are_no_error(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"text": ["", ""]}), tmp_path / "in/0.parquet")
+    assert read(HuggingFaceDatasetReader, arguments(tmp_path / "in", "parquet", streaming=True)) == []
+
+
+def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made() -> None:
+    with pytest.raises(ConfigError, match="streaming=False"):
+        HuggingFaceDatasetReader("org/data", streaming=True, shuffle_files=True)
+    with pytest.raises(ConfigError, match="HF_TOKEN"):
+        HuggingFaceDatasetReader("org/data", {"token": "hf_secret"})
+
+
+def test_importing_the_readers_does_not_import_datasets() -> None:
+    code = "import sys, datatrove_ckpt.readers; assert not {'datasets', 'huggingface_hub.hf_api'} & set(sys.modules)"
+    code = code.replace(", 'huggingface_hub.hf_api'", "")  # datatrove's readers import huggingface_hub themselves
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
+
+
+# Commits and retries -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_rank_decides_which_commit_all_read(tmp_path: Path) -> None:
+    first, second = "a" * 40, "b" * 40
+    folder = tmp_path / "checkpoints"
+    assert Revisions(folder).commit("org/data", "main", lambda: first) == first
+    assert Revisions(folder).commit("org/data", "main", lambda: second) == first
+    assert Revisions(folder).commit("org/data", "v2", lambda: second) == second
+    assert Revisions(folder).commit("org/other", "main", lambda: None) is None
+    assert {path.suffix for path in folder.iterdir()} == {".json"}
+
+
+def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path: Path) -> None:
+    def slow() -> str:
+        Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40)
+        return "b" * 40
+
+    assert Revisions(tmp_path).commit("org/data", "main", slow) == "a" * 40
+
+
+def test_ranks_with_one_process_id_on_two_nodes_do_not_write_into_each_others_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    link = os.link
+
+    def later(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        assert Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40) == "b" * 40  # on the other node
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", later)
+    assert Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40) == "b" * 40
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_damaged_record_of_a_commit_is_an_error(tmp_path: Path) -> None:
+    Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40)
+    (kept,) = tmp_path.iterdir()
+    kept.write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match=kept.name):
+        Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40)
+
+
+class Answer(Exception):
+    def __init__(self, status: int, advice: str | None = None) -> None:
+        self.response = type("Response", (), {"status_code": status, "headers": {"retry-after": advice}})
+
+
+def test_transient_errors_are_repeated_as_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(retries, "_sleep", waits.append)
+    errors: list[Exception] = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
+
+    def call() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    assert retries.retrying(call, "a file") == "done"
+    assert len(waits) == 4
+    assert waits[2] == 1800
+
+
+@pytest.mark.parametrize("error", [Answer(401), Answer(404), FileNotFoundError("x"), ValueError("x")], ids=repr)
+def test_errors_that_stay_are_raised_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "_sleep", lambda seconds: pytest.fail("waited"))
+
+    def call() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        retries.retrying(call, "a file")
+
+
+def test_an_outage_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(retries, "_sleep", waits.append)
+
+    def call() -> None:
+        raise Answer(503)
+
+    with pytest.raises(Answer):
+        retries.retrying(call, "a file")
+    assert 500 < sum(waits) <= 600
+
+
+def test_two_readers_of_a_pipeline_resume_in_turn(tmp_path: Path) -> None:
+    first = arguments(write(tmp_path / "a", "parquet"), "parquet", streaming=True)
+    second = arguments(write(tmp_path / "b", "json"), "json")
+
+    def pipeline() -> Iterator[Document]:
+        return HuggingFaceDatasetReader(**second).run(HuggingFaceDatasetReader(**first).run())
+
+    with Reading():
+        documents = list(pipeline())
+    for number in (10, 40):
+        with Reading(position_state(documents[number])) as reading:
+            assert list(pipeline()) == documents[number + 1 :]
+        assert reading.resumed
+
+
+# How much of the input is done ---------------------------------------------------------------------------------------
+
+
+def reached(document: Document) -> Reached:
+    position = position_of(document)
+    assert position is not None
+    return position[2].reached(position)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_a_map_style_dataset_counts_rows(tasks: int, tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet")
+    for rank in range(tasks):
+        mine = range(rank, sum(SIZES), tasks)
+        last = [reached(document) for document in HuggingFaceDatasetReader(**options).run(None, rank, tasks)][-1]
+        assert (last.total, last.unit) == (len(mine), "rows")
+        assert len(mine) - 1 <= last.done <= len(mine)  # the last row may have no text
+
+
+def test_a_stream_of_parquet_counts_bytes_and_the_rows_of_its_footers(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "parquet")
+    options = arguments(folder, "parquet", streaming=True)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    found = [reached(document) for document in HuggingFaceDatasetReader(**options).run()]
+    assert [one.done for one in found] == sorted(one.done for one in found)
+    assert 0 < found[0].done < size / 10
+    assert found[-1] == Reached(size, size, "bytes")
+
+
+def test_a_stream_that_says_how_many_rows_it_has_counts_rows(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "json"), "json", streaming=True)
+    reader = HuggingFaceDatasetReader(**options)
+    load = reader._load
+
+    def with_info(commit: str | None) -> Any:
+        dataset = load(commit)
+        dataset.info.splits = {"train": SimpleNamespace(num_examples=sum(SIZES))}
+        return dataset
+
+    reader._load = with_info  # type: ignore[method-assign]
+    found = [reached(document) for document in reader.run()]
+    assert (found[0].total, found[0].unit) == (sum(SIZES), "rows")
+    assert [one.done for one in found] == sorted(one.done for one in found)
+    assert found[-1].done == pytest.approx(sum(SIZES), abs=2)
+
+
+def test_a_stream_of_a_few_files_without_row_counts_says_nothing(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "json"), "json", streaming=True)
+    document = list(HuggingFaceDatasetReader(**options).run())[-1]
+    assert reached(document).total is None

@@ -1,0 +1,182 @@
+"""``run --dry-run`` prints the whole configuration as YAML that can be run again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.io import DataFolder
+from loguru import logger
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.yaml_config import MASK
+from datatrove_ckpt.cli.yaml_text import read_value
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    logging_dir: logs
+    workers: 1
+    pipeline:
+      - {class_path: JsonlReader, init_args: {data_folder: documents}}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
+          config: {server_type: dummy, model_name_or_path: m, request_timeout: "90"}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+          records_per_chunk: 2
+"""
+
+MINE = """
+import re
+from datatrove_ckpt.readers import JsonlReader
+
+class Rollout:
+    def __init__(self, token, prompt_key="question", stop=("a", "b"), pattern=re.compile("x"), api_key="sk-in-source",
+                 limits: tuple[int, ...] = (1, 2), words={"a"}, **others):
+        self.token = token
+        self.others = "found elsewhere: hunter3"
+
+    async def __call__(self, document, generate, **shared):
+        return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+class Reader(JsonlReader):
+    def __init__(self, data_folder, text_key="text", auth_key="none", **others):
+        super().__init__(data_folder, text_key=text_key, **others)
+"""
+
+Printed = Callable[..., str]
+
+
+@pytest.fixture
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Printed]:
+    """What ``run FILE --dry-run`` prints, in a folder with JOB, its documents and my_module."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
+    Path("documents").mkdir()
+    Path("documents/a.jsonl").write_text("".join(f'{{"text": "Rain {n}.", "id": "{n}"}}\n' for n in range(5)))
+    Path("job.yaml").write_text(JOB)
+    Path("my_module.py").write_text(MINE)
+
+    def dry_run(file: Path | str = "job.yaml", *overrides: str) -> str:
+        capsys.readouterr()
+        assert main(["run", str(file), "--dry-run", *overrides]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    yield dry_run
+    logger.configure(patcher=lambda record: None)
+    DataFolder.clear_instance_cache()
+
+
+def runner(text: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = read_value(text)["executor"]["init_args"]["pipeline"][-1]["init_args"]
+    return arguments
+
+
+def kept() -> dict[str, bytes]:
+    """Output, files of the commits, and identity. Times and the running process are others each time."""
+    found = {
+        str(path): path.read_bytes() for folder in ("out", "checkpoints") for path in Path(folder).rglob("*.json*")
+    }
+    del found["checkpoints/00000/history.jsonl"]
+    identity = json.loads(found.pop("checkpoints/00000/run.json"))
+    found["identity"] = json.dumps({key: value for key, value in identity.items() if "pid" not in str(value)}).encode()
+    lines = found.pop("checkpoints/00000/commits.jsonl").splitlines()
+    return found | {"commits": json.dumps([json.loads(line)["files"] for line in lines]).encode()}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_is_printed_and_what_is_printed_prints_itself(printed: Printed, path: Path) -> None:
+    before = sorted(Path().rglob("*"))
+    text = printed(path)
+    assert sorted(Path().rglob("*")) == before
+    Path("full.yaml").write_text(text)
+    assert printed("full.yaml") == text
+
+
+def test_what_is_printed_runs_as_the_file_itself(printed: Printed) -> None:
+    changes = ["--pipeline.1.rollout_fn.prompt=Summarise: {text}", "--pipeline.1.records_per_chunk=3"]
+    Path("full.yaml").write_text(printed("job.yaml", *changes))
+    assert main(["run", "job.yaml", *changes]) == 0
+    first = kept()
+    assert [name for name in first if name.startswith("out/")] != []
+    assert main(["run", "full.yaml", "--executor.skip_completed=false"]) == 0, "the same run"
+    assert kept() == first
+    for folder in ("out", "checkpoints", "logs"):
+        shutil.rmtree(folder)
+    assert main(["run", "full.yaml"]) == 0
+    assert kept() == first
+
+
+def test_defaults_and_overrides_are_there_and_values_are_those_that_will_be_used(printed: Printed) -> None:
+    text = printed("job.yaml", "--pipeline.1.config.tp=2")
+    arguments = runner(text)
+    assert arguments["metadata_key"] == "rollout_results"
+    assert arguments["config"]["tp"] == 2
+    assert arguments["config"]["request_timeout"] == 90.0
+    assert arguments["config"]["default_generation_params"] == {}
+    assert "#   pipeline.1.config.max_concurrent_documents: 500\n" in text
+
+
+def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_given(
+    printed: Printed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout = "{class_path: my_module.Rollout, init_args: {token: hunter2, auth: {password: p4ss}}}"
+    reader = "{class_path: my_module.Reader, init_args: {data_folder: documents, text_key: body, auth_key: s3cret}}"
+    changes = [f"--pipeline.1.rollout_fn={rollout}", f"--pipeline.0={reader}"]
+    changes += ["--pipeline.1.shared_context={client: {api_key: sk-abcdefghijklmn}}"]
+    changes += ["--pipeline.1.config.default_generation_params={extra_headers: {X-Team: t3am}, stop: [a]}"]
+    text = printed("job.yaml", *changes)
+    for secret in ("hunter2", "p4ss", "sk-", "t3am", "s3cret"):
+        assert secret not in text
+    arguments = runner(text)
+    assert arguments["config"]["default_generation_params"]["stop"] == ["a"]
+    assert read_value(text)["executor"]["init_args"]["pipeline"][0]["init_args"]["text_key"] == "body"
+    Path("full.yaml").write_text(text)
+    assert main(["run", "full.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: pipeline.0.auth_key: its value was hidden by --dry-run, because it may be a secret. Write the value in "
+        "its place, into a file that only you can read.\n"
+    )
+    places = re.findall(f"^ *([^ ]+): '{re.escape(MASK)}'$", text, re.MULTILINE)
+    assert places == ["auth_key", "token", "password", "X-Team", "api_key"]
+    for secret in ("s3cret", "hunter2", "p4ss", "t3am", "sk-abcdefghijklmn"):
+        Path("full.yaml").write_text(Path("full.yaml").read_text().replace(MASK, secret, 1))
+    assert printed("full.yaml") == text
+
+
+def test_defaults_that_a_file_cannot_say_are_left_out_and_named(printed: Printed) -> None:
+    text = printed("job.yaml", "--pipeline.1.rollout_fn={class_path: my_module.Rollout, init_args: {token: x}}")
+    arguments = runner(text)["rollout_fn"]["init_args"]
+    assert arguments["limits"] == [1, 2]
+    assert not {"stop", "pattern", "api_key", "words"} & set(arguments)
+    for name in ("stop", "pattern", "api_key", "words"):
+        assert f"#   pipeline.1.rollout_fn.{name}\n" in text
+    assert "sk-in-source" not in text
+
+
+def test_what_a_class_of_mine_makes_of_its_arguments_is_not_shown(printed: Printed) -> None:
+    rollout = "{class_path: my_module.Rollout, init_args: {token: '', others: nothing}}"
+    text = printed("job.yaml", f"--pipeline.1.rollout_fn={rollout}")
+    assert "hunter3" not in text
+    assert "max_concurrent_documents: 500\n" in text
+
+
+def test_a_script_for_slurm_shows_no_secret(printed: Printed) -> None:
+    text = printed(CONFIGS / "slurm.yaml", "--executor.env_command=export HF_TOKEN=hf_abcdefghijklmnop")
+    assert "hf_abc" not in text
+    assert f"\n# {MASK}\n" in text

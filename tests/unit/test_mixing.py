@@ -1,0 +1,184 @@
+"""``Mix``: shares by weight, the same draws from any stop on, and every way in which sources end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.testing import assert_resume_is_exact
+from datatrove_ckpt.torch import Mix, Pack
+from tests.stateful_rows import Rows
+
+ENDS = ["stop", "drop", "repeat"]
+
+
+def source(name: str, count: int) -> Rows:
+    return Rows([f"{name}{i}" for i in range(count)], shuffles=True)
+
+
+def mix(at_end: Any = "stop", counts: tuple[int, ...] = (20, 5, 0), seed: int = 0) -> Mix:
+    return Mix(
+        [source(name, count) for name, count in zip("abc", counts, strict=False)],
+        [2, 1, 1][: len(counts)],
+        seed,
+        at_end,
+    )
+
+
+def test_samples_come_in_the_shares_of_the_weights() -> None:
+    drawn = Counter(name[0] for name in itertools.islice(mix(counts=(10_000, 10_000, 10_000)), 8000))
+    assert drawn["a"] == pytest.approx(4000, rel=0.05)
+    assert drawn["b"] == pytest.approx(2000, rel=0.05)
+
+
+def test_draws_depend_on_seed_and_epoch_alone_and_each_source_keeps_its_order() -> None:
+    first, again, other = (list(mix("drop", (50, 50), seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert sorted(first) == sorted(other)
+    whole = mix("drop", (50, 50), 1)
+    whole.set_epoch(1)
+    assert list(whole) != first
+    assert [name for name in first if name[0] == "a"] == list(source("a", 50))
+
+
+def test_stop_ends_with_the_first_source_that_ends() -> None:
+    samples = list(mix("stop", (100, 5)))
+    assert Counter(name[0] for name in samples)["b"] == 5
+    assert 5 < len(samples) < 50
+    assert list(mix("stop", (5, 0))) == list(mix("stop", (5, 0)))
+
+
+def test_drop_gives_every_sample_once() -> None:
+    samples = list(mix("drop"))
+    assert len(samples) == len(set(samples)) == len(mix("drop")) == 25
+    assert list(mix("drop", (0, 0))) == []
+
+
+def test_repeat_begins_short_sources_again_until_each_has_ended_once() -> None:
+    samples = list(mix("repeat", (40, 4)))
+    counts = Counter(samples)
+    assert all(counts[f"a{i}"] == 1 for i in range(40))
+    assert all(counts[f"b{i}"] >= 3 for i in range(4))
+    of_b = [name for name in samples if name[0] == "b"]
+    assert [sorted(of_b[i : i + 4]) for i in (0, 4)] == [["b0", "b1", "b2", "b3"]] * 2
+    assert len({tuple(of_b[i : i + 4]) for i in range(0, len(of_b) - 3, 4)}) > 1, "another order in each pass"
+    assert sorted(set(mix("repeat", (3, 0)))) == ["a0", "a1", "a2"], "an empty source is not begun for ever"
+
+
+@pytest.mark.parametrize("at_end", ENDS)
+@pytest.mark.parametrize("counts", [(20, 5, 2), (9, 9, 9), (1, 30), (0, 7)], ids=str)
+def test_every_stop_resumes_exactly_with_a_state_that_is_json(at_end: str, counts: tuple[int, ...]) -> None:
+    class ThroughJson(Mix):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(json.loads(json.dumps(state_dict)))
+
+    def make() -> Mix:
+        sources = [source(name, count) for name, count in zip("abc", counts, strict=False)]
+        return ThroughJson(sources, [2, 1, 1][: len(counts)], 3, at_end)  # type: ignore[arg-type]
+
+    count = len(list(make()))
+    two = make()
+    two.set_epoch(1)
+    both = count + len(list(two))
+    assert_resume_is_exact(make, [*range(1, both + 1), (1,) * min(3, both)], epochs=2)
+
+
+@pytest.mark.parametrize("at_end", ENDS)
+def test_packs_of_mixes_and_mixes_of_packs_resume(at_end: Any) -> None:
+    rows = [[[letter * 100 + i] * (i % 4) for i in range(count)] for letter, count in ((1, 12), (2, 5))]
+
+    def packed_mix() -> Any:
+        return Pack(Mix([Rows(these, shuffles=True) for these in rows], [3, 1], at_end=at_end), 5, pad=0)
+
+    def mixed_packs() -> Any:
+        return Mix([Pack(Rows(these, shuffles=True), 3) for these in rows], [3, 1], at_end=at_end)
+
+    for make in (packed_mix, mixed_packs):
+        stops = range(1, len(list(make())) + 2)
+        assert_resume_is_exact(make, stops, epochs=2, samples=lambda sample: [sample])
+
+
+def test_a_state_of_two_small_sources_is_small() -> None:
+    one = mix()
+    list(itertools.islice(one, 3))
+    assert len(json.dumps(one.state_dict())) < 700
+
+
+def test_a_source_that_has_ended_is_not_asked_for_its_state() -> None:
+    class Restarting(Rows):
+        def _read(self, order: list[int]) -> Iterator[Any]:
+            """As some loaders: at the end, the state is the beginning of the next epoch."""
+            yield from super()._read(order)
+            self._at = 0
+
+    def make() -> Mix:
+        return Mix([Restarting(["a"]), Rows(["b"] * 9)], [1, 1], at_end="drop")
+
+    whole = list(make())
+    for stop in range(1, len(whole) + 1):
+        first = make()
+        assert list(itertools.islice(first, stop)) == whole[:stop]
+        resumed = make()
+        resumed.load_state_dict(first.state_dict())
+        assert list(resumed) == whole[stop:]
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for weights, message in [
+        ([1], "one number for each source: 2, not 1"),
+        ([1, 0], "above 0"),
+        ([1, float("nan")], "finite"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            Mix([Rows([]), Rows([])], weights)
+    with pytest.raises(ConfigError, match="at_end"):
+        mix("never")
+    with pytest.raises(ConfigError, match="Source 1 of Mix"):
+        Mix([Rows([]), []], [1, 1])
+    with pytest.raises(TypeError, match="max_steps"):
+        len(mix("stop"))
+
+
+def test_states_of_other_weights_or_seeds_are_refused() -> None:
+    one = mix()
+    next(iter(one))
+    state = one.state_dict()
+    with pytest.raises(CheckpointMismatch, match="seed=0, now 1"):
+        mix(seed=1).load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="weights="):
+        mix(counts=(1, 1)).load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="at_end='stop', now 'drop'"):
+        mix("drop").load_state_dict(state)
+
+
+def test_a_copy_at_another_epoch_leaves_the_original_alone() -> None:
+    whole = mix("drop")
+    other = mix("drop")
+    other.set_epoch(2)
+    copied = whole.at_epoch(2)
+    assert list(copied) == list(other)
+    whole.set_epoch(0)
+    assert list(whole) == list(mix("drop"))
+
+
+@pytest.mark.parametrize("at_end", ENDS)
+def test_a_source_without_samples_is_a_warning_once(at_end: Any) -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda line: lines.append(str(line)), format="{message}", level="WARNING")
+    try:
+        mixed = mix(at_end, (20, 5, 0))
+        for epoch in range(2):
+            mixed.set_epoch(epoch)
+            list(mixed)
+        list(mix(at_end, (20, 5)))
+    finally:
+        logger.remove(sink)
+    assert len(lines) == 1
+    assert "Source 2 of Mix (Rows) gave no sample" in lines[0]

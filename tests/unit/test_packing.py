@@ -1,0 +1,214 @@
+"""``Pack``: every token once and in order, in samples of one length, from any stop on. None of it needs torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.testing import assert_resume_is_exact
+from datatrove_ckpt.torch import Mix, Pack
+from tests.stateful_rows import Rows
+
+
+def rows_of(lengths: list[int], first: int = 0) -> list[list[int]]:
+    """Rows of these lengths, whose tokens count on."""
+    numbers = itertools.count(first)
+    return [list(itertools.islice(numbers, length)) for length in lengths]
+
+
+def tokens(samples: Any) -> list[list[int]]:
+    return [sample["input_ids"].tolist() for sample in samples]
+
+
+def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_filled_up() -> None:
+    rows = rows_of([3, 1, 5, 2])
+    assert tokens(Pack(Rows(rows), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert tokens(Pack(Rows(rows), 4, pad=-1)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, -1]]
+    assert tokens(Pack(Rows(rows), 4, separator=99, pad=-1)) == [
+        [0, 1, 2, 99],
+        [3, 99, 4, 5],
+        [6, 7, 8, 99],
+        [9, 10, 99, -1],
+    ]
+    assert tokens(Pack(Rows(rows), 100)) == []
+    assert tokens(Pack(Rows([]), 4, pad=-1)) == []
+
+
+@given(st.lists(st.integers(0, 23), max_size=12), st.integers(1, 9), st.booleans())
+def test_no_token_is_lost_or_moved(lengths: list[int], length: int, pads: bool) -> None:
+    rows = rows_of(lengths)
+    samples = tokens(Pack(Rows(rows), length, pad=-1 if pads else None))
+    got = [token for sample in samples for token in sample if token != -1]
+    whole = [token for row in rows for token in row]
+    assert got == whole[: len(got)]
+    assert {len(sample) for sample in samples} <= {length}
+    assert len(whole) - len(got) < (1 if pads else length)
+
+
+@pytest.mark.parametrize("options", [{}, {"pad": 0, "positions": True}, {"separator": 7}], ids=str)
+def test_every_stop_resumes_exactly_with_a_state_that_is_json(options: dict[str, Any]) -> None:
+    lengths = [random.Random(0).choice([0, 1, 3, 4, 9, 30]) for _ in range(20)]
+
+    class ThroughJson(Pack):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(json.loads(json.dumps(state_dict)))
+
+    def make() -> Pack:
+        return ThroughJson(Rows(rows_of(lengths), shuffles=True), 4, **options)
+
+    count = len(list(make()))
+    stops: list[Any] = [*range(1, 2 * count + 1), (1, 1, 1), (2, count), (count, 0, 3)]
+    report = assert_resume_is_exact(make, stops, epochs=2, samples=lambda sample: [sample])
+    assert report.samples == [count, count]
+
+
+def test_several_columns_are_cut_at_the_same_places() -> None:
+    rows = [{"input_ids": [1, 2, 3], "mask": [0, 1, 1], "text": "a"}, {"input_ids": [4, 5], "mask": [1, 0]}]
+    pack = Pack(
+        Rows(rows), 3, ["input_ids", "mask"], separator={"input_ids": 9, "mask": 1}, pad={"input_ids": 8, "mask": 0}
+    )
+    samples = list(pack)
+    assert tokens(samples) == [[1, 2, 3], [9, 4, 5], [9, 8, 8]]
+    assert [sample["mask"].tolist() for sample in samples] == [[0, 1, 1], [1, 1, 0], [1, 0, 0]]
+
+
+def test_positions_begin_again_in_each_row_and_each_sample() -> None:
+    samples = list(Pack(Rows(rows_of([3, 7, 1, 2])), 5, pad=-1, positions=True))
+    assert [sample["position_ids"].tolist() for sample in samples] == [
+        [0, 1, 2, 0, 1],
+        [0, 1, 2, 3, 4],
+        [0, 0, 1, 0, 1],
+    ]
+    assert all(set(sample) == {"input_ids", "position_ids"} for sample in samples)
+
+
+def test_lists_arrays_and_plain_rows_give_the_same_integers() -> None:
+    rows = [[1, 2], np.array([3], np.uint16), {"input_ids": np.array([4, 5], np.int32)}, (6,)]
+    (sample,) = Pack(Rows(rows), 6)
+    assert sample["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert sample["input_ids"].dtype == np.int64
+
+
+def test_values_with_fractions_keep_their_type_through_a_state() -> None:
+    rows = [{"input_ids": [1, 2, 3], "weight": np.array([0.5, 1, 0.25], np.float32)}] * 3
+
+    def make() -> Pack:
+        return Pack(Rows(rows), 4, ["input_ids", "weight"])
+
+    whole = list(make())
+    pack = make()
+    next(iter(pack))
+    resumed = make()
+    resumed.load_state_dict(pack.state_dict())
+    (last,) = resumed
+    assert last["weight"].dtype == np.float32
+    assert last["weight"].tolist() == whole[1]["weight"].tolist()
+
+
+def test_a_state_holds_the_tokens_that_are_in_no_sample_in_few_bytes() -> None:
+    pack = Pack(Rows(rows_of([5000, 5000], first=30_000)), 4096)
+    next(iter(pack))
+    assert len(json.dumps(pack.state_dict())) < 300 + (5000 - 4096) * 2 * 4 / 3
+
+
+def test_one_long_row_takes_no_copy_of_it_per_sample() -> None:
+    row = np.arange(100_000)
+    iterator = iter(Pack(Rows([row]), 10))
+    first, second = next(iterator), next(iterator)
+    assert np.shares_memory(first["input_ids"], row)
+    assert np.shares_memory(second["input_ids"], row)
+
+
+def test_rows_that_cannot_be_packed_are_named() -> None:
+    for rows, options, message in [
+        ([{"text": "a", "id": "b"}], {}, r"no 'input_ids'; it has \['text', 'id'\]. Tokenise"),
+        ([{"input_ids": "a"}], {}, "must be a list of numbers"),
+        ([{"input_ids": [[1]]}], {}, "must be a list of numbers"),
+        ([{"a": [1], "b": [1, 2]}], {"columns": ["a", "b"]}, "1 a, 2 b"),
+        ([[1]], {"columns": ["a", "b"]}, "must be a dict"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            list(Pack(Rows(rows), 4, **options))  # type: ignore[arg-type]
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for options, message in [
+        ({"length": 0}, "at least 1"),
+        ({"length": 4, "columns": "input_ids"}, "list of keys"),
+        ({"length": 4, "columns": ["a", "b"], "pad": {"a": 1}}, "pad must have a number for each"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            Pack(Rows([]), **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"list.* has no state_dict and no load_state_dict"):
+        Pack([[1, 2]], 4)
+
+
+def test_states_of_another_setting_class_epoch_or_worker_are_refused() -> None:
+    pack = Pack(Rows(rows_of([9])), 4)
+    next(iter(pack))
+    state = pack.state_dict()
+    with pytest.raises(CheckpointMismatch, match="length=4, now 5"):
+        Pack(Rows([]), 5).load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match=r"no state of Mix .*'Pack'"):
+        Mix([Rows([])], [1]).load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="None"):
+        pack.load_state_dict({"_snapshot": {}})
+    pack.set_epoch(4)
+    pack.load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="made in epoch 0, and set_epoch said 4"):
+        iter(pack)
+    other = Pack(Rows([]), 4)
+    other.load_state_dict(state | {"worker": [1, 2]})
+    with pytest.raises(CheckpointMismatch, match="worker 1 of 2, and this is worker 0 of 1"):
+        iter(other)
+
+
+def test_there_is_no_state_where_nothing_was_read_but_the_one_that_was_loaded() -> None:
+    pack = Pack(Rows(rows_of([9])), 4)
+    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+        pack.state_dict()
+    iterator = iter(pack)
+    before = pack.state_dict()
+    assert len(list(iterator)) == 2
+    pack.load_state_dict(before)
+    assert pack.state_dict() == before
+    assert len(list(pack)) == 2
+
+
+def test_a_state_at_the_end_of_an_epoch_ends_it_and_the_next_epoch_is_whole() -> None:
+    rows = Rows(rows_of([9]))
+    pack = Pack(rows, 4)
+    list(pack)
+    state = pack.state_dict()
+    resumed = Pack(rows, 4)
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+    assert resumed.state_dict() == state
+    assert len(list(resumed)) == 2, "as torchdata does it: an iterator for the state, then one for the next epoch"
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 2, "a loop that goes on with the next epoch"
+    assert rows.opened[-1] == 1
+
+
+def test_an_epoch_that_had_ended_is_not_given_again() -> None:
+    """torchdata drops the iterator of a state of an epoch's end, and begins another one."""
+    pack = Pack(Rows(rows_of([9])), 4)
+    list(pack)
+    state = pack.state_dict()
+    resumed = Pack(Rows(rows_of([9])), 4)
+    resumed.set_epoch(0)
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+    with pytest.raises(CheckpointMismatch, match="Start the loop of epochs at 1"):
+        list(resumed)
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 2

@@ -1,0 +1,358 @@
+"""Parquet chunks: one schema for all documents of a chunk, the same whatever happened, and files that load as one."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.chunk_writing import ChunkWriting
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.jobs import ask, documents, runner, the_first_last
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+ds = pytest.importorskip("pyarrow.dataset")
+
+Values = list[list[Any]]
+"""The column's value in each document, by chunk. ``...``: the document has no such column."""
+
+
+def parquet(folder: Path, **changes: Any) -> ParquetWriter:
+    changes.setdefault("expand_metadata", True)
+    return ParquetWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.parquet", **changes)
+
+
+def with_values(values: Values) -> list[Document]:
+    flat = [value for chunk in values for value in chunk]
+    found = documents(len(flat))
+    for document, value in zip(found, flat, strict=True):
+        document.metadata |= {} if value is ... else {"c": value}
+    return found
+
+
+def written(folder: Path, server: FakeServer, values: Values, **changes: Any) -> list[Path]:
+    changes.setdefault("output_writer", parquet(folder))
+    step = runner(folder, server, records_per_chunk=len(values[0]), **changes)
+    step.run(with_values(values))
+    return sorted((folder / "output").glob("*.parquet"))
+
+
+def types(files: list[Path]) -> list[str]:
+    return [str(pq.read_schema(file).field("c").type).replace("element: ", "item: ") for file in files]
+
+
+def rows(files: list[Path]) -> list[Any]:
+    return [row.get("c") for file in files for row in pq.read_table(file).to_pylist()]
+
+
+# in one chunk --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunk", "kind", "read"),
+    [
+        ([None, "a"], "string", None),
+        ([..., "a"], "string", [None, "a"]),
+        (["a", ...], "string", ["a", None]),
+        ([1, 0.5], "double", [1.0, 0.5]),
+        ([None, None], "string", None),
+        ([[], ["a"]], "list<item: string>", None),
+        ([[], None], "list<item: string>", None),
+        ([{"a": 1}, {"b": "x"}], "struct<a: int64, b: string>", [{"a": 1, "b": None}, {"a": None, "b": "x"}]),
+        ([{"a": None}, {"a": [{}]}], "struct<a: list<item: struct<_: string>>>", [{"a": None}, {"a": [{"_": None}]}]),
+        ([{}, {"a": 1}], "struct<a: int64>", [{"a": None}, {"a": 1}]),
+        ([{}, {}], "struct<_: string>", [{"_": None}, {"_": None}]),
+        ([[1], [0.5, None]], "list<item: double>", [[1.0], [0.5, None]]),
+    ],
+)
+def test_a_chunk_has_the_types_of_all_its_documents(
+    tmp_path: Path, server: FakeServer, chunk: list[Any], kind: str, read: list[Any] | None
+) -> None:
+    for number, order in enumerate((chunk, chunk[::-1])):
+        files = written(tmp_path / str(number), server, [order])
+        assert rows(files) == (([*reversed(read)] if number else read) if read else order)
+        if "struct<a: int64, b" not in kind or number == 0:
+            assert types(files) == [kind]
+
+
+def test_types_of_later_batches_count_too(tmp_path: Path, server: FakeServer) -> None:
+    writing = parquet(tmp_path, batch_size=2)
+    files = written(tmp_path, server, [[..., None, 1, 2, 0.5]], output_writer=writing)
+    assert rows(files) == [None, None, 1.0, 2.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "parts"),
+    [
+        ([1, 2, "a"], ["'id 2' (number 2 of", "column 'c' is string", "int64", "'id 1'"]),
+        ([True, 2], ["'id 1'", "column 'c' is int64", "bool", "'id 0'"]),
+        ([{"a": [{"b": 1}]}, {"a": [{"b": {"x": 1}}]}], ["'id 1'", "column 'c.a[].b' is struct<x: int64>", "int64"]),
+        ([1, 2**63], ["'id 1'", "column 'c'"]),
+        ([1.5, True], ["'id 1'", "column 'c' is bool there, and double in document 'id 0'"]),
+        ([None, {"a": True}, {"a": [], "b": 1}], ["'id 2'", "column 'c.a' is list<item: null> there, and bool"]),
+        ([{"a": 1}, {"b": 1}, {"a": "x"}], ["column 'c.a' is string there, and int64 in document 'id 0'"]),
+        ([[[1.5, True]]], ["column 'c[][]' is bool there, and double in the same document"]),
+        ([[{"a": True}, {"a": 0.5}]], ["column 'c[].a' is double there, and bool in the same document"]),
+        ([[1, "a"]], ["column 'c[]' is string there, and int64 in the same document"]),
+        ([[2**63]], ["'id 0'", "column 'c' holds a value", "c[]: the integer 9223372036854775808 does not fit"]),
+        ([2**53 + 1, 0.5], ["'id 0'", "is int64 (", "9007199254740993", "double"]),
+    ],
+)
+def test_what_cannot_be_united_names_document_column_and_both_types(
+    tmp_path: Path, server: FakeServer, chunk: list[Any], parts: list[str]
+) -> None:
+    for _ in range(2):
+        with pytest.raises(OutputFailed) as failed:
+            written(tmp_path, server, [chunk])
+        for part in [*parts, "run the same command again"]:
+            assert part in str(failed.value)
+    asked = sum(server.asked.values())
+
+    def adapter(self: Any, document: Document) -> dict[str, Any]:
+        return {"id": document.id, "c": json.dumps(document.metadata["c"])}
+
+    files = written(tmp_path, server, [chunk], output_writer=parquet(tmp_path, adapter=adapter))
+    assert [json.loads(value) for value in rows(files)] == chunk
+    assert sum(server.asked.values()) == asked
+
+
+def test_a_schema_is_obeyed_as_it_is(tmp_path: Path, server: FakeServer) -> None:
+    schema = pa.schema([("id", pa.string()), ("c", pa.list_(pa.float32()))])
+    files = written(tmp_path, server, [[None, None], [[1], ...]], output_writer=parquet(tmp_path, schema=schema))
+    assert [pq.read_schema(file).equals(schema) for file in files] == [True, True]
+    with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string .* and list<.*float> in the w"):
+        written(tmp_path / "b", server, [[[1], "x"]], output_writer=parquet(tmp_path / "b", schema=schema))
+
+
+NAIVE = datetime.datetime(2026, 1, 2, 3, 4, 5, 6)
+AWARE = NAIVE.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(NAIVE, NAIVE.date()), (NAIVE, AWARE), ("a", b"b"), (1, Decimal("1.5")), (0.5, Decimal("1.5"))],
+)
+def test_values_that_would_change_beside_each_other_are_refused(
+    tmp_path: Path, server: FakeServer, one: Any, other: Any
+) -> None:
+    for number, chunk in enumerate(([one, other], [other, one])):
+        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in document 'id 0'"):
+            written(tmp_path / str(number), server, [chunk])
+
+
+def test_times_of_two_zones_stay_the_same_times(tmp_path: Path, server: FakeServer) -> None:
+    utc = AWARE.astimezone(datetime.UTC)
+    other = AWARE.astimezone(datetime.timezone(datetime.timedelta(hours=-3)))
+    assert rows(written(tmp_path, server, [[AWARE, utc, other]])) == [AWARE, utc, other]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        (pa.int64(), 1.5, "column 'c' is double"),
+        (pa.int8(), 300, "column 'c' is int64"),
+        (pa.timestamp("s"), NAIVE, r"column 'c' is timestamp\[us\]"),
+        (pa.date32(), NAIVE, r"column 'c' is timestamp\[us\]"),
+        (pa.timestamp("us"), AWARE, r"column 'c' is timestamp\[us, tz=\+02:00\]"),
+        (pa.float64(), True, "column 'c' is bool"),
+        (pa.float32(), 1e300, "column 'c' is double"),
+        (pa.list_(pa.float64()), [0.5, True], r"column 'c\[\]' is bool"),
+        (pa.struct({"a": pa.int64()}), {"a": 1, "b": 2}, "column 'c.b' is int64 there, and missing"),
+        (pa.struct({"a": pa.int64()}), {"a": 1.5}, "column 'c.a' is double"),
+        (pa.struct([pa.field("a", pa.int64(), nullable=False)]), {}, "column 'c.a' is without a value"),
+        (pa.map_(pa.string(), pa.int64()), {"a": 1.5}, r"column 'c\[value\]' is double"),
+        (pa.string(), b"text", "column 'c' is binary"),
+    ],
+)
+def test_a_value_that_would_change_in_the_given_schema_is_refused(
+    tmp_path: Path, server: FakeServer, kind: Any, value: Any, said: str
+) -> None:
+    schema = pa.schema([("id", pa.string()), ("c", kind)])
+    with pytest.raises(OutputFailed, match=rf"'id 1' .*{said}.* in the writer's schema"):
+        written(tmp_path, server, [[None, value]], output_writer=parquet(tmp_path, schema=schema))
+    assert not list((tmp_path / "output").glob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "read"),
+    [
+        (pa.int64(), 2.0, 2),
+        (pa.float64(), 2, 2.0),
+        (pa.float32(), 0.1, pytest.approx(0.1)),
+        (pa.date32(), datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2)),
+        (pa.timestamp("us", "UTC"), AWARE, AWARE),
+        (pa.struct({"a": pa.int64()}), {"a": 1, "b": None}, {"a": 1}),
+        (pa.map_(pa.string(), pa.int64()), {"a": 1}, [("a", 1)]),
+        (pa.large_list(pa.large_string()), ["a"], ["a"]),
+        (pa.binary(), "text", b"text"),
+        (pa.decimal128(4, 1), 1, Decimal(1)),
+        (pa.dictionary(pa.int32(), pa.string()), "a", "a"),
+        (pa.float64(), float("nan"), pytest.approx(float("nan"), nan_ok=True)),
+    ],
+)
+def test_a_value_that_the_given_schema_keeps_is_written(
+    tmp_path: Path, server: FakeServer, kind: Any, value: Any, read: Any
+) -> None:
+    schema = pa.schema([("id", pa.string()), ("c", kind)])
+    assert rows(written(tmp_path, server, [[value]], output_writer=parquet(tmp_path, schema=schema))) == [read]
+
+
+# from chunk to chunk --------------------------------------------------------------------------------------------------
+
+ONE: dict[str, tuple[Values, str]] = {
+    "text later": ([[None], ["a"]], "string"),
+    "text before": ([["a"], [None]], "string"),
+    "number before": ([[1], [None], [2]], "int64"),
+    "float before": ([[0.5], [1]], "double"),
+    "empty list before": ([[[]], [["a"]]], "list<element: string>"),
+    "empty list later": ([[["a"]], [[]]], "list<element: string>"),
+    "key later missing": ([[{"a": 1, "b": "x"}], [{"a": 2}]], "struct<a: int64, b: string>"),
+    "key without value": ([[{"a": None}], [{"a": "x"}]], "struct<a: string>"),
+    "column later missing": ([["a"], [...]], "string"),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_the_files_of_a_rank_load_as_one(
+    tmp_path: Path, server: FakeServer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, kind = ONE[name]
+    files = written(tmp_path, server, values)
+    assert len(files) == len(values)
+    table = ds.dataset([str(file) for file in files]).to_table()
+    assert str(table.schema.field("c").type) == kind
+    assert len(table) == len(values)
+
+
+@pytest.mark.parametrize("name", ["text later", "empty list before", "key without value", "column later missing"])
+def test_datasets_loads_them_as_one(
+    tmp_path: Path, server: FakeServer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet_module = pytest.importorskip("datasets.packaged_modules.parquet.parquet")
+    files = [str(file) for file in written(tmp_path, server, ONE[name][0])]
+    builder = parquet_module.Parquet(cache_dir=str(tmp_path / "cache"), data_files={"train": files})
+    builder.download_and_prepare()
+    assert len(builder.as_dataset("train")) == len(ONE[name][0])
+
+
+def test_a_first_file_that_is_too_narrow_is_said_once(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    files = written(tmp_path, server, [[1], [0.5], [0.25], [2]])
+    assert types(files) == ["int64", "double", "double", "int64"]
+    assert "".join(log).count("column 'c' is int64 in one file, and double in a later one") == 1
+
+
+def test_a_first_file_without_values_is_said_by_all_its_columns(
+    tmp_path: Path, server: FakeServer, log: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, server, [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]])
+    said = "".join(log)
+    assert "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without" in said
+    assert "may not load as one, so the values of 'c.n' load as texts." in said
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
+    found = " ".join(capsys.readouterr().out.split())
+    second, first = "000_00000_chunk_00001.parquet", "000_00000_chunk_00000.parquet: column"
+    assert f"{second} loads as text after {first} 'c.n' is int64 there, and without a value in the first" in found
+    assert f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first" in found
+    assert "'c.t'" not in found
+
+
+def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path: Path, server: FakeServer) -> None:
+    for _ in range(2):
+        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string there, and int64 in the chunks"):
+            written(tmp_path, server, [[1], ["a"]])
+    assert len(list((tmp_path / "output").glob("*.parquet"))) == 1
+
+
+def test_verify_names_both_files_and_the_column(
+    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, server, [[1], [0.5], [None], [0.25]])
+    command = ["verify", str(tmp_path / "checkpoints")]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main([*command, "--full"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "00000_chunk_00001.parquet does not load after 000_00000_chunk_00000.parquet: column 'c' is double" in said
+    assert said.count("does not load after") == 1
+    assert "So 1 more file." in said
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_verify_has_nothing_to_say_about_files_that_load_as_one(tmp_path: Path, server: FakeServer, name: str) -> None:
+    written(tmp_path, server, ONE[name][0])
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+
+
+# bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def contents(files: list[Path]) -> list[bytes]:
+    return [file.read_bytes() for file in files]
+
+
+VARIED: Values = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
+
+
+def test_the_bytes_do_not_depend_on_which_chunk_is_done_first(tmp_path: Path, server: FakeServer) -> None:
+    in_order = written(tmp_path / "a", server, VARIED)
+    log = tmp_path / "b" / "checkpoints" / "00000" / "commits.jsonl"
+
+    async def others_committed() -> None:
+        while not log.exists() or log.read_bytes().count(b"\n") < len(VARIED) - 1:
+            await asyncio.sleep(0.001)
+
+    shared = {"others_committed": others_committed}
+    apart = written(tmp_path / "b", server, VARIED, rollout=the_first_last, shared_context=shared)
+    assert json.loads(log.read_text().splitlines()[-1])["chunk_index"] == 0
+    assert contents(apart) == contents(in_order)
+
+
+def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[bool] = []
+    fits = ChunkWriting._fits
+
+    def counted(self: ChunkWriting, *args: Any) -> bool:
+        passes.append(fits(self, *args))
+        return passes[-1]
+
+    monkeypatch.setattr(ChunkWriting, "_fits", counted)
+    with_guess = written(tmp_path / "a", server, VARIED)
+    assert passes == [False, False, False, False]
+    uniform = written(tmp_path / "c", server, [[1], [2], [3]])
+    assert passes[4:] == [True, True]
+    monkeypatch.setattr(ChunkWriting, "_fits", lambda self, *args: False)
+    assert contents(written(tmp_path / "b", server, VARIED)) == contents(with_guess)
+    assert contents(written(tmp_path / "d", server, [[1], [2], [3]])) == contents(uniform)
+
+
+@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+def test_crashes_leave_no_trace_in_the_bytes(ram: Path, server: FakeServer) -> None:
+    folder = ram / "types"
+    folder.mkdir()
+
+    def attempt(folder: Path) -> None:
+        written(folder, server, [[None, "a"], [None, None], [..., "c"]])
+
+    report = assert_same_output_after_crash(attempt, folder, recoveries=False)
+    assert len(report.points) > 20
+
+
+def test_a_trial_document_with_dates_and_empty_dicts_is_written(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        document.metadata |= {"c": {}, "raw": b"x"}
+        return await ask(document, generate)
+
+    files = written(tmp_path, server, [[1, 2]], rollout=rollout)
+    assert types(files) == ["struct<_: string>"]

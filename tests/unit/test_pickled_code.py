@@ -1,0 +1,249 @@
+"""The identity of code that was pickled is the one that it had when the job was made."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dill
+import pytest
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.generation import code_hash, run_identity, script_names
+from datatrove_ckpt.generation.run_identity import CodeIdentity
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+from tests.unit.test_identity import MODULE, as_main, load, load_changed
+
+SOURCE = (
+    MODULE
+    + """
+def nested(ending):
+    helper = lambda text: text + ending
+    async def rollout(document, generate, clean=None, add=None):
+        return await generate({"messages": [{"role": "user", "content": helper(PROMPT + document.text)}]})
+    return rollout
+by_value = nested("!")
+"""
+)
+
+
+class FakeUrl:
+    url = "http://127.0.0.1:9"
+
+
+def step_of(folder: Path, rollout: Any, **settings: Any) -> InferenceRunner:
+    return runner(folder, FakeUrl(), rollout, **settings)  # type: ignore[arg-type]
+
+
+def fields(step: InferenceRunner) -> dict[str, Any]:
+    return step.identity(1).fields
+
+
+@pytest.fixture
+def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[InferenceRunner | bytes], InferenceRunner]:
+    """Pickles a step, and loads it as a process does that has not made it."""
+
+    def load_elsewhere(step: InferenceRunner | bytes) -> InferenceRunner:
+        pickled = step if isinstance(step, bytes) else dill.dumps(step)
+        monkeypatch.setattr(run_identity, "_PROCESS", "another")
+        loaded: InferenceRunner = dill.loads(pickled)
+        return loaded
+
+    return load_elsewhere
+
+
+def comment(path: Path) -> None:
+    path.write_text("# a comment\n" + path.read_text())
+
+
+def edit(path: Path) -> None:
+    path.write_text(path.read_text().replace("text + ending", "ending + text").replace("document.text", "document.id"))
+
+
+def another_function_there(path: Path) -> None:
+    path.write_text(path.read_text().replace("async def rollout(document, generate)", "async def rollout(text, ask)"))
+
+
+CHANGES = [comment, edit, another_function_there, Path.unlink]
+MAKERS: dict[str, Callable[[types.ModuleType], Any]] = {
+    "nested function": lambda module: module.by_value,
+    "partial of it": lambda module: functools.partial(module.by_value, add=lambda text: text * 2),
+    "object": lambda module: module.Asker(3),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_code_that_travels_by_value_is_what_it_was(
+    tmp_path: Path, another_process: Any, kind: str, change: Callable[[Path], None]
+) -> None:
+    module = load_changed(tmp_path, "script", source=SOURCE)
+    shared = {} if kind == "object" else {"clean": lambda text: text.strip()}
+    step = step_of(tmp_path, MAKERS[kind](module), shared_context=shared)
+    made = fields(step)
+    assert any("source " in str(value) for value in made.values())
+    change(tmp_path / "script.py")
+    assert fields(step) == made
+    assert fields(copy.deepcopy(step)) == made
+    loaded = another_process(step)
+    assert fields(loaded) == made
+    assert fields(another_process(loaded)) == made
+    assert loaded.identity(1).earlier == step.identity(1).earlier
+
+
+def test_what_is_edited_between_the_start_and_the_pickling_does_not_count(tmp_path: Path, another_process: Any) -> None:
+    step = step_of(tmp_path, load_changed(tmp_path, "script", source=SOURCE).by_value)
+    made = fields(step)
+    edit(tmp_path / "script.py")
+    assert fields(another_process(step)) == made
+
+
+def test_a_function_that_is_imported_by_name_is_what_is_imported(
+    tmp_path: Path, another_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SOURCE + "async def named(document, generate):\n    return helper(document.text)\n"
+    old = load_changed(tmp_path, "old", source=source)
+    monkeypatch.setitem(sys.modules, "rollouts_of_a_user", old)
+    step = step_of(tmp_path, old.named)
+    made = fields(step)
+    pickled = dill.dumps(step)
+    changed = load_changed(tmp_path, "new", ("PROMPT + text", "text + PROMPT"), source=source)
+    monkeypatch.setitem(sys.modules, "rollouts_of_a_user", changed)
+    assert fields(step) == made
+    loaded = another_process(pickled)
+    assert loaded.rollout_fn is changed.named
+    assert fields(loaded) == fields(step_of(tmp_path, changed.named))
+    assert fields(loaded) != made
+
+
+def test_a_rollout_that_is_replaced_after_the_step_was_made_is_described_anew(tmp_path: Path) -> None:
+    module = load_changed(tmp_path, "script", source=SOURCE)
+    step = step_of(tmp_path, module.nested("?"))
+    step.rollout_fn = module.make(2)
+    assert fields(step)["rollout_fn code"] == fields(step_of(tmp_path, module.make(2)))["rollout_fn code"]
+
+
+def test_globals_of_the_program_that_loads_the_pickle_do_not_count(tmp_path: Path, another_process: Any) -> None:
+    source = "async def rollout(document, generate):\n    return document.main + document.limit\n"
+    step = step_of(tmp_path, load_changed(tmp_path, "script", source=source).rollout)
+    loaded = another_process(step)
+    loaded.rollout_fn.__globals__.update(main=load, limit=5)
+    assert fields(loaded) == fields(step)
+
+
+def test_a_step_that_an_earlier_version_pickled_continues(
+    tmp_path: Path, another_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = step_of(tmp_path, load_changed(tmp_path, "script", source=SOURCE).by_value)
+    made = fields(step)
+    earlier = CodeIdentity.__new__(CodeIdentity)
+    earlier.__setstate__({name: getattr(step._code_when_made, name) for name in ("fields", "fields_0_1")})
+    with monkeypatch.context() as patch:  # it pickled what the step held
+        patch.setattr(InferenceRunner, "__getstate__", lambda self: self.__dict__)
+        step._code_when_made = earlier
+        comment(tmp_path / "script.py")
+        edit(tmp_path / "script.py")
+        assert fields(another_process(step)) == made
+
+
+def test_a_rank_continues_after_its_script_was_edited(tmp_path: Path, another_process: Any) -> None:
+    module = load_changed(tmp_path, "script", source=SOURCE)
+    with FakeServer() as server:
+        step = runner(tmp_path, server, module.by_value)
+        step.run(documents(3))
+        edit(tmp_path / "script.py")
+        another_process(step).run(documents(5))
+        assert set(server.asked.values()) == {1}
+        assert len(server.asked) == 5
+        with pytest.raises(CheckpointMismatch, match="code of the function"):
+            runner(tmp_path, server, load(tmp_path / "script.py").by_value).run(documents(5))
+
+
+# names of the script --------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json
+
+PROMPT = "Rewrite: "
+API_KEY = "s3cret-s3cret"
+SETTINGS = {"headers": {"Authorization": "s3cret"}}
+lock = (number for number in range(3))
+unused = open
+text = "named like an attribute only"
+
+class Base:
+    def shown(self):
+        return json.dumps(PROMPT)
+
+class Words(Base):
+    pass
+
+def helper(document):
+    return Words().shown(), document.text, lock, API_KEY, SETTINGS, __name__
+
+async def rollout(document, generate):
+    return helper(document)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    return as_main(tmp_path, SCRIPT, monkeypatch)
+
+
+def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.ModuleType) -> None:
+    found = script_names.collect(functools.partial(script.rollout))
+    assert found is not None
+    assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
+    assert found.left["API_KEY"] == "it looks like a secret"
+    assert found.left["SETTINGS"] == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
+    assert found.left["lock"].startswith("it cannot be pickled (TypeError: ")
+    assert len(found.left) == 3
+    assert found.file == script.__file__
+
+
+def test_names_are_put_only_where_the_script_is_not_loaded(
+    script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    found = script_names.collect(script.rollout)
+    assert found is not None
+    script.PROMPT = "its own"  # type: ignore[attr-defined]
+    script_names.restore(found)
+    assert script.PROMPT == "its own"
+    launcher = types.ModuleType("__main__")
+    launcher.__file__ = "/bin/launch_pickled_pipeline"
+    monkeypatch.setitem(sys.modules, "__main__", launcher)
+    script_names.restore(found)
+    assert {name for name in vars(launcher) if not name.startswith("__")} == set(found.values)
+    assert vars(launcher)["PROMPT"] == "Rewrite: "
+    assert [line.split(" is not in the pickled job")[0] for line in log] == [
+        f"WARNING The script's {name}" for name in found.left
+    ]
+
+
+def test_a_function_of_a_module_carries_nothing(tmp_path: Path, script: types.ModuleType) -> None:
+    assert script_names.collect(load_changed(tmp_path, "module").rollout, None, {"a": 1}) is None
+
+
+def test_a_step_among_the_names_of_the_script_is_pickled_once(tmp_path: Path, script: types.ModuleType) -> None:
+    exec("async def rollout(document, generate):\n    return runner, helper", vars(script))
+    step = step_of(tmp_path, script.rollout)
+    script.runner = step  # type: ignore[attr-defined]
+    assert len(dill.dumps(step)) < 100_000
+    with script_names.nothing_carried():
+        assert "_script_names" not in step.__getstate__()
+    assert "runner" in step.__getstate__()["_script_names"].values
+    copied = copy.deepcopy(step)
+    assert copied.rollout_fn is step.rollout_fn
+
+
+def test_loaded_names_are_those_of_globals_not_of_attributes(script: types.ModuleType) -> None:
+    assert "text" not in code_hash.loaded_names(script.helper)
+    assert {"Words", "lock"} <= code_hash.loaded_names(script.helper)

@@ -1,0 +1,153 @@
+"""Chunks whose files are put in place later than they are written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from datatrove_ckpt.checkpoint import files, placement
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING, OpenCheckpoint
+from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, WaitingChunk
+from datatrove_ckpt.errors import OutputFailed, StorageFailed
+from tests.unit.test_open_checkpoint import manager
+
+
+class Held(Placement):
+    """Keeps chunks until the test puts them in place."""
+
+    is_later = True
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, WaitingChunk] = {}
+        self.arrived = threading.Semaphore(0)
+        self.hurried = threading.Event()
+
+    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
+        self.waiting[chunk_index] = waiting
+        self.arrived.release()
+
+    def hurry(self) -> None:
+        self.hurried.set()
+
+
+def finish_chunks(checkpoint: OpenCheckpoint, held: Held, number: int) -> None:
+    for ordinal in range(2 * number):
+        slot = checkpoint.admit(f"input {ordinal}")
+        assert slot is not None
+        checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
+    for _ in range(number):
+        assert held.arrived.acquire(timeout=60)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(placement, "reserve_bytes", lambda folder: 1000)
+    monkeypatch.setattr(placement, "free_bytes", lambda folder: int(1000 * share))
+
+
+def test_chunks_wait_in_any_number_and_are_committed_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 2.0)
+    held = Held()
+    checkpoint = manager(tmp_path, placement=held).open()
+    finish_chunks(checkpoint, held, MAX_PUBLISHING + 3)
+    assert checkpoint.publishing == MAX_PUBLISHING + 3
+    assert not checkpoint.publishing_behind
+    assert len(list((tmp_path / "00000").glob("chunk_*.jsonl"))) == MAX_PUBLISHING + 3
+    for index in (3, 1):
+        held.waiting[index].check()
+        held.waiting[index].done()
+    checkpoint.flush()
+    assert checkpoint.publishing == MAX_PUBLISHING + 1
+    assert not held.hurried.is_set()
+    checkpoint.end_of_input()
+    assert held.hurried.wait(60)
+    checkpoint.close()
+    again = manager(tmp_path, placement=Held()).open()
+    assert sorted(again.resumed.done) == [1, 3]
+    again.close()
+
+
+def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held()
+    checkpoint = manager(tmp_path, placement=held).open()
+    finish_chunks(checkpoint, held, MAX_PUBLISHING + 1)
+    said: list[str] = []
+    sink = logger.add(lambda message: said.append(str(message)), format="{message}")
+    for share, behind in ((2.0, False), (0.5, True), (0.5, True), (1.05, True), (2.0, False), (0.5, True)):
+        free(monkeypatch, share)
+        assert checkpoint.publishing_behind is behind
+    held.waiting[0].done()  # with so few chunks waiting, the room is not theirs
+    checkpoint.flush()
+    assert not checkpoint.publishing_behind
+    logger.remove(sink)
+    assert [line.split(": ", 1)[1].split(",")[0].strip() for line in said] == [
+        "only 500 B are free",
+        "2 kB are free. New documents are started.",
+        "only 500 B are free",
+        "500 B are free. New documents are started.",
+    ]
+    checkpoint.close()
+
+
+def test_a_chunk_that_cannot_be_put_in_place_ends_the_run(tmp_path: Path) -> None:
+    held = Held()
+    checkpoint = manager(tmp_path, placement=held).open()
+    finish_chunks(checkpoint, held, 1)
+    held.waiting[0].failed(OutputFailed("the hub is away"))
+    with pytest.raises(OutputFailed, match="the hub is away"):
+        checkpoint.raise_failure()
+    checkpoint.close()
+
+
+def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disk(blocks: int) -> Any:
+        return lambda folder: type("Status", (), {"f_blocks": blocks, "f_frsize": 4096, "f_bavail": blocks // 2})
+
+    monkeypatch.setattr("os.statvfs", disk(1000))
+    assert placement.reserve_bytes(tmp_path) == 2_048_000  # half of it
+    assert not DiskRoom(tmp_path).holds_up(9, 4)
+    monkeypatch.setattr("os.statvfs", disk(2**18))
+    assert placement.reserve_bytes(tmp_path) == placement.LEAST_RESERVE_BYTES
+    monkeypatch.setattr("os.statvfs", disk(10**12))
+    assert placement.reserve_bytes(tmp_path) == placement.RESERVE_BYTES
+
+
+def test_each_chunk_is_a_look_and_documents_in_work_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 2.0)
+    monkeypatch.setattr(placement, "_LOOK_SECONDS", 3600.0)
+    room = DiskRoom(tmp_path)
+    assert not room.holds_up(9, 4)
+    monkeypatch.setattr(placement, "free_bytes", lambda folder: 500)
+    assert not room.holds_up(9, 4)
+    assert room.holds_up(10, 4)
+    free(monkeypatch, 2.0)
+    assert not room.holds_up(9, 4, unwritten=500)
+    assert room.holds_up(10, 4, unwritten=1500)
+
+
+def test_a_full_disk_gets_the_room_of_what_was_staged_before_the_rank_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager(tmp_path, placement=Held()).open().close()
+    staged = tmp_path / "00000/staging/0123abcd/chunk_00000/00000.parquet"
+    staged.parent.mkdir(parents=True)
+    staged.write_bytes(b"content")
+    write = files.Disk.write
+
+    def is_full(disk: files.Disk, fd: int, data: bytes | memoryview, path: Path) -> None:
+        if path.name.startswith("run.json") and staged.exists():
+            raise StorageFailed("No space left on device")
+        write(disk, fd, data, path)
+
+    monkeypatch.setattr(files.Disk, "write", is_full)
+    manager(tmp_path, placement=Held()).open().close()
+    assert not staged.exists()

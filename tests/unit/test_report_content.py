@@ -1,0 +1,179 @@
+"""From the state of a run to the page: every figure and every rank is there, and nothing that must not be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint.clock import Seconds
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
+from datatrove_ckpt.checkpoint.layout import HISTORY
+from datatrove_ckpt.maintenance.report.content import Content
+from datatrove_ckpt.maintenance.report.gather import gather
+from datatrove_ckpt.maintenance.report.page import page
+from datatrove_ckpt.maintenance.report.prices import Prices
+from datatrove_ckpt.maintenance.run_state import RankState, Rates, RunState, Totals
+from tests.unit.test_report_page import Reader
+from tests.unit.test_report_sums import write_commits
+
+T = 1_790_000_000.0
+
+
+def rank(folder: Path, number: int, per_minute: int = 60, minutes: int = 10, state: Any = "running") -> RankState:
+    """A rank that has run for some minutes after an attempt that was killed in its first one."""
+    home = folder / f"{number:05d}"
+    home.mkdir(parents=True)
+    records: list[Record] = [Start(at=T, attempt=1, host="n1", pid=7), Progress(at=T, attempt=1, in_flight=4)]
+    records += [Start(at=T + 100, attempt=2, host="n2", pid=8)]
+    for minute in range(minutes + 1):
+        done = minute * per_minute
+        work = WorkCounts(done, done, 0, 10 * done, 5 * done, cached=2, errors={"timeout": minute})
+        records.append(
+            Progress(
+                at=T + 100 + 60 * minute,
+                attempt=2,
+                seconds=Seconds(60.0 * minute, 60.0 * minute + 5),
+                documents=DocumentCounts(done, done),
+                total=work,
+                own=work,
+            )
+        )
+    if state == "finished":
+        records.append(End(at=records[-1].at, attempt=2, why="done"))
+    (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
+    write_commits(home, {1: 1}, [0, 1, 2])
+    done = per_minute * minutes
+    counts, position = DocumentCounts(done, done - 1, 0, 1), InputPosition(done, 4 * done, "rows")
+    return RankState(
+        "", number, home, state, counts=counts, position=position, seconds=700, number_of_attempts=2,
+        work=WorkCounts(done, done, 0, 10 * done, 5 * done, cached=2, retries=3),
+    )  # fmt: skip
+
+
+def run(ranks: list[RankState], **changes: Any) -> RunState:
+    totals = Totals(
+        states=Counter(one.state for one in ranks),
+        counts=DocumentCounts(2400, 2390, 4, 6, 2405, 23_000, 11_500),
+        unfinished=DocumentCounts(7, 7, 0, 0, 7, 1000, 500),
+        chunks=12,
+        position=InputPosition(1, 4, "rows"),
+        work=WorkCounts(2407, 2500, 6, 24_000, 12_000, cached=100, retries=9, resent=2, restarts=1),
+        lost_in_flight=16,
+        rates=Rates(4.0, 4.1, 40.0, 20.0),
+        average=Rates(3.5, 3.6, 35.0, 18.0),
+        working_seconds=700.0,
+        time_left=7200.0,
+        dead_letters=Counter({"RequestRejected: 400 too long": 4, "ValueError: no": 2}),
+        attempts=8,
+        attempts_without_a_word=4,
+        started=T,
+    )
+    identity = {"model": "org/model", "records_per_chunk": 100, "tasks": 5}
+    fields: dict[str, Any] = {"tasks": 5, "identity": identity, "ranks": ranks, "totals": totals, "newest": T + 700}
+    return RunState("a/folder", False, T + 710, **fields | changes)
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Content:
+    ranks = [rank(tmp_path, number, 12 if number == 2 else 60) for number in range(4)]
+    return gather(run(ranks), Prices(2.0), {})
+
+
+def test_every_figure_is_one_of_the_state(found: Content) -> None:
+    values = {figure.key: figure.value for figure in found.figures}
+    assert values == {
+        "totals.documents": 2407,
+        "totals.rates.documents": 4.0,
+        "totals.time_left_seconds": 7200.0,
+        "totals.committed.prompt_tokens + totals.unfinished.prompt_tokens": 24_000,
+        "totals.committed.completion_tokens + totals.unfinished.completion_tokens": 12_000,
+        "totals.committed.requests + totals.unfinished.requests": 2412,
+        "totals.work.cached": 100,
+        "totals.work.retries": 9,
+        "totals.work.lost_in_flight": 16,
+        "totals.attempts": 8,
+        "totals.committed.dead": 6,
+        "totals.tasks": 5,
+    }
+    assert found.figures[0].note == "25.0 % of the input"
+    assert (found.state, found.model, found.where) == ("running", "org/model", "a/folder")
+    assert found.age == "The newest change was 10 s before that."
+
+
+def test_a_straggler_is_slow_and_says_how_slow(found: Content) -> None:
+    assert [row.slow for row in found.ranks] == [False, False, True, False]
+    assert [row.rate for row in found.ranks] == [1.0, 1.0, 0.2, 1.0]
+    assert found.ranks[2].reason == "slow: 20.0 % of the median"
+    assert found.median_rate == 1.0
+    assert set(found.ranks[2].activity) <= {-1, 0, 1}
+
+
+def test_chunks_that_will_come_follow_from_the_position(found: Content) -> None:
+    assert found.ranks[0].chunks == [(0, 1, "done"), (1, 2, "dead"), (2, 3, "done")]
+    assert found.ranks[0].expected_chunks == 24
+
+
+def test_what_happened_is_put_on_one_axis(found: Content) -> None:
+    timeline, documents = found.timeline, found.documents
+    assert timeline is not None
+    assert documents is not None
+    assert (timeline.edges[0], timeline.edges[-1]) == (T, T + 710)
+    assert documents.values[-1] == 3 * 600 + 120
+    assert sum(timeline.interruptions) == 4
+    assert [one.name for one in found.errors] == ["timeout"]
+    (killed,) = found.interruptions
+    assert (killed.ranks, killed.away, killed.repeated, killed.place) == (4, 400.0, 16, "n1")
+    assert [part.value for part in found.answers] == [2312, 100]
+    assert [one.count for one in found.causes] == [4, 2]
+
+
+def test_a_finished_run_has_its_time_and_average(tmp_path: Path) -> None:
+    state = run([rank(tmp_path, number, state="finished") for number in range(2)], tasks=2)
+    content = gather(state, Prices(), {})
+    values = {figure.key: figure.value for figure in content.figures}
+    assert content.state == "finished"
+    assert (values["totals.average.documents"], values["totals.working_seconds"]) == (3.5, 700.0)
+    assert content.ranks[0].share == 1.0
+    assert content.ranks[0].expected_chunks is None
+    assert content.costs == []
+
+
+def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> None:
+    ranks = [rank(tmp_path, number) for number in range(3)]
+    (ranks[1].folder / HISTORY).unlink()
+    (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
+    content = gather(run(ranks), Prices(), {})
+    assert content.missing[0].startswith("1 of 3 ranks has no history")
+    assert content.missing[1].startswith("1 damaged line of histories")
+    assert content.ranks[1].documents == 600
+    assert content.ranks[1].rate is None
+
+
+def test_nothing_that_ever_ran_makes_a_page(tmp_path: Path) -> None:
+    state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "00000", "unfinished")])
+    content = gather(state, Prices(1.0, (1.0, 2.0), 4), {})
+    assert content.timeline is None
+    Reader(page(content))
+
+
+def test_settings_are_shown_without_secrets(tmp_path: Path) -> None:
+    settings = {"model_name_or_path": "m", "metadata_key": "answers"}
+    settings |= {"hf_token": "hf_abcdefghijklmnop", "endpoint_url": "http://u:pass@host/v1"}
+    config = {"executor": {"class_path": "X", "init_args": {"tasks": 2, "pipeline": [{"init_args": settings}]}}}
+    content = gather(run([rank(tmp_path, 0)]), Prices(), config)
+    shown = dict(content.settings)
+    assert shown["tasks"] == "2"
+    assert shown["pipeline.0.model_name_or_path"] == "m"
+    assert shown["pipeline.0.metadata_key"] == "answers"
+    assert "hf_abc" not in page(content)
+    assert "pass@" not in page(content)
+    assert dict(content.identity)["model"] == "org/model"
+
+
+def test_the_page_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
+    ranks = [rank(tmp_path, number, 30 + number % 17, 3) for number in range(1000)]
+    assert len(page(gather(run(ranks, tasks=1000), Prices(), {}))) < 5_000_000

@@ -1,0 +1,251 @@
+"""The report's page: well formed, self-contained, safe for any name, small for many ranks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.maintenance.report import rank_charts, scales
+from datatrove_ckpt.maintenance.report.content import (
+    Cause,
+    Content,
+    Figure,
+    Histogram,
+    Interruption,
+    Part,
+    RankRow,
+    Series,
+    Timeline,
+)
+from datatrove_ckpt.maintenance.report.markup import element, name, shortened, text
+from datatrove_ckpt.maintenance.report.page import page
+
+START = 1_790_000_000.0
+INTERVALS = 160
+HOSTILE = "</style></title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x00\u202egnp"
+_VOID = {"meta", "link", "br"}
+
+
+class Reader(HTMLParser):
+    """Reads a page, and fails where elements are not nested."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.shown: list[str] = []
+        self.feed(content)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {key: value or "" for key, value in attrs}))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.shown.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.shown)
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for found, attributes in self.found if found == tag]
+
+
+def content(ranks: int = 8, word: str = "plain", **changes: Any) -> Content:
+    """A page with everything on it, ``word`` in each place that takes a name."""
+    quiet = [None if 40 <= index < 44 else float(index) for index in range(INTERVALS)]
+    rows = [
+        RankRow(
+            key=word if number == 0 else str(number),
+            state="running",
+            reason=word if number == 5 else "",
+            documents=1000 + number,
+            rate=0.5 if number == 5 else 4.0 + number % 7 / 10,
+            share=0.4,
+            attempts=2,
+            slow=number == 5,
+            activity=[-1 if 40 <= index < 44 else 1 + (index * 7 + number * 3) % 4 for index in range(INTERVALS)],
+            chunks=[(0, 20, "done"), (20, 21, "dead"), (21, 24, "done"), (24, 26, "open")],
+            expected_chunks=60,
+        )
+        for number in range(ranks)
+    ]
+    interruptions = [
+        Interruption(word, START + 60 * number, word, word, 300.0, 60.0, 17) for number in range(3 * ranks)
+    ]
+    fields: dict[str, Any] = {
+        "where": word,
+        "model": word,
+        "state": "running",
+        "made_at": START + 60 * INTERVALS,
+        "version": "1.0",
+        "age": word,
+        "figures": [Figure("documents", "Documents", 123_456, "123,456", word), Figure("", "Left", None, word)],
+        "costs": [Figure("", "Cost", 1.5, "1.50", word)],
+        "timeline": Timeline(
+            [START + 60 * index for index in range(INTERVALS + 1)], [int(index == 40) for index in range(INTERVALS)]
+        ),
+        "documents": Series("documents", quiet),
+        "document_rate": Series("documents per second", quiet),
+        "tokens": [Series("prompt", quiet), Series("completion", quiet)],
+        "errors": [Series(word, [1.0] * INTERVALS), Series("503", [2.0] * INTERVALS)],
+        "ranks": rows,
+        "median_rate": 4.3,
+        "interruptions": interruptions,
+        "answers": [Part("sent", 100), Part("from the cache", 20)],
+        "causes": [Cause(word, 3)],
+        "histograms": [Histogram("Latency", "s", [(0.5, 1.0, 3), (1.0, 2.0, 5)])],
+        "settings": [(word, word)],
+        "identity": [(word, word)],
+        "missing": [word],
+    }
+    return Content(**fields | changes)
+
+
+def test_the_page_is_nested_well_and_has_each_part() -> None:
+    read = Reader(page(content()))
+    titles = ["Documents finished", "Tokens per second", "Rate by rank", "When ranks worked", "Chunks"]
+    titles += ["What interruptions cost", "Where answers came from", "Errors over time", "Dead letters", "Latency"]
+    for title in [*titles, "Ranks", "Settings", "Identity"]:
+        assert title in read.text
+    assert len(read.all("svg")) > 8
+
+
+def test_the_page_loads_nothing_and_runs_nothing() -> None:
+    source = page(content())
+    read = Reader(source)
+    assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & {tag for tag, _ in read.found}
+    assert "http:" not in source
+    assert "https:" not in source
+    assert "@import" not in source
+    assert "url(" not in source
+    assert [one["href"] for one in read.all("link")] == ["data:,"]
+    (policy,) = [one["content"] for one in read.all("meta") if one.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+
+
+def test_a_hostile_name_is_text_in_every_place() -> None:
+    plain, hostile = Reader(page(content())), Reader(page(content(word=HOSTILE)))
+    assert [tag for tag, _ in hostile.found] == [tag for tag, _ in plain.found]
+    assert [sorted(one) for _, one in hostile.found] == [sorted(one) for _, one in plain.found]
+    assert hostile.text.count("<script>alert(1)</script>") > 8
+    assert "\x00" not in hostile.text
+    assert "\u202e" not in hostile.text
+    page(content(word="\ud800 lone surrogate")).encode()
+
+
+def test_only_markup_is_not_escaped() -> None:
+    assert element("p", "<b>", element("i", "&"), class_='"x"') == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
+    assert element("p", hidden=None, stroke_width=1.26) == '<p stroke-width="1.3"></p>'
+    assert text("a\x07b") == "a\ufffdb"
+    assert name("<x>") == "<bdi>&lt;x&gt;</bdi>"
+    assert shortened("a" * 500, 11) == "aaaa...aaaa"
+
+
+def test_figures_carry_their_exact_values() -> None:
+    read = Reader(page(content()))
+    figures = [one for one in read.all("dd") if "data-figure" in one]
+    assert [(one["data-figure"], one["data-value"]) for one in figures] == [("documents", "123456")]
+
+
+def test_a_thousand_ranks_make_a_page_below_5_mb() -> None:
+    read = page(content(1000))
+    assert len(read) < 2_000_000
+    assert "all 1000 ranks" in Reader(read).text
+
+
+def test_an_empty_run_makes_a_page() -> None:
+    read = Reader(page(Content("folder", "", "not started", START, "1.0")))
+    assert "not started" in read.text
+    assert read.all("svg") == []
+
+
+@pytest.mark.parametrize("values", [[], [None], [0.0], [5.0], [None, 3.0, None], [0.0, 0.0]])
+def test_a_chart_of_odd_values_is_drawn(values: list[float | None]) -> None:
+    count = max(len(values), 1)
+    timeline = Timeline([START + 60 * index for index in range(count + 1)], [0] * count)
+    series = Series("documents", values or [None])
+    odd = content(timeline=timeline, documents=series, document_rate=series, tokens=[], errors=[series])
+    odd = replace(odd, ranks=[replace(row, activity=[-1] * count, rate=None) for row in odd.ranks])
+    assert "NaN" not in page(odd)
+    assert "inf" not in Reader(page(odd)).text
+
+
+def test_slow_ranks_stand_out_whether_they_are_few_or_many() -> None:
+    few = rank_charts.rate_chart(content(8).ranks, 4.3)
+    assert few.count("bar slow") == 1
+    assert "12 % of the median" in few
+    many = rank_charts.rate_chart(content(200).ranks, 4.3)
+    assert many.count("dot slow") == 1
+    assert many.count("<circle") == 200
+
+
+def test_of_many_ranks_those_that_need_attention_are_shown_over_time() -> None:
+    rows = list(content(200).ranks)
+    rows[150] = replace(rows[150], reason="silent for 2 h")
+    shown = rank_charts.active_rows(rows)
+    assert len(shown) == rank_charts.MAX_ACTIVE
+    assert {"5", "150"} <= {row.key for row in shown}
+    assert shown == [row for row in rows if row in shown]
+
+
+def test_neighbouring_cells_of_one_colour_are_one_stroke() -> None:
+    (row,) = content(1).ranks
+    drawn = rank_charts.chunk_map([row])
+    (done,) = re.findall(r'<path d="([^"]*)" class="cell c-done"', drawn)
+    assert done.count("M") == 2
+    (to_come,) = re.findall(r'<path d="([^"]*)" class="cell c-none"', drawn)
+    assert to_come.count("M") == 1
+
+
+def test_interruptions_beyond_a_hundred_are_counted_and_the_longest_shown() -> None:
+    found = [Interruption(str(number), START + number, "killed", "n1", float(number)) for number in range(150)]
+    read = Reader(page(content(interruptions=found)))
+    assert "150 interruptions cost" in read.text
+    assert "These are the 100 longest of 150" in read.text
+
+
+@pytest.mark.parametrize("high", [0.0003, 0.9, 1.0, 7.0, 99.0, 12_345.0, 3e12])
+def test_axes_have_few_round_steps_that_reach_the_value(high: float) -> None:
+    found = scales.ticks(high)
+    assert found[0] == 0
+    assert 2 <= len(found) <= 7
+    assert found[-1] >= high > found[-2] * 0.999
+    assert len({scales.compact(value) for value in found}) == len(found)
+
+
+def test_whole_numbers_get_whole_steps() -> None:
+    assert scales.ticks(2, whole=True) == [0, 1, 2]
+    assert scales.ticks(0.0) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("seconds", [3, 59, 600, 7200, 86_400, 7 * 86_400, 400 * 86_400])
+def test_time_axes_have_few_labels(seconds: float) -> None:
+    found = scales.time_ticks(START + 17, START + 17 + seconds)
+    assert 1 <= len(found) <= 10
+    assert all(START + 17 <= at <= START + 17 + seconds for at, _ in found)
+
+
+def test_numbers_and_shares_as_people_write_them() -> None:
+    assert [scales.compact(value) for value in (0, 0.25, 12, 1234, 999_999, 3.4e6)] == [
+        "0",
+        "0.25",
+        "12",
+        "1.23 k",
+        "1 M",
+        "3.4 M",
+    ]
+    assert [scales.percent(share) for share in (0, 0.1234, 0.99999, 1)] == ["0.0 %", "12.3 %", "99.9 %", "100 %"]
+    assert [scales.grouped(value) for value in (1234567, 12.345, 0.01234)] == ["1,234,567", "12.35", "0.0123"]
+    assert scales.clock(0) == "1970-01-01 00:00:00 UTC"

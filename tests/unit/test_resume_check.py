@@ -1,0 +1,154 @@
+"""``assert_resume_is_exact`` passes loaders that resume, and names what the others repeat, skip or move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datatrove_ckpt.testing import assert_resume_is_exact
+from datatrove_ckpt.testing.resume import name_of, samples_of
+
+
+class Loader:
+    """Ten samples an epoch in batches of three. ``fault`` is added to the position of each state."""
+
+    def __init__(self, fault: int = 0, swaps: bool = False, size: int = 3) -> None:
+        self.fault = fault
+        self.swaps = swaps
+        self.size = size
+        self.epoch = 0
+        self.at = 0
+        self.resumes_at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, list[str]]]:
+        self.at, self.resumes_at = self.resumes_at, 0
+        names = [f"{self.epoch}/{i}" for i in range(10)]
+        if self.swaps and self.at:
+            names[-2:] = reversed(names[-2:])
+        while self.at < len(names):
+            start, self.at = self.at, min(self.at + self.size, len(names))
+            yield {"text": names[start : self.at]}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": max(self.at + self.fault, 0) if self.at < 10 else 10}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resumes_at = state["at"]
+
+
+class Forgetful(Loader):
+    """A loader that gives the last state for a finished epoch, and so skips the next epoch."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+
+class Finishing(Loader):
+    """A loader whose state between two epochs begins the next one."""
+
+    def __iter__(self) -> Iterator[dict[str, list[str]]]:
+        yield from super().__iter__()
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+
+def test_a_loader_that_resumes_passes_at_every_stop() -> None:
+    report = assert_resume_is_exact(Loader, stops=[0, 1, 2, 3, 4, (1, 1), (0, 2, 1)])
+    assert str(report) == "7 resumed runs of 1 epochs with 10 samples in 4 batches: each as the run without stops"
+    assert report.stops == [(0,), (1,), (2,), (3,), (4,), (1, 1), (0, 2, 1)]
+
+
+def test_default_stops_are_the_first_middle_and_last_batch_of_each_epoch_and_the_time_between_two() -> None:
+    report = assert_resume_is_exact(Finishing, epochs=2)
+    assert report.stops == [(1,), (2,), (4,), (4,), (5,), (6,), (8,)]
+    assert report.samples == [10, 10]
+    assert report.batches == [4, 4]
+
+
+def test_samples_that_are_seen_twice_are_named() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_resume_is_exact(lambda: Loader(fault=-2), stops=[2])
+    assert str(caught.value).splitlines() == [
+        "Stopped after 2 batches the loader did not go on where it had stopped:",
+        "  seen too often in epoch 0: 2 samples: {'text': '0/4'}, {'text': '0/5'}",
+    ]
+
+
+def test_samples_that_are_skipped_are_named_and_only_a_few_of_them() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_resume_is_exact(lambda: Loader(fault=7), stops=[1])
+    assert "skipped in epoch 0: 7 samples: {'text': '0/3'}, " in str(caught.value)
+    assert str(caught.value).endswith("{'text': '0/7'}, ...")
+
+
+def test_an_epoch_that_is_skipped_after_a_state_at_the_end_of_one_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"between two epochs,(.|\n)*skipped in epoch 1: 10 samples"):
+        assert_resume_is_exact(Forgetful, stops=[4], epochs=2)
+
+
+def test_another_order_and_other_batches_are_named() -> None:
+    with pytest.raises(AssertionError, match=r"another order: sample 8 is .*0/9.*, and without a stop .*0/8"):
+        assert_resume_is_exact(lambda: Loader(swaps=True), stops=[1])
+    sizes = iter([3, 3, 2])
+    with pytest.raises(AssertionError, match="other batches: batch 1 has 2, and without a stop 3"):
+        assert_resume_is_exact(lambda: Loader(size=next(sizes)), stops=[1])
+
+
+def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_refused() -> None:
+    with pytest.raises(TypeError, match="list has no state_dict"):
+        assert_resume_is_exact(lambda: [1, 2])
+    with pytest.raises(ValueError, match="from 0 to 4"):
+        assert_resume_is_exact(Loader, stops=[5])
+    with pytest.raises(ValueError, match="from 0 to 4"):
+        assert_resume_is_exact(Loader, stops=[(3, 2)])
+
+    class Empty(Loader):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    with pytest.raises(ValueError, match="no batch"):
+        assert_resume_is_exact(Empty)
+
+
+class Plain:
+    """A loader without a state of its own, as torch's, whose dataset has one."""
+
+    def __init__(self) -> None:
+        self.dataset = Loader()
+
+    def __iter__(self) -> Iterator[dict[str, list[str]]]:
+        return iter(self.dataset)
+
+
+def test_the_state_of_the_dataset_serves_where_the_loader_has_none() -> None:
+    assert_resume_is_exact(Plain, stops=[1, 2])
+    with pytest.raises(AssertionError, match="skipped in epoch 1"):
+        assert_resume_is_exact(Plain, stops=[4], epochs=2)
+
+
+def test_samples_of_the_usual_batches() -> None:
+    array = np.arange(4).reshape(2, 2)
+    assert [name_of(sample) for sample in samples_of({"text": ["a", "b"], "n": array})] == [
+        "{'text': 'a', 'n': [0, 1]}",
+        "{'text': 'b', 'n': [2, 3]}",
+    ]
+    assert [name_of(sample) for sample in samples_of(array)] == ["[0, 1]", "[2, 3]"]
+    assert [name_of(sample) for sample in samples_of([array, array])] == ["[[0, 1], [0, 1]]", "[[2, 3], [2, 3]]"]
+    assert samples_of([{"text": "a"}, {"text": "b"}]) == [{"text": "a"}, {"text": "b"}]
+    assert samples_of({"text": "one document"}) == [{"text": "one document"}]
+    assert samples_of("one document") == ["one document"]
+    assert samples_of({}) == [{}]
+
+
+def test_long_samples_are_shortened_and_still_told_apart() -> None:
+    names = {name_of("a" * 100), name_of("a" * 101), name_of({"tokens": np.arange(1000)})}
+    assert len(names) == 3
+    assert all(len(name) < 100 for name in names)

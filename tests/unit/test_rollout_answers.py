@@ -1,0 +1,295 @@
+"""Answers of a given form: what each engine is asked for, what counts as valid, and what follows if nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.errors import ConfigError, DocumentFailed
+from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.rollouts import CompletionRollout, InvalidAnswer, PromptRollout, for_config
+from datatrove_ckpt.testing import FakeServer
+from tests.unit.test_rollouts import asked, document
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}},
+    "required": ["why", "answer"],
+}
+GOOD = '{"why": "it rains", "answer": 7}'
+
+
+def config(server_type: Any = "vllm", **changes: Any) -> InferenceConfig:
+    url = "http://127.0.0.1:1" if server_type == "endpoint" else None
+    given = {"server_type": server_type, "model_name_or_path": "m", "endpoint_url": url, **changes}
+    return InferenceConfig(**given)
+
+
+def sent(rollout: Any, server_type: str) -> dict[str, Any]:
+    """The payload's keys that ask the engine for the form."""
+    fitted: Any = for_config(rollout, config(server_type, use_chat=isinstance(rollout, PromptRollout)))
+    fitted.invalid_answer, fitted.answer_attempts = "drop", 1
+    return {name: value for name, value in asked(fitted, document()).items() if name not in ("messages", "prompt")}
+
+
+class Answers:
+    """Gives these answers in turn, and remembers the payloads."""
+
+    def __init__(self, *answers: str, reason: str = "stop") -> None:
+        self.answers = list(answers)
+        self.payloads: list[dict[str, Any]] = []
+        self.reason = reason
+
+    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+        self.payloads.append(payload)
+        return InferenceResult(self.answers[len(self.payloads) - 1], self.reason, {})
+
+
+def answer(rollout: Any, *answers: str) -> str | None:
+    result = asyncio.run(rollout(document(), Answers(*answers)))
+    return None if result is None else str(result.text)
+
+
+# what the engines are asked ------------------------------------------------------------------------------------------
+
+AS_FORMAT = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+}
+
+
+@pytest.mark.parametrize("kind", [PromptRollout, CompletionRollout])
+@pytest.mark.parametrize(
+    ("settings", "server_type", "fields"),
+    [
+        ({"json_schema": SCHEMA}, "vllm", {"structured_outputs": {"json": SCHEMA}}),
+        ({"regex": "a|b"}, "vllm", {"structured_outputs": {"regex": "a|b"}}),
+        ({"choice": ["yes", "no"]}, "vllm", {"structured_outputs": {"choice": ["yes", "no"]}}),
+        ({"json_schema": SCHEMA}, "sglang", AS_FORMAT),
+        ({"regex": "a|b"}, "sglang", {"regex": "a|b"}),
+        ({"choice": ["yes", "no (maybe) - or 1.5"]}, "sglang", {"regex": r"(yes|no \(maybe\) - or 1\.5)"}),
+        ({"json_schema": SCHEMA}, "llamacpp", {"json_schema": SCHEMA}),
+        ({"choice": ["yes", 'a "no"']}, "llamacpp", {"grammar": r'root ::= "yes" | "a \"no\""'}),
+        ({"json_schema": SCHEMA}, "endpoint", AS_FORMAT),
+        ({"regex": "a", "engine": "vllm"}, "endpoint", {"structured_outputs": {"regex": "a"}}),
+        ({"regex": "a", "engine": "none"}, "endpoint", {}),
+        ({"json_schema": SCHEMA, "engine": "none"}, "vllm", {}),
+        ({"json_schema": SCHEMA}, "dummy", {}),
+        ({}, "vllm", {}),
+    ],
+)
+def test_each_engine_gets_its_own_fields(
+    kind: Any, settings: dict[str, Any], server_type: str, fields: dict[str, Any]
+) -> None:
+    assert sent(kind(**settings), server_type) == fields
+
+
+@pytest.mark.parametrize(
+    ("settings", "server_type", "error"),
+    [
+        ({"regex": "a"}, "endpoint", "regex: engines have different fields for it, and behind server_type 'endpoint'"),
+        ({"choice": ["a", "b"]}, "endpoint", "choice: engines have different fields for it"),
+        ({"regex": "a"}, "llamacpp", "regex: llama.cpp takes no regex; use choice or json_schema, or set engine: none"),
+    ],
+)
+def test_a_form_that_nobody_can_ask_for_is_refused(settings: dict[str, Any], server_type: str, error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        for_config(PromptRollout(**settings), config(server_type))
+    assert str(refused.value).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"regex": "("}, "regex: '(' is not a regular expression: "),
+        ({"choice": []}, "choice: [] is not a list of texts."),
+        ({"choice": ["a", " a"]}, "choice: ['a', ' a'] has a text twice."),
+        ({"regex": "a", "choice": ["a"]}, "regex: is set together with choice; an answer has one form."),
+        ({"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema: $.type: 'objekt' is not valid"),
+        ({"answer_attempts": 0}, "answer_attempts: must be >= 1; it is 0."),
+        ({"regex": "a", "engine": "openai"}, "regex: OpenAI's API takes no regex; use json_schema"),
+    ],
+)
+def test_a_form_that_no_answer_can_have_is_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        PromptRollout(**settings)
+    assert str(refused.value).startswith(error)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema.exceptions", None)
+    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^json_schema: .*'jsonschema' is not installed\. Run: pip install"):
+        PromptRollout(json_schema={"type": "object", "title": "of this test only"})
+
+
+# what is valid -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "text"),
+    [
+        ({"json_schema": SCHEMA}, GOOD, GOOD),
+        ({"json_schema": SCHEMA}, f"\n```json\n{GOOD}\n```\n", GOOD),
+        ({"regex": r"\d+-\d+"}, " 12-34\n", "12-34"),
+        ({"regex": r"\d+-\d+"}, "```\n12-34\n```", "12-34"),
+        ({"regex": r"```\n\d+\n```"}, "```\n12\n```", "```\n12\n```"),
+        ({"choice": ["yes", "no"]}, "no ", "no"),
+        ({"choice": ["yes", "no"]}, "```text\nno\n```", "no"),
+    ],
+)
+def test_a_valid_answer_is_the_result_without_what_surrounds_it(
+    settings: dict[str, Any], given: str, text: str
+) -> None:
+    assert answer(PromptRollout(**settings), given) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "problem"),
+    [
+        ({"json_schema": SCHEMA}, '{"why": "it', "it is not JSON: "),
+        ({"json_schema": SCHEMA}, '{"why": "it rains"}', "$: 'answer' is a required property"),
+        ({"json_schema": SCHEMA}, '{"why": "x", "answer": "7"}', "$.answer: '7' is not of type 'integer'"),
+        ({"regex": r"\d+"}, "12 apples", r"it does not match the regular expression \d+"),
+        ({"choice": ["yes", "no"]}, "maybe", "it is not one of yes, no"),
+    ],
+)
+def test_an_invalid_answer_fails_with_what_is_wrong(settings: dict[str, Any], given: str, problem: str) -> None:
+    name = next(iter(settings))
+    with pytest.raises(InvalidAnswer, match=re.escape(f"{name}: none of 2 answers is valid. The last one: {problem}")):
+        answer(PromptRollout(**settings, answer_attempts=2), "???", given)
+
+
+def test_a_reference_out_of_the_schema_is_never_downloaded() -> None:
+    rollout = PromptRollout(json_schema={"$ref": "http://127.0.0.1:1/schema.json"})
+    with pytest.raises(ConfigError, match=r"^json_schema: a \$ref leads outside of the schema: "):
+        answer(rollout, "{}")
+
+
+# what follows --------------------------------------------------------------------------------------------------------
+
+
+def test_an_invalid_answer_is_sampled_again() -> None:
+    server = Answers("?", "no")
+    result = asyncio.run(PromptRollout(choice=["yes", "no"])(document(), server))
+    assert isinstance(result, InferenceResult)
+    assert result.text == "no"
+    assert server.payloads[0] == server.payloads[1]
+
+
+def test_the_model_is_shown_its_answer_if_that_is_wanted() -> None:
+    server = Answers("?", "no")
+    asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
+    assert server.payloads[0]["messages"] == server.payloads[1]["messages"][:-2]
+    assert server.payloads[1]["messages"][-2:] == [
+        {"role": "assistant", "content": "?"},
+        {
+            "role": "user",
+            "content": "That answer is not valid: it is not one of yes, no. Answer again, correctly and completely, "
+            "and write nothing else.",
+        },
+    ]
+
+
+def test_an_answer_that_was_cut_off_is_not_shown() -> None:
+    """The conversation would not fit into the context either."""
+    server = Answers("?", "no", reason="length")
+    asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
+    assert server.payloads[0] == server.payloads[1]
+
+
+def test_a_document_without_a_valid_answer_may_be_dropped() -> None:
+    assert answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
+
+
+def test_canned_answers_are_not_checked() -> None:
+    fitted: Any = for_config(PromptRollout(json_schema=SCHEMA), config("dummy"))
+    assert answer(fitted, "This is dummy text.") == "This is dummy text."
+
+
+def test_the_form_and_the_engine_are_part_of_the_identity() -> None:
+    fields = code_identity(for_config(PromptRollout(json_schema=SCHEMA), config("sglang")), None).fields
+    assert fields["rollout_fn.json_schema"] == SCHEMA
+    assert fields["rollout_fn.form_for"] == "sglang"
+
+
+# in a run ------------------------------------------------------------------------------------------------------------
+
+
+def runner(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> InferenceRunner:
+    settings = config("endpoint", endpoint_url=server.url)
+    writer = JsonlWriter(str(folder / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
+    return InferenceRunner(rollout, settings, writer, checkpoints_local_dir=str(folder / "checkpoints"), **changes)
+
+
+def test_the_properties_of_a_schema_reach_the_server_in_their_order(tmp_path: Path) -> None:
+    """Engines generate them in that order: a reason that comes after the answer is no reason."""
+    bodies: list[bytes] = []
+
+    def one(payload: dict[str, Any], times: int) -> str:
+        bodies.append(orjson.dumps(payload))  # the server keeps the order in which keys came
+        return GOOD
+
+    with FakeServer(one) as server:
+        runner(tmp_path, server, PromptRollout(json_schema=SCHEMA)).run([Document(text="x", id="1")])
+    (body,) = bodies
+    assert list(json.loads(body)["response_format"]["json_schema"]["schema"]["properties"]) == ["why", "answer"]
+
+
+def test_an_invalid_answer_stops_the_rank_or_becomes_a_dead_letter(tmp_path: Path) -> None:
+    rollout = PromptRollout(json_schema=SCHEMA, answer_attempts=2)
+    with FakeServer(lambda payload, times: "?") as server:
+        with pytest.raises(DocumentFailed, match="InvalidAnswer: json_schema: none of 2 answers is valid"):
+            runner(tmp_path / "a", server, rollout).run([Document(text="x", id="1")])
+        runner(tmp_path / "b", server, rollout, on_document_error="dead_letter").run([Document(text="x", id="1")])
+    (letter,) = (tmp_path / "b/checkpoints/00000/dead_letters.jsonl").read_text().splitlines()
+    assert "InvalidAnswer" in letter
+
+
+def test_attempts_are_not_paid_twice(tmp_path: Path) -> None:
+    """The second attempt has the same payload, and is another sample: both are answered from the cache afterwards."""
+    valid = [False]
+
+    def one(payload: dict[str, Any], times: int) -> str:
+        return GOOD if times and valid[0] else "?"
+
+    with FakeServer(one) as server:
+        rollout = PromptRollout(json_schema=SCHEMA, answer_attempts=2)
+        with pytest.raises(DocumentFailed):
+            runner(tmp_path, server, rollout).run([Document(text="x", id="1")])
+        valid[0] = True
+        with pytest.raises(DocumentFailed):
+            runner(tmp_path, server, rollout).run([Document(text="x", id="1")])
+        assert len(server.payloads) == 2
+        again = PromptRollout(json_schema=SCHEMA, answer_attempts=3)
+        runner(tmp_path, server, again, accept_changes=True).run([Document(text="x", id="1")])
+        assert len(server.payloads) == 3
+    row = json.loads((tmp_path / "out/00000_00000.jsonl").read_text())
+    assert row["metadata"]["rollout_results"][0]["text"] == GOOD
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_equal_payloads_get_their_attempts_in_rounds(attempts: int) -> None:
+    """So a document that is processed again gives each candidate the same answers, whatever arrives first."""
+    turns: list[str] = []
+
+    async def generate(payload: dict[str, Any]) -> InferenceResult:
+        number = len(turns)
+        turns.append("called")
+        for _ in range(5 - number % 2 * 4):  # the first call of a round is answered last
+            await asyncio.sleep(0)
+        return InferenceResult(f"{number}", "stop", {})
+
+    rollout = PromptRollout(regex=str(2 * attempts - 1), answer_attempts=attempts, invalid_answer="drop")
+    results = asyncio.run(rollout._ask(generate, [{"a": 1}, {"a": 1}]))
+    assert [one and one.text for one in results] == [None, str(2 * attempts - 1)]

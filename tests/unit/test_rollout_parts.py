@@ -1,0 +1,299 @@
+"""Rollouts of several requests: parts with overlap and carried context, and the best of several answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.errors import ConfigError, DocumentFailed
+from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config, split_text
+from datatrove_ckpt.rollouts.splitting import Chars, Tokens, split, stitch
+from datatrove_ckpt.testing import FakeServer
+from tests.unit.test_rollouts import document
+from tests.words import write_tokenizer
+
+Messages = list[dict[str, str]]
+
+
+def requests(rollout: Any, text: str, answers: Sequence[str] = ()) -> tuple[list[dict[str, Any]], Any]:
+    """The payloads in turn, and the result. The n-th answer is "An"."""
+    sent: list[dict[str, Any]] = []
+
+    async def generate(payload: dict[str, Any]) -> InferenceResult:
+        sent.append(payload)
+        given = answers[len(sent) - 1] if answers else f"A{len(sent)}"
+        return InferenceResult(given, "stop", {"completion_tokens": 1})
+
+    return sent, asyncio.run(rollout(document(text), generate))
+
+
+def talks(rollout: Any, text: str) -> list[list[str]]:
+    """Each request's messages, with the first letter of their roles."""
+    sent, _ = requests(rollout, text)
+    return [[f"{one['role'][0]}: {one['content']}" for one in payload["messages"]] for payload in sent]
+
+
+# parts ---------------------------------------------------------------------------------------------------------------
+
+SENTENCES = "One is here. Two is here. Six is here."
+
+
+@pytest.mark.parametrize(
+    ("overlap", "parts"),
+    [
+        (0, ["One is here.", "Two is here.", "Six is here."]),
+        (9, ["One is here.", "is here. Two is here.", "is here. Six is here."]),
+        (13, ["One is here.", "One is here. Two is here.", "Two is here. Six is here."]),
+        (20, ["One is here.", "One is here. Two is here.", "Two is here. Six is here."]),
+    ],
+)
+def test_a_part_begins_with_the_end_of_the_one_before_at_a_sentence_or_a_word(overlap: int, parts: list[str]) -> None:
+    assert split(SENTENCES, 12, Chars(), overlap) == parts
+
+
+def test_an_overlap_never_reaches_before_the_text() -> None:
+    assert split("\n\n  aaaa bbbb", 4, Chars(), 99) == ["aaaa", "aaaa bbbb"]
+
+
+def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
+    words = write_tokenizer(tmp_path / "words")
+    rollout = ChunkedRollout(max_tokens_per_part=4, tokenizer=words)
+    text = "One two three. Four.\n\nFive six seven eight nine ten."
+    parts = ["One two three.", "Four.\n\nFive six", "seven eight nine", "ten."]
+    assert talks(rollout, text) == [[f"u: {part}"] for part in parts]
+
+
+def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing() -> None:
+    text = "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
+    ruler = Tokens(range(0, len(text), 3), len(text))  # three characters each
+    for limit in (1, 7, 60):
+        parts = split(text, limit, ruler)
+        assert max(map(len, parts)) <= 3 * limit + 2
+        assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+def test_characters_per_token_estimate_the_parts() -> None:
+    text = "one two six ten"
+    estimated = ChunkedRollout(max_tokens_per_part=2, chars_per_token=3.5)
+    assert [talk[0] for talk in talks(estimated, text)] == [f"u: {part}" for part in split_text(text, 7)]
+
+
+def test_a_conversation_carries_the_parts_before() -> None:
+    rollout = ChunkedRollout("Q {text}", "S", max_chars_per_part=3, carry="conversation")
+    assert talks(rollout, "one two six") == [
+        ["s: S", "u: Q one"],
+        ["s: S", "u: Q one", "a: A1", "u: Q two"],
+        ["s: S", "u: Q two", "a: A2", "u: Q six"],
+    ]
+    longer = ChunkedRollout(max_chars_per_part=3, carry="conversation", carried_parts=2)
+    assert talks(longer, "one two six")[2] == ["u: one", "a: A1", "u: two", "a: A2", "u: six"]
+
+
+def test_an_answer_is_continued() -> None:
+    rollout = ChunkedRollout("Q {text}", max_chars_per_part=3, separator="|", carry="continue")
+    sent, result = requests(rollout, "one two six")
+    assert [one["messages"] for one in sent[1:]] == [
+        [{"role": "user", "content": "Q one|two"}, {"role": "assistant", "content": "A1"}],
+        [{"role": "user", "content": "Q two|six"}, {"role": "assistant", "content": "A2"}],
+    ]
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+    assert [{name: one.get(name) for name in flags} for one in sent] == [dict.fromkeys(flags), flags, flags]
+    assert result.text == "A1|A2|A3"
+
+
+def test_answers_that_repeat_the_overlap_are_stitched() -> None:
+    text = "It was dry, and then it rained. Then snow."
+    parts = ["It was dry, and then it rained.", "and then it rained. Then snow."]
+    rollout = ChunkedRollout(max_chars_per_part=32, overlap_chars=24)
+    sent, result = requests(rollout, text, parts)
+    assert [one["messages"][-1]["content"] for one in sent] == parts
+    assert result.text == text
+    answers = ["Il faisait sec, puis il a plu ce soir.", "puis il a plu ce soir. Neige."]
+    assert requests(rollout, text, answers)[1].text == "Il faisait sec, puis il a plu ce soir. Neige."
+    plain = ChunkedRollout(max_chars_per_part=32)
+    assert requests(plain, text, answers)[1].text == "\n\n".join(answers)
+
+
+@pytest.mark.parametrize(
+    ("answers", "stitched"),
+    [
+        ([], ""),
+        (["only one"], "only one"),
+        (["the end", "the end"], "the end|the end"),  # as short as this it may be chance
+        (["abcabcabcabcabcabc", "abcabcabcabcabcabcX"], "abcabcabcabcabcabcX"),
+        (["xyz 0123456789abcdef", "0123456789abcdef"], "xyz 0123456789abcdef"),
+        (["0123456789abcdef y", "0123456789abcdef"], "0123456789abcdef y|0123456789abcdef"),
+        (["", "later"], "|later"),
+    ],
+)
+def test_stitching_writes_a_repeated_end_once(answers: list[str], stitched: str) -> None:
+    assert stitch(answers, "|", answers, 18) == stitched
+
+
+def test_stitching_leaves_what_a_text_itself_repeats() -> None:
+    row = "| 2024-01-01 | nothing to report | 0.00 | 0.00 | 0.00 | no remarks |"
+    for text in ("\n".join([row] * 6), "\n\n".join([row] * 6)):
+        parts = split(text, 120, Chars(), 30)
+        assert len(parts) > 2
+        assert " ".join(stitch(parts, "\n", parts, 30).split()) == " ".join(text.split())
+
+
+def test_an_equal_answer_to_another_part_is_no_repetition() -> None:
+    text = "\n\n".join(f"A paragraph with the number {number}, which ends here." for number in range(4))
+    parts = split(text, 60, Chars(), 20)
+    assert stitch(["There is nothing in it to report."] * 4, " ", parts, 20).count("nothing") == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"max_tokens_per_part": 0}, "max_tokens_per_part must be >= 1; it is 0."),
+        ({"overlap_chars": -1}, "overlap_chars must be >= 0; it is -1."),
+        ({"carried_parts": 0}, "carried_parts must be >= 1; it is 0."),
+    ],
+)
+def test_parts_that_make_no_sense_are_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ChunkedRollout(**settings)
+    assert str(refused.value) == error
+
+
+# best of several -----------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_chooses_the_best_of_several_and_all_are_kept() -> None:
+    rollout = BestOfRollout("Q {text}", "S", candidates=3, judge_prompt="Rate {answer} of {id}: {text}")
+    sent, result = requests(rollout, "rain", ["a", "b", "c", "Score: 3.5", "9 of 10", "none"])
+    assert [one["messages"][-1]["content"] for one in sent] == [
+        *["Q rain"] * 3, "Rate a of d1: rain", "Rate b of d1: rain", "Rate c of d1: rain"
+    ]  # fmt: skip
+    assert sent[0]["messages"][0] == {"role": "system", "content": "S"}
+    assert sent[3]["temperature"] == 0
+    assert result == {
+        "text": "b",
+        "finish_reason": "stop",
+        "usage": {"completion_tokens": 6},
+        "reasoning": "",
+        "candidates": [
+            {"text": "a", "finish_reason": "stop", "score": 3.5},
+            {"text": "b", "finish_reason": "stop", "score": 9.0},
+            {"text": "c", "finish_reason": "stop", "score": None},
+        ],
+    }
+
+
+def test_the_judge_reads_no_more_of_a_long_text_than_fits() -> None:
+    rollout = BestOfRollout("Q {text}", candidates=2, max_chars=20, judge_prompt="Rate {answer} of {text}")
+    sent, _ = requests(rollout, "rain " * 9, ["a", "b" * 10, "1", "2"])
+    assert [len(one["messages"][-1]["content"]) for one in sent] == [20, 20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"), [(["2", "2"], "a"), (["-1", "-0.5"], "b"), (["no", "-3"], "b"), (["no", "no"], "a")]
+)
+def test_the_highest_score_wins_and_of_equals_the_first(scores: list[str], best: str) -> None:
+    rollout = BestOfRollout(candidates=2, judge_prompt="{answer}?", judge_params={"max_tokens": 4})
+    sent, result = requests(rollout, "rain", ["a", "b", *scores])
+    assert result["text"] == best
+    assert sent[2] == {"messages": [{"role": "user", "content": "a?"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answers", "best"),
+    [
+        (None, ["a", "b ", "b"], "b "),
+        (None, ["a", "b", "c"], "a"),
+        (r"= (\d+)", ["1 = 2", "so = 3", "= 9, = 3"], "so = 3"),
+        (r"\d+", ["none", "no", "7"], "7"),
+        (r"\d+", ["none", "no", "nothing"], "none"),
+    ],
+)
+def test_without_a_judge_the_most_frequent_answer_wins(pattern: str | None, answers: list[str], best: str) -> None:
+    rollout = BestOfRollout(candidates=3, vote_pattern=pattern)
+    assert requests(rollout, "rain", answers)[1]["text"] == best
+
+
+def test_invalid_answers_are_no_candidates() -> None:
+    rollout = BestOfRollout(candidates=3, regex=r"\d", answer_attempts=1, invalid_answer="drop")
+    _, result = requests(rollout, "rain", ["x", "1", "1"])
+    assert [one["text"] for one in result["candidates"]] == ["1", "1"]
+    assert requests(rollout, "rain", ["x", "x", "x"])[1] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"candidates": 1}, "candidates: must be >= 2; it is 1."),
+        (
+            {"judge_prompt": "Rate {text}"},
+            "judge_prompt: has no {answer}, so every candidate would get the same score.",
+        ),
+        ({"judge_prompt": "{answer"}, "judge_prompt: the template is broken ("),
+        ({"judge_prompt": "{answer}", "vote_pattern": "x"}, "vote_pattern: is set together with judge_prompt; set"),
+        ({"judge_params": {}}, "judge_params: there is no judge; set judge_prompt."),
+        ({"judge_prompt": "{answer}", "judge_params": {"model": "x"}}, "judge_params: 'model' cannot be given here; "),
+        ({"vote_pattern": "("}, "vote_pattern: '(' is not a regular expression: "),
+        ({"generation_params": {"temperature": 0}}, "candidates: at temperature 0 they would all be the same; set a"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        BestOfRollout(**settings)
+    assert str(refused.value).startswith(error)
+
+
+def test_candidates_without_temperature_are_refused() -> None:
+    config = InferenceConfig("vllm", "m", default_generation_params={"temperature": 0})
+    with pytest.raises(ConfigError, match=r"^candidates: at temperature 0"):
+        for_config(BestOfRollout(), config)
+
+
+def test_each_setting_is_part_of_the_identity() -> None:
+    fields = code_identity(BestOfRollout(candidates=3, judge_prompt="{answer}?"), None).fields
+    assert fields["rollout_fn"] == "datatrove_ckpt.rollouts.BestOfRollout"
+    assert (fields["rollout_fn.candidates"], fields["rollout_fn.judge_prompt"]) == (3, "{answer}?")
+    parts = code_identity(ChunkedRollout(overlap_chars=5, carry="conversation"), None).fields
+    assert (parts["rollout_fn.overlap_chars"], parts["rollout_fn.carry"]) == (5, "conversation")
+
+
+# in a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_candidate_keeps_its_own_answer_when_the_document_is_processed_again(tmp_path: Path) -> None:
+    """Equal payloads are different samples, whose answers the cache tells apart: none is paid for twice."""
+
+    def attempt(judge: Callable[[dict[str, Any], int], str]) -> None:
+        def answer(payload: dict[str, Any], times: int) -> str:
+            asked = payload["messages"][-1]["content"]
+            return judge(payload, times) if asked.startswith("Rate") else f"candidate {times}"
+
+        with FakeServer(answer, status=lambda payload, times: None if judge(payload, 0) else 400) as server:
+            config = InferenceConfig("endpoint", "m", endpoint_url=server.url)
+            writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
+            rollout = BestOfRollout(candidates=3, judge_prompt="Rate {answer}")
+            checkpoints = str(tmp_path / "checkpoints")
+            runner = InferenceRunner(rollout, config, writer, checkpoints_local_dir=checkpoints, retry_errors=True)
+            try:
+                runner.run([Document(text="rain", id="1")])
+            finally:
+                asked.append(len(server.payloads))
+
+    asked: list[int] = []
+    is_judge = lambda payload: payload["messages"][-1]["content"].startswith("Rate")  # noqa: E731
+    with pytest.raises(DocumentFailed):
+        attempt(lambda payload, times: "" if is_judge(payload) else "x")
+    attempt(lambda payload, times: payload["messages"][-1]["content"][-1])
+    assert asked == [6, 3]
+    (result,) = json.loads((tmp_path / "out/00000_00000.jsonl").read_text())["metadata"]["rollout_results"]
+    assert [one["text"] for one in result["candidates"]] == ["candidate 0", "candidate 1", "candidate 2"]
+    assert (result["text"], result["candidates"][2]["score"]) == ("candidate 2", 2.0)

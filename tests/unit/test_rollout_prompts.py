@@ -1,0 +1,365 @@
+"""What ready-made rollouts make their prompts from: fields, columns, lists of messages, and how much of a text."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, for_config
+from datatrove_ckpt.rollouts.tokens import load_counter
+from datatrove_ckpt.testing import FakeServer
+from tests.unit.test_rollouts import asked, document
+from tests.words import write_tokenizer
+
+
+def content(rollout: Any, given: Document) -> str:
+    """The user message."""
+    return str(asked(rollout, given)["messages"][-1]["content"])
+
+
+def config(**changes: Any) -> InferenceConfig:
+    return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "a-model", **changes})
+
+
+# fields and columns --------------------------------------------------------------------------------------------------
+
+
+def test_a_key_of_the_metadata_is_filled_in_by_its_name() -> None:
+    given = document(title="Rain", year=1854)
+    given.metadata["text"] = "not this one"
+    assert content(PromptRollout("{title} ({year}): {text}"), given) == "Rain (1854): Rain falls."
+    assert content(PromptRollout("{metadata[text]}"), given) == "not this one"
+
+
+def test_a_name_that_no_key_has_is_named_with_what_may_be_meant() -> None:
+    with pytest.raises(ConfigError) as refused:
+        asked(PromptRollout("{txt}"), document(lang="en"))
+    assert str(refused.value) == (
+        "prompt: document 'd1' has no metadata 'txt'; its metadata keys: lang. Did you mean 'text'?"
+    )
+
+
+@pytest.mark.parametrize("template", ["Say: {text}", "Say: [[DOCUMENT]]"])
+def test_a_column_takes_the_place_of_the_text(template: str) -> None:
+    rollout = PromptRollout(template, prompt_column="question")
+    assert content(rollout, document(question="Why?")) == "Say: Why?"
+    assert asked(CompletionRollout(prompt_column="question"), document(question=7)) == {"prompt": "7"}
+    assert content(ChunkedRollout(prompt_column="question"), document(question="Why?")) == "Why?"
+
+
+def test_a_column_that_is_missing_or_null_is_an_error_that_names_the_document() -> None:
+    rollout = PromptRollout(prompt_column="question")
+    with pytest.raises(ConfigError, match=r"^prompt_column: document 'd1' has no metadata 'question'; its metadata"):
+        asked(rollout, document(lang="en"))
+    with pytest.raises(ConfigError, match=r"^prompt_column: 'question' of document 'd1' is null, and neither"):
+        asked(rollout, document(question=None))
+
+
+# lists of messages ---------------------------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "Why?"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def test_a_list_of_messages_is_sent_as_it_is() -> None:
+    rollout = PromptRollout(prompt_column="messages", generation_params={"top_k": 3})
+    assert asked(rollout, document(messages=[USER, SYSTEM, USER])) == {"messages": [USER, SYSTEM, USER], "top_k": 3}
+
+
+def test_the_system_prompt_comes_first_unless_the_list_has_one() -> None:
+    rollout = PromptRollout(system_prompt="Be brief.", prompt_column="messages")
+    assert asked(rollout, document(messages=[USER]))["messages"] == [{**SYSTEM, "content": "Be brief."}, USER]
+    assert asked(rollout, document(messages=[SYSTEM, USER]))["messages"] == [SYSTEM, USER]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "messages", "error"),
+    [
+        (PromptRollout("Say {text}", prompt_column="m"), [USER], "prompt: document 'd1' holds a list of messages"),
+        (PromptRollout(prompt_column="m"), ["Why?"], "'m' of document 'd1' is a list, but item 0 is no message"),
+        (PromptRollout(prompt_column="m"), [USER, {"content": ""}], "'m' of document 'd1' is a list, but item 1 is no"),
+        (PromptRollout(prompt_column="m"), [], "'m' of document 'd1' is an empty list"),
+        (ChunkedRollout(prompt_column="m"), [USER], "prompt_column: document 'd1' holds a list of messages, which can"),
+        (CompletionRollout(prompt_column="m"), [USER], "prompt_column: document 'd1' holds a list of messages, which"),
+    ],
+)
+def test_a_list_that_cannot_be_sent_is_an_error(rollout: Any, messages: Any, error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        asked(rollout, document(m=messages))
+    assert str(refused.value).startswith(error)
+
+
+def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path: Path) -> None:
+    """Such documents come from readers with ``text_key: messages``; the output's text must be a text."""
+    with FakeServer() as server:
+        settings = config(
+            server_type="endpoint", endpoint_url=server.url, rollouts_per_document=2, default_generation_params={}
+        )
+        writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
+        step = InferenceRunner(PromptRollout(), settings, writer, checkpoints_local_dir=str(tmp_path / "checkpoints"))
+        step.run(Document(text=[{"role": "user", "content": f"Why {n}?"}], id=str(n)) for n in range(2))
+    assert sorted(server.asked.elements()) == ["Why 0?", "Why 0?", "Why 1?", "Why 1?"]
+    rows = [json.loads(line) for line in (tmp_path / "out/00000_00000.jsonl").read_text().splitlines()]
+    assert [json.loads(row["text"]) for row in rows] == [[{"role": "user", "content": f"Why {n}?"}] for n in range(2)]
+
+
+# limits in tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> str:
+    """The folder of a tokenizer whose tokens are words."""
+    return write_tokenizer(tmp_path / "words")
+
+
+LINES = "one two three\nfour five six\nseven eight nine"
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [
+        (12, LINES),
+        (11, "one two three\nfour five six"),
+        (9, "one two three\nfour five six"),
+        (8, "one two three"),
+        (6, "one two three"),
+        (5, "one two "),
+        (3, ""),
+    ],
+)
+def test_a_prompt_is_cut_by_tokens_at_the_end_of_a_line(words: str, limit: int, kept: str) -> None:
+    rollout = PromptRollout("Say {text} and end", max_prompt_tokens=limit, tokenizer=words)
+    assert content(rollout, document(LINES)) == f"Say {kept} and end"
+    assert load_counter(words, None).count(content(rollout, document(LINES))) <= max(limit, 3)
+
+
+def test_a_template_that_leaves_no_room_is_sent_without_a_text(words: str) -> None:
+    rollout = PromptRollout("one two three {text}", max_prompt_tokens=2, tokenizer=words)
+    assert content(rollout, document("  a b")) == "one two three "
+
+
+def test_the_system_prompt_and_each_place_of_the_text_count(words: str) -> None:
+    rollout = PromptRollout("{text} | {text}", "Be very brief", max_prompt_tokens=10, tokenizer=words)
+    assert content(rollout, document(LINES)) == "one two three | one two three"
+
+
+def test_a_very_long_text_is_not_counted_as_a_whole(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    counter = load_counter(words, None)
+    encode = type(counter.tokenizer).encode
+    monkeypatch.setattr(
+        "datatrove_ckpt.rollouts.tokens.TokenCounter.starts",
+        lambda self, text: (counted.append(len(text)), [start for start, _ in encode(self.tokenizer, text).offsets])[1],
+    )
+    rollout = PromptRollout(max_prompt_tokens=100, tokenizer=words)
+    assert content(rollout, document("word " * 100_000)) == "word " * 100
+    assert sum(counted) < 10_000
+
+
+def test_characters_per_token_are_an_estimate_without_a_tokenizer() -> None:
+    rollout = PromptRollout("Say: {text}. End.", max_prompt_tokens=8, chars_per_token=3)
+    assert content(rollout, document("one line\nand more lines")) == "Say: one line. End."
+
+
+def test_auto_is_what_the_context_leaves(words: str) -> None:
+    given = config(model_max_context=100, default_generation_params={"max_tokens": 26})
+    rollout = PromptRollout(max_prompt_tokens="auto", chars_per_token=1)
+    fitted: Any = for_config(rollout, given)
+    assert fitted.prompt_tokens == 100 - 26 - 64
+    assert content(fitted, document("x" * 99)) == "x" * 10
+    own: Any = for_config(
+        PromptRollout(max_prompt_tokens="auto", chars_per_token=1, generation_params={"max_tokens": 30}), given
+    )
+    assert own.prompt_tokens == 6
+    plain: Any = for_config(
+        CompletionRollout(max_prompt_tokens="auto", tokenizer=words),
+        config(model_max_context=100, use_chat=False, default_generation_params={"max_tokens": 98}),
+    )
+    assert asked(plain, document(LINES)) == {"prompt": "one two "}
+
+
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        ({}, "but nothing says how long that may be. Set max_tokens"),
+        ({"max_tokens": 90}, "leaves no room for a prompt"),
+    ],
+)
+def test_auto_that_cannot_be_known_is_refused(params: dict[str, Any], error: str) -> None:
+    given = config(model_max_context=100, default_generation_params=params)
+    with pytest.raises(ConfigError, match=f"^max_prompt_tokens: .*{error}"):
+        for_config(PromptRollout(max_prompt_tokens="auto", chars_per_token=3), given)
+
+
+def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_path: Path, words: str) -> None:
+    rollout = PromptRollout(max_prompt_tokens=5)
+    fitted: Any = for_config(rollout, config(model_name_or_path=words))
+    assert "tokenizer_hash" not in vars(rollout), "the user's object stays as it is"
+    fields = code_identity(fitted, None).fields
+    assert fields["rollout_fn.tokenizer_hash"] == load_counter(words, None).digest
+    assert fields["rollout_fn.max_prompt_tokens"] == 5
+    flags = {"tokenizer": words, "revision": "of-the-model"}
+    assert for_config(rollout, config(model_kwargs=flags)).counted_by == [words, None]  # type: ignore[attr-defined]
+    for same in (copy.deepcopy(fitted), pickle.loads(pickle.dumps(fitted))):
+        assert same == fitted
+        assert content(same, document(LINES)) == "one two three"
+
+
+def test_another_tokenizer_is_another_run(tmp_path: Path, words: str) -> None:
+    def run() -> None:
+        settings = config(server_type="endpoint", endpoint_url=server.url)
+        writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
+        rollout = PromptRollout(max_prompt_tokens=5, tokenizer=words)
+        InferenceRunner(rollout, settings, writer, checkpoints_local_dir=str(tmp_path / "checkpoints")).run(
+            [Document(text="one", id="1")]
+        )
+
+    with FakeServer() as server:
+        run()
+        write_tokenizer(Path(words), more=["extra"])
+        load_counter.__globals__["_load"].cache_clear()  # as in a new process
+        with pytest.raises(CheckpointMismatch, match=r"rollout_fn\.tokenizer_hash"):
+            run()
+
+
+def test_a_node_with_another_tokenizer_stops_and_blames_no_document(words: str, tmp_path: Path) -> None:
+    writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
+    with FakeServer() as server:
+        step = InferenceRunner(
+            PromptRollout(max_prompt_tokens=5, tokenizer=words),
+            config(server_type="endpoint", endpoint_url=server.url),
+            writer,
+            checkpoints_local_dir=str(tmp_path / "checkpoints"),
+            on_document_error="dead_letter",
+        )
+        write_tokenizer(Path(words), more=["extra"])
+        load_counter.__globals__["_load"].cache_clear()
+        with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' is another one here"):
+            pickle.loads(pickle.dumps(step)).run([document(LINES)])
+    assert not list(tmp_path.rglob("dead_letters.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        (lambda: PromptRollout(tokenizer="x"), "tokenizer: nothing is measured in tokens; set max_prompt_tokens."),
+        (
+            lambda: ChunkedRollout(chars_per_token=3),
+            "tokenizer: nothing is measured in tokens; set max_tokens_per_part.",
+        ),
+        (lambda: PromptRollout(max_prompt_tokens=0), 'max_prompt_tokens: 0 is not "auto" or a number of 1 or more.'),
+        (lambda: PromptRollout(max_prompt_tokens=9, chars_per_token=0), "chars_per_token: must be > 0; it is 0."),
+        (
+            lambda: PromptRollout(max_prompt_tokens=9, chars_per_token=3, tokenizer="x"),
+            "tokenizer: is set together with chars_per_token; set only one of them.",
+        ),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(made: Callable[[], object], error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        made()
+    assert str(refused.value) == error
+
+
+def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
+    rollout = PromptRollout(max_prompt_tokens=9, tokenizer=str(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        for_config(rollout, config())
+    assert str(refused.value) == (
+        f"tokenizer: {tmp_path}/tokenizer.json is no file on this machine. Correct the path. Or set chars_per_token, "
+        "and no tokenizer is needed."
+    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of .* is broken: "):
+        for_config(rollout, config())
+
+
+def test_a_model_that_the_hub_does_not_give_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of 'no/model' is in no folder of that name"):
+        for_config(PromptRollout(max_prompt_tokens=9), config(model_name_or_path="no/model"))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
+    load_counter.__globals__["_load"].cache_clear()
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer: .*'tokenizers' is not installed\. Run: pip install 'datatrove-c"
+    ):
+        for_config(PromptRollout(max_prompt_tokens=9, tokenizer=words), config())
+
+
+# the model's generation_config ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "a-model"
+    folder.mkdir()
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2, "min_p": None}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    return str(folder)
+
+
+def test_the_models_own_recommendations_are_below_all_other_parameters(model: str) -> None:
+    rollout = PromptRollout(generation_config="auto", generation_params={"top_k": 7})
+    given = config(model_name_or_path=model, default_generation_params={"top_p": 0.5, "max_tokens": 9})
+    fitted: Any = for_config(rollout, given)
+    assert asked(fitted, document())["temperature"] == 0.6
+    assert asked(fitted, document())["top_k"] == 7
+    assert "top_p" not in asked(fitted, document()), "the config's is used"
+    assert code_identity(fitted, None).fields["rollout_fn.generation_defaults"] == {"temperature": 0.6, "top_k": 20}
+    other: Any = for_config(PromptRollout(generation_config=model), config())
+    assert asked(other, document()) | {"messages": 0} == {"messages": 0, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.mark.parametrize("broken", ["", "[]", '{"temperature": -1}'])
+def test_a_generation_config_that_cannot_be_used_is_refused(model: str, broken: str) -> None:
+    (Path(model) / "generation_config.json").write_text(broken)
+    with pytest.raises(ConfigError, match=r"^generation_config"):
+        for_config(PromptRollout(generation_config="auto"), config(model_name_or_path=model))
+    (Path(model) / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"^generation_config: .*generation_config\.json is no file on this machine"):
+        for_config(PromptRollout(generation_config="auto"), config(model_name_or_path=model))
+
+
+def test_settings_that_are_not_used_are_not_part_of_the_identity() -> None:
+    for rollout in (PromptRollout(), CompletionRollout(), ChunkedRollout()):
+        fitted: Any = for_config(rollout, config(use_chat=not isinstance(rollout, CompletionRollout)))
+        assert vars(fitted) == vars(rollout)
+        assert not vars(fitted).keys() - {
+            "prompt", "system_prompt", "generation_params", "max_chars_per_part", "separator", "parallel"
+        }  # fmt: skip
+
+
+def test_counting_runs_beside_the_event_loop(words: str) -> None:
+    """The loop goes on while a tokenizer is read and a text is counted."""
+    rollout = PromptRollout(max_prompt_tokens=3, tokenizer=words)
+
+    async def run() -> int:
+        turns = 0
+
+        async def generate(payload: Any) -> Any:
+            return payload
+
+        task = asyncio.ensure_future(rollout._payload(document(LINES)))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(run()) > 1

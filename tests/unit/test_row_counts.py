@@ -1,0 +1,204 @@
+"""The rows of JSONL files are counted once: the next process knows them, until a file changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from loguru import logger
+
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.readers.blocks import BlockInput
+from datatrove_ckpt.readers.line_blocks import LineBlocks
+from datatrove_ckpt.readers.row_counts import RowCounts, cache_folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DATATROVE_CKPT_CACHE", folder.as_posix())
+    return folder
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose lines were counted."""
+    names: list[str] = []
+    count = LineBlocks._count
+
+    def spied(self: LineBlocks) -> Iterator[Any]:
+        names.append(self._name)
+        return count(self)
+
+    monkeypatch.setattr(LineBlocks, "_count", spied)
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "input"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(number + 1)))
+    return folder
+
+
+def rows(folder: Path) -> int:
+    return sum(block.rows for block in BlockInput(JsonlReader(folder.as_posix())))
+
+
+def test_files_are_counted_once(folder: Path, counted: list[str]) -> None:
+    assert rows(folder) == 6
+    assert sorted(counted) == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    counted.clear()
+    assert rows(folder) == 6
+    assert counted == []
+
+
+def test_only_what_is_new_or_has_changed_is_counted_again(folder: Path, counted: list[str]) -> None:
+    rows(folder)
+    counted.clear()
+    with (folder / "1.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    (folder / "3.jsonl").write_text('{"text": "new"}\n')
+    assert rows(folder) == 8
+    assert sorted(counted) == ["1.jsonl", "3.jsonl"]
+
+
+def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(folder: Path, counted: list[str]) -> None:
+    rows(folder)
+    path = folder / "2.jsonl"
+    time = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes().replace(b"}\n{", b"}  {"))
+    os.utime(path, ns=(time, time))
+    counted.clear()
+    assert rows(folder) == 4
+    os.utime(folder / "0.jsonl", ns=(time + 10**9, time + 10**9))
+    assert rows(folder) == 4
+    assert counted == ["2.jsonl", "0.jsonl"]
+
+
+def test_the_reader_s_compression_is_another_input(folder: Path, counted: list[str]) -> None:
+    rows(folder)
+    BlockInput(JsonlReader(folder.as_posix(), compression=None))
+    assert len(counted) == 6
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"files": []}', b'{"files": {"0.jsonl": {"key": 1}, "1.jsonl": 2}}']
+)
+def test_what_cannot_be_read_is_counted_again(folder: Path, cache: Path, counted: list[str], content: bytes) -> None:
+    rows(folder)
+    [kept] = cache.glob("*.json")
+    kept.write_bytes(content)
+    counted.clear()
+    assert rows(folder) == 6
+    assert len(counted) == 3
+    counted.clear()
+    assert rows(folder) == 6
+    assert counted == []
+
+
+def test_a_wrong_count_is_noticed_when_rows_are_read(folder: Path, cache: Path) -> None:
+    rows(folder)
+    [kept] = cache.glob("*.json")
+    content = orjson.loads(kept.read_bytes())
+    content["files"]["2.jsonl"]["rows"] = [2]
+    kept.write_bytes(orjson.dumps(content))
+    found = BlockInput(JsonlReader(folder.as_posix()))
+    with pytest.raises(CheckpointMismatch, match=r"2\.jsonl' has changed since its rows were counted"):
+        found.read(found[-1])
+
+
+def test_without_a_place_for_counts_each_start_counts(
+    folder: Path, cache: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("no folder")
+    messages: list[str] = []
+    handler = logger.add(messages.append, level="WARNING")
+    assert rows(folder) == rows(folder) == 6
+    logger.remove(handler)
+    assert len(counted) == 6
+    assert "so the next start counts again" in messages[0]
+    monkeypatch.setenv("DATATROVE_CKPT_CACHE", "")
+    assert rows(folder) == 6
+    assert len(counted) == 9
+    assert len(messages) == 2
+
+
+def test_what_was_counted_before_an_error_is_kept(folder: Path, counted: list[str]) -> None:
+    (folder / "3.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match=r"3\.jsonl\.gz"):
+        rows(folder)
+    (folder / "3.jsonl.gz").unlink()
+    counted.clear()
+    assert rows(folder) == 6
+    assert counted == []
+
+
+def test_one_process_counts_and_the_others_wait_for_it(folder: Path, cache: Path, counted: list[str]) -> None:
+    first = BlockInput(JsonlReader(folder.as_posix()))
+    counted.clear()
+    [kept] = cache.glob("*.json")
+    kept.unlink()
+    waits, found = threading.Event(), []
+    handler = logger.add(lambda message: waits.set() if "Another process counts" in message else None)
+    counts = RowCounts(first._inputs, first._kind)
+    with counts.counting():
+        other = threading.Thread(target=lambda: found.append(rows(folder)))
+        other.start()
+        assert waits.wait(120)
+        for number in range(3):
+            counts.put(number, first._index[number])
+    other.join(120)
+    logger.remove(handler)
+    assert found == [6]
+    assert counted == []
+
+
+def test_counts_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("DATATROVE_CKPT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/datatrove-ckpt/rows")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_folder() == Path("/home/me/.cache/datatrove-ckpt/rows")
+    monkeypatch.setenv("DATATROVE_CKPT_CACHE", "")
+    assert cache_folder() is None
+
+
+@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
+def test_remote_tables_are_counted_once_and_local_ones_are_asked(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, reader: Any
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datatrove.io import DataFolder
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    memory = MemoryFileSystem()
+    memory.store.clear()
+    folder = DataFolder(f"/{tmp_path.name}", fs=memory)
+    table = pa.table({"text": ["a", "b", "c"]})
+    with folder.open("a.table", "wb") as file:
+        if reader is ParquetReader:
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+    found = BlockInput(reader(folder))
+    assert found.read(found[0]).to_pylist() == table.to_pylist()
+    [kept] = cache.glob("*.json")
+    assert json.loads(kept.read_bytes())["files"]["a.table"]["rows"] == [3]
+    monkeypatch.setattr(BlockInput, "_index_file", None)
+    again = BlockInput(reader(folder))
+    assert list(again) == list(found)
+    assert again.read(again[0]).to_pylist() == table.to_pylist()

@@ -1,0 +1,523 @@
+"""The state of a run from the files of its ranks: sums, and which ranks need attention, and why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.commit_sums import sum_commits
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
+from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.where import Place
+from tests.rank_folders import HERE, commit, counts, done, failed, minute, minutes, start, stopped, work, write_rank
+
+T = 1_800_000_000.0
+"""When the attempts of these tests start."""
+MIN = 60.0
+
+
+Hold = Callable[[Path], None]
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    """Works on ranks, in this process, until the test ends."""
+    locks = []
+
+    def take(folder: Path) -> None:
+        locks.append(files.Lock(folder / layout.LOCK))
+
+    yield take
+    for lock in locks:
+        lock.release()
+
+
+def read(root: Path, now: float = T, **place: Any) -> RunState:
+    return read_run_state(Place(str(root), root, str(root), **place), now)
+
+
+def read_one(root: Path, now: float = T) -> RankState:
+    (rank,) = read(root, now).ranks
+    return rank
+
+
+def write_history(folder: Path, records: list[Record]) -> None:
+    (folder / layout.HISTORY).write_bytes(b"".join(record.to_line() for record in records))
+
+
+# what ranks do -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_finished(tmp_path: Path) -> None:
+    write_rank(tmp_path, chunks=3, finished=True, history=[start(T), *minutes(T, 3, 10, 30)])
+    rank = read_one(tmp_path, T + 1e6)
+    assert (rank.state, rank.trouble, rank.chunks, rank.documents) == ("finished", None, 3, 30)
+    assert rank.counts == counts(30)
+    assert rank.position.share == 1.0
+
+
+def test_attempts_of_a_finished_rank_that_were_killed_are_counted(tmp_path: Path) -> None:
+    killed = [start(T), *minutes(T, 3, 4, 30)]
+    history = [*killed, start(T + 10 * MIN, attempt=2), *minutes(T + 10 * MIN, 3, 10, 30, attempt=2)]
+    write_rank(tmp_path, chunks=3, finished=True, attempts=2, history=history)
+    state = read(tmp_path, T + 1e6)
+    assert [attempt.without_a_word for attempt in state.ranks[0].attempts] == [True, False]
+    assert (state.totals.attempts, state.totals.attempts_without_a_word) == (2, 1)
+    assert (state.totals.lost_in_flight, state.ranks[0].downtime) == (4, 7 * MIN)
+
+
+def test_a_rank_that_runs(tmp_path: Path, hold: Hold) -> None:
+    folder = write_rank(tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), *minutes(T, 8, 12, 960)])
+    hold(folder)
+    rank = read_one(tmp_path, T + 8 * MIN + 30)
+    assert (rank.state, rank.trouble) == ("running", None)
+    assert rank.holder is not None
+    assert rank.documents == 75
+    assert rank.rates.documents == pytest.approx(0.2)
+    assert rank.rates.requests == pytest.approx(0.4)
+    assert rank.rates.completion_tokens == pytest.approx(10)
+    assert rank.time_left == pytest.approx((960 - 96) / 0.2)
+    assert (rank.in_flight, rank.waiting) == (4, 2)
+    assert rank.last_word == T + 8 * MIN
+
+
+def test_the_rate_is_that_of_the_last_minutes(tmp_path: Path, hold: Hold) -> None:
+    lines = [*minutes(T, 60, 100), *(minute(T + 60 * MIN + MIN * n, 6000 + 30 * n) for n in range(1, 8))]
+    folder = write_rank(tmp_path, history=[start(T, host=HERE), *lines])
+    hold(folder)
+    rank = read_one(tmp_path, T + 67 * MIN)
+    assert rank.rates.documents == pytest.approx(0.5)
+
+
+def test_in_the_first_minute_the_rate_is_that_of_the_documents_that_were_finished(tmp_path: Path, hold: Hold) -> None:
+    folder = write_rank(tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), minute(T, 35)])
+    hold(folder)
+    state = read(tmp_path, T + 20)
+    assert state.ranks[0].rates.documents == pytest.approx((75 - 35) / 20)
+    assert state.ranks[0].rates.completion_tokens == pytest.approx(100)
+    assert state.totals.working_seconds == 20
+    assert read_one(tmp_path, T + 2).rates.documents == 0
+
+
+@pytest.mark.parametrize(("seconds", "average"), [(40, 1.0), (0.1, 0.0)])
+def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_changed(
+    tmp_path: Path, seconds: float, average: float
+) -> None:
+    folder = write_rank(tmp_path, chunks=3, journal=10, history=[start(T, host=HERE), minute(T, 0)])
+    os.utime(folder / layout.COMMITS, (T, T))
+    os.utime(layout.journal_path(folder, 3), (T + seconds, T + seconds))
+    state = read(tmp_path, T + 100)
+    assert (state.ranks[0].state, state.totals.average.documents) == ("lost", average)
+
+
+def test_a_rank_is_not_called_slow_before_it_has_run_for_five_minutes(tmp_path: Path, hold: Hold) -> None:
+    for number, per_minute in enumerate((60, 61, 62, 63, 24, 60)):
+        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *minutes(T, 4, per_minute)]))
+    assert read(tmp_path, T + 4 * MIN).troubled == []
+
+
+def test_a_rank_that_failed_says_why(tmp_path: Path) -> None:
+    end = failed(T + 5 * MIN, "ServerUnavailable: no answer for 600 s")
+    write_rank(tmp_path, history=[start(T), *minutes(T, 5, 1), end])
+    rank = read_one(tmp_path, T + 65 * MIN)
+    assert (rank.state, rank.trouble) == ("failed", "failed")
+    assert rank.reason == "1 h ago on node7: ServerUnavailable: no answer for 600 s"
+
+
+def test_a_rank_that_was_stopped_is_interrupted(tmp_path: Path) -> None:
+    write_rank(tmp_path, history=[start(T), *minutes(T, 5, 1), stopped(T + 5 * MIN)])
+    rank = read_one(tmp_path, T + 8 * MIN)
+    assert (rank.state, rank.trouble) == ("interrupted", "interrupted")
+    assert rank.reason == "stopped by SIGTERM 3 min ago; what it did is saved"
+
+
+@pytest.mark.parametrize("host", [HERE, "node7"])
+def test_a_rank_whose_attempt_ended_without_a_word_is_lost(tmp_path: Path, host: str) -> None:
+    write_rank(tmp_path, history=[start(T, host=host, job="17_3"), *minutes(T, 5, 1)])
+    rank = read_one(tmp_path, T + 9 * MIN)
+    assert (rank.state, rank.trouble) == ("lost", "lost")
+    where = f"pid 42 on {host}, Slurm job 17_3"
+    assert rank.reason == f"attempt 1 ended without a word; its last line is 4 min old: {where}"
+    assert rank.lost_in_flight == 4
+
+
+def test_on_a_file_system_whose_locks_end_at_the_node_a_history_that_goes_on_is_a_rank_that_runs(
+    tmp_path: Path,
+) -> None:
+    write_rank(tmp_path, history=[start(T), *minutes(T, 5, 1)])
+    assert read_one(tmp_path, T + 6 * MIN).state == "running"
+    assert read_one(tmp_path, T + 9 * MIN).state == "lost"
+
+
+def test_on_this_host_the_lock_tells_at_once_that_a_process_is_gone(tmp_path: Path) -> None:
+    write_rank(tmp_path, history=[start(T, host=HERE), *minutes(T, 5, 1)])
+    assert read_one(tmp_path, T + 5 * MIN + 1).state == "lost"
+
+
+def test_attempts_before_the_last_one_that_ended_without_a_word_are_counted(tmp_path: Path, hold: Hold) -> None:
+    history = [
+        start(T),
+        *minutes(T, 3, 1),
+        start(T + 10 * MIN, 2),
+        minute(T + 10 * MIN, 3, attempt=2),
+        stopped(T + 11 * MIN, 2),
+        start(T + 20 * MIN, 3),
+        minute(T + 20 * MIN, 4, attempt=3, in_flight=9),
+        start(T + 30 * MIN, 4, host=HERE),
+        minute(T + 30 * MIN, 5, attempt=4, in_flight=100),
+    ]
+    hold(write_rank(tmp_path, history=history, attempts=4))
+    state = read(tmp_path, T + 31 * MIN)
+    (rank,) = state.ranks
+    assert rank.state == "running"
+    assert [attempt.without_a_word for attempt in rank.attempts] == [True, False, True, False]
+    assert rank.lost_in_flight == 4 + 9
+    assert rank.downtime == (7 + 9 + 10) * MIN
+    assert (state.totals.attempts, state.totals.attempts_without_a_word) == (4, 2)
+
+
+def test_a_rank_that_runs_without_a_word_is_silent(tmp_path: Path, hold: Hold) -> None:
+    hold(write_rank(tmp_path, history=[start(T, host=HERE), *minutes(T, 5, 1)]))
+    rank = read_one(tmp_path, T + 17 * MIN)
+    assert (rank.state, rank.trouble) == ("running", "silent")
+    assert rank.reason.startswith("no word for 12 min from pid ")
+    assert rank.reason.endswith(f" on {HERE}, which holds its lock")
+    assert rank.rates.documents == 0
+
+
+def stuck(start_at: float, number: int) -> list[Record]:
+    """Ten documents in the first minute, and none afterwards."""
+    return [start(start_at, host=HERE), *(minute(start_at + MIN * n, min(n, 1) * 10) for n in range(number + 1))]
+
+
+def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path: Path, hold: Hold) -> None:
+    folder = write_rank(tmp_path, history=stuck(T, 11))
+    hold(folder)
+    rank = read_one(tmp_path, T + 11 * MIN)
+    write_history(folder, stuck(T, 10))
+    not_yet = read_one(tmp_path, T + 10 * MIN)
+    assert (rank.state, rank.trouble) == ("running", "stuck")
+    assert rank.reason == "no answer and no document for 10 min: 4 requests in flight, 2 waiting"
+    assert not_yet.trouble is None
+
+
+def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path: Path, hold: Hold) -> None:
+    def line(number: int) -> Record:
+        errors = {"HTTP 429": 500, **({"timeout": number - 60} if number > 60 else {})}
+        done = min(number, 60) * 10
+        return minute(T + MIN * number, done, own=work(done, errors=errors))
+
+    hold(write_rank(tmp_path, history=[start(T, host=HERE), *map(line, range(241))]))
+    rank = read_one(tmp_path, T + 240 * MIN)
+    assert rank.trouble == "stuck"
+    assert rank.reason == (
+        "no answer and no document for 3 h: 4 requests in flight, 2 waiting; errors since then: 180 timeout"
+    )
+
+
+def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> None:
+    death = ServerEvent(at=T + 2 * MIN, attempt=1, what="death", name="0", why="exit code 1")
+    again = ServerEvent(at=T + 3 * MIN, attempt=1, what="restart", name="0")
+    lines = stuck(T, 11)
+    folder = write_rank(tmp_path, history=[*lines[:4], death, *lines[4:]])
+    hold(folder)
+    died = read_one(tmp_path, T + 11 * MIN).reason
+    write_history(folder, [*lines[:4], death, again, *lines[4:]])
+    starting = read_one(tmp_path, T + 11 * MIN).reason
+    assert died == "no answer and no document for 10 min: its server died (exit code 1)"
+    assert starting == "no answer and no document for 10 min: its server is starting again since 8 min"
+
+
+def crashes(number: int, gained: int = 0) -> list[Record]:
+    """Attempts that are killed after a minute; another one runs."""
+    found: list[Record] = []
+    for attempt in range(1, number + 2):
+        at, documents = T + 90 * attempt, 100 + gained * attempt
+        lines = [minute(at + n * MIN, documents, attempt=attempt, own=work(gained)) for n in range(2)]
+        found += [start(at, attempt, host=HERE), *lines[: 2 if attempt <= number else 1]]
+    return found
+
+
+@pytest.mark.parametrize(("number", "gained", "trouble"), [(39, 0, "looping"), (2, 0, None), (39, 1, None)])
+def test_a_rank_whose_attempts_end_without_a_new_document_is_looping(
+    tmp_path: Path, hold: Hold, number: int, gained: int, trouble: str | None
+) -> None:
+    history = crashes(number, gained)
+    documents = 100 + gained * (number + 1)
+    hold(write_rank(tmp_path, history=history, chunks=1, per_chunk=documents, attempts=number + 1))
+    rank = read_one(tmp_path, history[-1].at)
+    assert (rank.state, rank.trouble) == ("running", trouble)
+    if trouble is not None:
+        assert rank.reason == (
+            "the last 39 attempts ended, 39 of them without a word, and no document was finished for 58.5 min; "
+            "attempt 40 runs"
+        )
+
+
+def test_a_looping_rank_tells_its_last_error(tmp_path: Path, hold: Hold) -> None:
+    history = crashes(3)
+    history.insert(-2, failed(T + 340, "ServerFailed: exit code 1", attempt=3))
+    hold(write_rank(tmp_path, history=history, chunks=1, per_chunk=100, attempts=4))
+    assert read_one(tmp_path, T + 360).reason.endswith("attempt 4 runs; the last error: ServerFailed: exit code 1")
+
+
+def test_a_rank_whose_servers_are_started_again_and_again_is_restarting(tmp_path: Path, hold: Hold) -> None:
+    lines = [minute(T + n * MIN, 60 * n, own=work(60 * n, restarts=3 * n)) for n in range(21)]
+    death = ServerEvent(at=T + 19 * MIN, attempt=1, what="death", name="0", why="exit code 137")
+    hold(write_rank(tmp_path, history=[start(T, host=HERE), *lines, death]))
+    rank = read_one(tmp_path, T + 20 * MIN)
+    assert rank.trouble == "restarting"
+    assert rank.reason == "its servers were started again 30 times in 10 min; one died of: exit code 137"
+
+
+def test_a_rank_far_behind_the_median_is_slow(tmp_path: Path, hold: Hold) -> None:
+    for number, per_minute in enumerate((60, 61, 62, 63, 24, 60)):
+        history = [start(T, host=HERE), *minutes(T, 6, per_minute)]
+        hold(write_rank(tmp_path, number, history=history))
+    state = read(tmp_path, T + 6 * MIN)
+    assert [rank.trouble for rank in state.ranks] == [None, None, None, None, "slow", None]
+    assert state.ranks[4].reason == "0.4 documents/s; the median of 6 ranks is 1.01"
+    assert [rank.rank for rank in state.troubled] == [4]
+
+
+def test_the_last_rank_of_a_run_is_compared_with_those_that_are_finished(tmp_path: Path, hold: Hold) -> None:
+    for number in range(9):
+        write_rank(tmp_path, number, [start(T), *minutes(T, 100, 60), done(T + 100 * MIN)], finished=True, tasks=10)
+    hold(write_rank(tmp_path, 9, [start(T, host=HERE), *minutes(T, 180, 6)], tasks=10))
+    state = read(tmp_path, T + 180 * MIN)
+    assert state.ranks[9].trouble == "slow"
+    assert state.ranks[9].reason == "0.1 documents/s; the median of 10 ranks (9 of them finished) is 1"
+
+
+def test_a_rank_with_long_documents_is_not_slow(tmp_path: Path, hold: Hold) -> None:
+    for number, per_minute in enumerate((60, 60, 60, 60, 6)):
+        lines = minutes(T, 6, per_minute)
+        if number == 4:
+            for line in lines:
+                line.own.completion_tokens *= 10
+                line.own.prompt_tokens *= 10
+        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *lines]))
+    state = read(tmp_path, T + 6 * MIN)
+    assert state.troubled == []
+
+
+def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_path: Path) -> None:
+    write_rank(tmp_path, chunks=2, journal=3)
+    state = read(tmp_path)
+    (rank,) = state.ranks
+    assert (rank.state, rank.trouble, rank.documents, rank.attempts) == ("unfinished", "unfinished", 23, [])
+    assert state.totals.average.documents == 0
+    assert state.totals.time_left is None
+    assert state.newest is not None
+
+
+def test_a_damaged_rank_is_named_with_the_words_of_verify(tmp_path: Path) -> None:
+    folder = write_rank(tmp_path, chunks=2)
+    (folder / layout.COMMITS).write_bytes(b"x\n" + (folder / layout.COMMITS).read_bytes())
+    write_rank(tmp_path, 1, chunks=2, finished=True)
+    state = read(tmp_path)
+    assert [rank.state for rank in state.ranks] == ["damaged", "finished"]
+    assert state.ranks[0].reason.startswith(f"{folder}/commits.jsonl, line 1: the line is damaged")
+    assert "datatrove-ckpt repair" in state.ranks[0].reason
+
+
+def test_a_file_in_the_place_of_a_folder_is_damage(tmp_path: Path) -> None:
+    write_rank(tmp_path, 1, chunks=2, finished=True)
+    (tmp_path / "00002").write_text("")
+    state = read(tmp_path)
+    assert [rank.state for rank in state.ranks] == ["finished", "damaged"]
+    assert state.ranks[1].reason.startswith(f"{tmp_path}/00002 is not a folder. Move it away")
+
+
+def test_a_lost_commit_is_damage(tmp_path: Path) -> None:
+    folder = write_rank(tmp_path, chunks=2)
+    (tmp_path / "last_chunk").mkdir()
+    (tmp_path / "last_chunk/00000.txt").write_text("2\n")
+    rank = read_one(tmp_path)
+    assert rank.state == "damaged"
+    assert f"{folder}/commits.jsonl holds 2 commits, none of them for chunk 2" in rank.reason
+
+
+def test_a_folder_without_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="contains no checkpoint: there is no folder like 00000 in it"):
+        read(tmp_path)
+
+
+# sums ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
+    write_rank(tmp_path, 0, [start(T), *minutes(T, 10, 10, 100)], chunks=10, finished=True, tasks=4)
+    for number in (1, 2):
+        history = [start(T + 5 * MIN, host=HERE), *minutes(T + 5 * MIN, 6, 10, 200)]
+        hold(write_rank(tmp_path, number, history, chunks=5, journal=8, tasks=4))
+    state = read(tmp_path, T + 11 * MIN)
+    totals = state.totals
+    assert (state.tasks, totals.not_started, dict(totals.states)) == (4, 1, {"finished": 1, "running": 2})
+    assert (totals.documents, totals.chunks, totals.unfinished_chunks) == (100 + 58 * 2, 20, 2)
+    # The fourth rank is taken to have as much as the others on average: (100 + 200 + 200) / 3.
+    assert (totals.position.done, totals.position.total, totals.position.unit) == (220, 500 + 166, "rows")
+    assert totals.total_is_estimated
+    assert totals.rates.documents == pytest.approx(2 / 6)
+    assert totals.time_left == pytest.approx((666 - 220) / (2 / 6))
+    assert totals.working_seconds == 11 * MIN
+    assert totals.average.documents == pytest.approx(216 / (11 * MIN))
+    assert totals.started == T
+    assert totals.work.requests == (100 + 60 + 60) * 2
+    assert (totals.in_flight, totals.attempts) == (8, 3)
+    assert state.newest == T + 11 * MIN
+
+
+def test_the_last_rank_decides_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
+    for number, per_minute in enumerate((60, 6)):
+        history = [start(T, host=HERE), *minutes(T, 6, per_minute, 3600)]
+        hold(write_rank(tmp_path, number, history))
+    state = read(tmp_path, T + 6 * MIN)
+    assert state.totals.time_left == pytest.approx((3600 - 36) / 0.1)
+
+
+def test_the_time_left_is_without_ranks_at_a_halt(tmp_path: Path, hold: Hold) -> None:
+    hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)]))
+    write_rank(tmp_path, 1, [start(T, host=HERE), *minutes(T, 5, 60, 3600), failed(T + 5 * MIN, "x")])
+    totals = read(tmp_path, T + 6 * MIN).totals
+    assert (totals.time_left, totals.halted) == (pytest.approx(3600 - 360), 1)
+
+
+def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path: Path) -> None:
+    write_rank(tmp_path / "new", history=[start(T)], tasks=3)
+    assert read(tmp_path / "new", tasks=5, config={"executor": {}}).totals.not_started == 2
+    assert read(tmp_path / "new").totals.not_started == 2
+    write_rank(tmp_path / "unknown", history=[start(T)])
+    assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
+
+
+def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path: Path) -> None:
+    for number in (0, 1, 5, 7):
+        write_rank(tmp_path, number, chunks=1, finished=True, tasks=6)
+    (tmp_path / "last_chunk").mkdir()
+    for number in (0, 1, 3, 5, 7):
+        (tmp_path / f"last_chunk/{number:05d}.txt").write_text("0\n")
+    state = read(tmp_path)
+    assert (state.missing, state.gone, state.foreign) == ([2, 3, 4], [3], [7])
+    assert ([rank.rank for rank in state.ranks], state.totals.documents) == ([0, 1, 5], 30)
+    assert (state.totals.not_started, state.is_finished) == (3, False)
+
+
+def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path: Path, hold: Hold) -> None:
+    write_rank(tmp_path, 0, chunks=1)
+    folder = write_rank(tmp_path, 1, [start(T, host=HERE), minute(T, 0)])
+    hold(folder)
+    assert read(tmp_path).troubled == []
+    (folder / layout.LOCK).unlink()
+    assert [rank.trouble for rank in read(tmp_path).troubled] == ["unfinished"]
+
+
+def test_retries_are_summed_apart(tmp_path: Path) -> None:
+    write_rank(tmp_path, chunks=2, finished=True)
+    write_rank(tmp_path / "retry-00001", chunks=1, per_chunk=3, finished=True)
+    state = read(tmp_path)
+    assert (state.totals.documents, state.retried.documents) == (20, 3)
+    assert state.retries[0].root == "retry-00001"
+    assert state.is_finished
+
+
+def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path: Path) -> None:
+    letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [("ValueError", "no\nsuch")]
+    write_rank(tmp_path, 0, chunks=1, letters=letters, finished=True)
+    write_rank(tmp_path, 1, chunks=1, letters=[("str", "HTTP 400: 1 tokens are too many")], finished=True)
+    totals = read(tmp_path).totals
+    assert totals.counts.dead == 4
+    assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
+
+
+def test_of_large_journals_the_history_tells_the_number_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datatrove_ckpt.maintenance.read_state._JOURNAL_BYTES", 10)
+    write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 26)])
+    rank = read_one(tmp_path)
+    assert (rank.counts.read, rank.unfinished.read, rank.journals, rank.exact) == (20, 6, 1, False)
+    assert rank.unfinished == counts(6)
+
+
+@pytest.mark.parametrize("end", [stopped, None])
+def test_the_last_line_of_an_attempt_that_could_say_that_it_ended_knows_of_every_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any
+) -> None:
+    monkeypatch.setattr("datatrove_ckpt.maintenance.rank_state.sum_journal", lambda path: counts(7))
+    write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 28), *([end(T)] if end else [])])
+    rank = read_one(tmp_path)
+    assert (rank.unfinished.read, rank.exact) == (8 if end else 7, True)
+
+
+IN_SEVERAL_PROCESSES = """
+import os, sys
+from pathlib import Path
+from datatrove_ckpt.maintenance import read_state
+from datatrove_ckpt.maintenance.where import Place
+
+def read_elsewhere(tasks):
+    assert os.getpid() != parent
+    return read_some(tasks)
+
+place = Place(sys.argv[1], Path(sys.argv[1]), sys.argv[1])
+alone = read_state.read_run_state(place, 0.0)
+os.sched_getaffinity = lambda pid: {0, 1}
+parent, read_some, read_state._read_some = os.getpid(), read_state._read_some, read_elsewhere
+read_state._MANY = read_state._PART = 2
+together = read_state.read_run_state(place, 0.0)
+assert together.ranks == alone.ranks and len(alone.ranks) == 5
+assert together.totals == alone.totals
+"""
+
+
+def test_very_many_ranks_are_read_by_several_processes(tmp_path: Path) -> None:
+    for number in range(5):
+        history = [start(T), minute(T, 26), failed(T + 1, "x")]
+        write_rank(tmp_path, number, history, chunks=number, letters=[("E", "x")] if number else [])
+    # In a process with one thread, because it forks.
+    subprocess.run([sys.executable, "-c", IN_SEVERAL_PROCESSES, str(tmp_path)], check=True)
+
+
+# commits -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sums_over_commits_are_those_of_the_commits(tmp_path: Path) -> None:
+    path = tmp_path / "commits.jsonl"
+    lines = [seal(commit(index, 10 + index, dead=1, letters=5 * index).to_json()) for index in (0, 1, 3)]
+    path.write_bytes(b"".join(lines) + b'{"xxh":"torn')
+    sums, commits = sum_commits(path), read_commits(path)
+    assert sums is not None
+    assert (set(sums.indices), sums.unbroken) == (set(commits), 2)
+    assert sums.counts.read == sum(one.counts.read for one in commits.values())
+    assert sums.counts.dead == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:60] + b"x" + data[61:],
+        lambda data: b"x" + data[1:],
+        lambda data: seal(commit(9, 1, letters=5).to_json()) + data,  # lines that have changed places
+        lambda data: data + data,
+        lambda data: data + b"x\n",
+        lambda data: data + seal(b'{"chunk_index":9}'),
+        lambda data: data + seal(orjson.dumps(orjson.loads(commit(9, 1).to_json()) | {"chunk_index": -9})),
+    ],
+)
+def test_commits_that_need_a_closer_look_have_no_sums(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "commits.jsonl"
+    path.write_bytes(damage(seal(commit(0, 2).to_json())))
+    assert sum_commits(path) is None

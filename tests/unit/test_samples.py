@@ -1,0 +1,128 @@
+"""Rows of tables as samples: the values of pyarrow, but token rows are arrays that can be written."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from datatrove_ckpt.readers import samples
+from datatrove_ckpt.readers.samples import json_row, row_arrays, table_arrays, table_rows, take_rows
+
+TOKENS = [[1, 2, 3], [], [4], [5, 6]]
+COLUMNS = {
+    "int": pa.array([1, 2, 3, 4], pa.int32()),
+    "with null": pa.array([1, None, 3, 4]),
+    "float": pa.array([1.5, 2.5, float("inf"), 0.0]),
+    "half": pa.array([1.5, 2.5, 3.5, 4.5], pa.float16()),
+    "bool": pa.array([True, False, True, True]),
+    "text": pa.array(["a", "é", None, ""]),
+    "large text": pa.array(["a", "é", "x" * 100, ""], pa.large_string()),
+    "binary": pa.array([b"a", b"\0", None, b""]),
+    "time": pa.array([datetime.datetime(2026, 1, day) for day in range(1, 5)]),
+    "dictionary": pa.array(["a", "b", "a", "b"]).dictionary_encode(),
+    "struct": pa.array([{"a": i, "b": ["x"] * i} for i in range(4)]),
+    "texts": pa.array([["a"], [], None, ["b", "c"]]),
+    "nothing": pa.nulls(4),
+}
+LISTS = {
+    "int32": pa.array(TOKENS, pa.list_(pa.int32())),
+    "uint16": pa.array(TOKENS, pa.large_list(pa.uint16())),
+    "float32": pa.array(TOKENS, pa.list_(pa.float32())),
+    "equal": pa.array([[1, 2]] * 4, pa.list_(pa.int64())),
+    "fixed": pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.int8(), 2)),
+    "empty": pa.array([[], [], [], []], pa.list_(pa.int32())),
+}
+
+
+def sliced(array: Any) -> list[pa.Table]:
+    """The same column as a whole, as a part of a longer one, and in several chunks."""
+    longer = pa.concat_arrays([array, array, array])
+    chunks = pa.chunked_array([array.slice(0, 1), array.slice(1, 0), array.slice(1)])
+    return [pa.table({"a": column}) for column in (array, longer.slice(len(array), len(array)), chunks)]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_values_are_those_of_pyarrow(name: str) -> None:
+    for table in sliced(COLUMNS[name]):
+        assert table_rows(table) == table.to_pylist()
+
+
+@pytest.mark.parametrize("together", [0, 10**9])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_numbers_are_arrays_of_their_own(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_COPIED_TOGETHER", together)
+    for table in sliced(LISTS[name]):
+        rows = [row["a"] for row in table_rows(table)]
+        assert [row.tolist() for row in rows] == table["a"].to_pylist()
+        assert {row.dtype for row in rows} == {np.dtype(LISTS[name].type.value_type.to_pandas_dtype())}
+        for row in rows:
+            row += 1
+        assert table["a"].to_pylist() == LISTS[name].to_pylist()
+
+
+def test_lists_that_have_none_in_them_or_are_none() -> None:
+    [inside] = table_rows(pa.table({"a": [[1, None]]}))
+    assert inside == {"a": [1, None]}
+    first, second = table_rows(pa.table({"a": pa.array([None, [1, 2]], pa.list_(pa.int16()))}))
+    assert first == {"a": None}
+    assert second["a"].tolist() == [1, 2]
+    assert second["a"].dtype == np.int16
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_row_has_all_columns_in_their_order(count: int) -> None:
+    table = pa.table({name: COLUMNS[name] for name in list(COLUMNS)[:count]})
+    assert table_rows(table) == table.to_pylist()
+    assert [list(row) for row in table_rows(table)] == [table.column_names] * 4
+    assert table_rows(table.slice(0, 0)) == []
+
+
+def test_many_rows_as_arrays() -> None:
+    table = pa.table({**COLUMNS, **{f"list {name}": column for name, column in LISTS.items()}})
+    arrays = table_arrays(table)
+    assert list(arrays) == table.column_names
+    assert arrays["int"].tolist() == [1, 2, 3, 4]
+    assert arrays["int"].dtype == np.int32
+    assert arrays["int"].flags.writeable
+    assert arrays["with null"] == [1, None, 3, 4]
+    assert arrays["text"] == ["a", "é", None, ""]
+    assert arrays["list fixed"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert arrays["list equal"].shape == (4, 2)
+    assert [row.tolist() for row in arrays["list int32"]] == TOKENS
+
+
+def test_rows_of_json_are_the_same() -> None:
+    rows = [{"n": 1, "ids": [1, 2], "text": "a"}, {"n": 2, "ids": [3, 4], "text": "b"}]
+    made = [json_row(row) for row in rows]
+    assert [row["ids"].tolist() for row in made] == [[1, 2], [3, 4]]
+    arrays = row_arrays(made)
+    assert arrays["ids"].tolist() == [[1, 2], [3, 4]]
+    assert arrays["n"].tolist() == [1, 2]
+    assert arrays["text"] == ["a", "b"]
+    assert json_row({"a": ["x", 1], "b": [], "c": [True]}) == {"a": ["x", 1], "b": [], "c": [True]}
+    ragged = row_arrays([json_row({"ids": [1]}), json_row({"ids": [1, 2]})])
+    assert [row.tolist() for row in ragged["ids"]] == [[1], [1, 2]]
+    assert row_arrays([]) == {}
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 3, 0], [1, 2, 3], [3], []])
+@pytest.mark.parametrize("name", [*COLUMNS, *LISTS])
+def test_taken_rows_are_those_of_pyarrow(name: str, rows: list[int]) -> None:
+    for table in sliced((COLUMNS | LISTS)[name]):
+        taken = take_rows(table, np.array(rows, dtype=np.int64))
+        assert taken.schema == table.schema
+        assert taken.to_pylist() == table.take(pa.array(rows, pa.int64())).to_pylist()
+        taken.validate(full=True)
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_token_rows_of_one_length_are_taken_together(kind: Any) -> None:
+    table = pa.table({"a": pa.array([[0], *([n, n + 1, n + 2] for n in range(20)), None], kind(pa.int32()))}).slice(
+        1, 20
+    )
+    taken = take_rows(table, np.array([19, 3, 3, 0]))
+    assert taken["a"].to_pylist() == [[19, 20, 21], [3, 4, 5], [3, 4, 5], [0, 1, 2]]

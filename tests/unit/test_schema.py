@@ -1,0 +1,179 @@
+"""The JSON schema takes what ``run`` takes, and refuses what it refuses, as far as a schema can say it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft7Validator
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.schema import make_schema
+from datatrove_ckpt.cli.yaml_config import SHORT_NAMES, load
+from datatrove_ckpt.cli.yaml_text import read_value
+from tests.pages import ROOT, blocks
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+JOB = """
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    logging_dir: logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {data_folder: documents}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: chat
+          config: {server_type: dummy, model_name_or_path: m}
+          output_writer:
+            class_path: JsonlWriter
+            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
+          checkpoints_local_dir: checkpoints
+"""
+READER = "class_path: JsonlReader\n        init_args: {data_folder: documents}"
+
+
+@cache
+def validator() -> Draft7Validator:
+    return Draft7Validator(make_schema())
+
+
+def mistakes(content: Any) -> list[str]:
+    return [f"{error.json_path}: {error.message}" for error in validator().iter_errors(content)]
+
+
+def test_the_command_prints_a_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    Draft7Validator.check_schema(printed)
+    assert printed == make_schema()
+
+
+def test_references_need_no_escapes_and_every_part_is_used() -> None:
+    text = json.dumps(make_schema())
+    names = set(make_schema()["definitions"])
+    assert all(name.replace(".", "").replace("_", "").isalnum() for name in names)
+    assert all(f'"#/definitions/{name}"' in text for name in names)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_fits(path: Path) -> None:
+    assert mistakes(load(path)) == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_what_a_dry_run_prints_of_a_config_fits(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["run", str(path), "--dry-run"]) == 0
+    assert mistakes(read_value(capsys.readouterr().out)) == []
+
+
+def test_whole_files_of_the_pages_fit() -> None:
+    whole = [content for block in blocks("yaml") if "executor" in (content := read_value(block.text))]
+    assert whole != []
+    assert [mistakes(content) for content in whole] == [[]] * len(whole)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("rollout_fn: chat", "rollout_fn: my_module.my_rollout"),
+        ("rollout_fn: chat", "rollout_fn: {class_path: my_module.Mine, init_args: {any: thing}}"),
+        ("rollout_fn: chat", "rollout_fn: {class_path: PromptRollout}"),
+        ("rollout_fn: chat", "rollout_fn: {class_path: PromptRollout, init_args: null}"),
+        ("rollout_fn: chat", "rollout_fn: chat\n          shared_context: {a: 1}"),
+        ("rollout_fn: chat", "rollout_fn: chat\n          shared_context: my_module.shared"),
+        ("rollout_fn: chat", "rollout_fn: chat\n          sync_seconds: auto"),
+        ("rollout_fn: chat", "rollout_fn: chat\n          sync_seconds: 2"),
+        ("class_path: JsonlReader", "class_path: datatrove_ckpt.readers.JsonlReader"),
+        ("data_folder: documents", "data_folder: [s3://b/x, {anon: true}]"),
+        (READER, "class_path: my_module.Step"),
+        (f"- {READER}", "- my_module.my_step"),
+        (f"- {READER}", "- class_path: LambdaFilter\n        init_args: {filter_function: my_module.f}"),
+        ("logging_dir: logs", "logging_dir: logs\n    depends: {class_path: LocalPipelineExecutor, init_args: "
+         "{pipeline: []}}"),
+        ("config: {", "config: {endpoint_url: [http://a, http://b], default_generation_params: {stop: [a]}, "),
+        ("config: {server_type: dummy, model_name_or_path: m}",
+         "config: {class_path: InferenceConfig, init_args: {server_type: dummy, model_name_or_path: m}}"),
+    ],
+)  # fmt: skip
+def test_what_run_takes_fits(old: str, new: str) -> None:
+    assert old in JOB
+    assert mistakes(read_value(JOB.replace(old, new, 1))) == []
+
+
+READ, RUNNER = "pipeline[0]", "pipeline[1].init_args"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ("logging_dir", "logging_dit", ""),
+        ("logging_dir: logs", "tasks: many", "tasks"),
+        ("LocalPipelineExecutor", "SlurmPipelineExecutor", ""),
+        ("data_folder: documents", "limt: 3, data_folder: documents", f"{READ}.init_args"),
+        ("data_folder: documents", "limit: null, data_folder: documents", f"{READ}.init_args.limit"),
+        ("data_folder: documents", "data_folder: 7", f"{READ}.init_args.data_folder"),
+        ("data_folder: documents", "data_folder: d, compression: gz", f"{READ}.init_args.compression"),
+        ("init_args: {data_folder: documents}", "init_arg: {data_folder: d}", READ),
+        ("        init_args: {data_folder: documents}\n", "", READ),
+        (READER, "3", READ),
+        ("JsonlReader", "JsonReader", f"{READ}.class_path"),
+        ("JsonlReader", "PromptRollout", f"{READ}.class_path"),
+        ("chat", "chta", f"{RUNNER}.rollout_fn"),
+        ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}", f"{RUNNER}.rollout_fn.init_args"),
+        ("chat", "{class_path: JsonlReader, init_args: {data_folder: d}}", f"{RUNNER}.rollout_fn.class_path"),
+        ("server_type: dummy", "server_type: vlm", f"{RUNNER}.config.server_type"),
+        ("server_type: dummy, ", "", f"{RUNNER}.config"),
+        ("dummy", "dummy, tpp: 3", f"{RUNNER}.config"),
+        ("dummy", "dummy, use_chat: 3", f"{RUNNER}.config.use_chat"),
+        ("dummy", "dummy, max_concurrent_generations: Auto", f"{RUNNER}.config.max_concurrent_generations"),
+        ("dummy", "dummy, api_key: sk-1", f"{RUNNER}.config.api_key"),
+        ("config: {server_type: dummy, model_name_or_path: m}", "config: 3", f"{RUNNER}.config"),
+        ("config: {server_type: dummy, model_name_or_path: m}", "records_per_chunk: 1.5", RUNNER),
+        ("compression: null", "compression: 5", f"{RUNNER}.output_writer.init_args.compression"),
+        ("class_path: JsonlWriter", "class_path: JsonlReader", f"{RUNNER}.output_writer.class_path"),
+        ("checkpoints_local_dir: checkpoints", "shared_context: 3", f"{RUNNER}.shared_context"),
+    ],
+)
+def test_what_run_refuses_does_not_fit_and_the_place_is_named(old: str, new: str, place: str) -> None:
+    assert old in JOB
+    found = mistakes(read_value(JOB.replace(old, new, 1)))
+    path = f"$.executor.init_args{'.' * bool(place)}{place}: "
+    assert any(one.startswith(path) for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path"),
+    [
+        ("executor:", "executer:", "$"),
+        ("executor:", "x: 1\nexecutor:", "$"),
+        ("LocalPipelineExecutor", "LocalExecutor", "$.executor.class_path"),
+        ("LocalPipelineExecutor", "JsonlReader", "$.executor.class_path"),
+    ],
+)
+def test_mistakes_outside_of_the_arguments_are_found(old: str, new: str, path: str) -> None:
+    found = mistakes(read_value(JOB.replace(old, new, 1)))
+    assert any(one.startswith(f"{path}: ") for one in found), found
+
+
+def test_every_argument_of_the_runner_is_explained() -> None:
+    found = make_schema()["definitions"]
+    for name in ("datatrove_ckpt.runner.InferenceRunner", "datatrove_ckpt.config.inference_config.InferenceConfig"):
+        assert [key for key, one in found[name]["properties"].items() if not one.get("description")] == []
+    assert "gzip" in json.dumps(found["datatrove_ckpt.readers.jsonl.JsonlReader"]["properties"]["compression"])
+
+
+def test_every_short_name_can_be_completed() -> None:
+    text = json.dumps(make_schema())
+    assert [name for name in SHORT_NAMES if f'"{name}"' not in text and name != "InferenceConfig"] == []

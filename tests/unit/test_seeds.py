@@ -1,0 +1,108 @@
+"""``seed``: each request has its own, and the same one when it is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.generation.seeds import request_seed
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import ask, documents, runner
+
+
+def payload(text: str, **params: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **params}
+
+
+async def twice(document: Document, generate: Any) -> Any:
+    """Two equal requests, and one that differs."""
+    same = payload(document.text)
+    return [answer.text for answer in await asyncio.gather(generate(same), generate(same), generate(payload("other")))]
+
+
+def seeds(server: FakeServer) -> list[int]:
+    return [one["seed"] for one in server.payloads]
+
+
+def test_each_request_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(documents(3))
+    assert len(seeds(server)) == 18 == len(set(seeds(server)))
+    assert all(0 <= seed < 2**31 for seed in seeds(server))
+
+
+def test_equal_documents_are_different_samples(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        runner(tmp_path, server, config={"seed": 7}).run([Document(text="a", id="same") for _ in range(4)])
+    assert len(set(seeds(server))) == 4
+
+
+def test_a_request_that_is_sent_again_has_the_same_seed(tmp_path: Path) -> None:
+    def one_at_a_time(folder: Path, limit: int | None) -> list[int]:
+        with FakeServer() as server:
+            step = runner(folder, server, twice, config={"seed": 7, "max_concurrent_generations": limit or 9})
+            step.run(documents(3))
+        return sorted(seeds(server))
+
+    assert one_at_a_time(tmp_path / "a", 1) == one_at_a_time(tmp_path / "b", None)
+
+
+def test_an_answer_that_is_kept_is_found_again(tmp_path: Path) -> None:
+    failing = True
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        answers = [await generate(payload(document.text)), await generate(payload(document.text))]
+        if failing and document.id == "id 1":
+            raise RuntimeError("once")
+        return [answer.text for answer in answers]
+
+    with FakeServer() as server, FakeServer() as undisturbed:
+        with pytest.raises(Exception, match="once"):
+            runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
+        failing = False
+        runner(tmp_path / "a", server, rollout, config={"seed": 7}, accept_changes=True).run(documents(2))
+        runner(tmp_path / "b", undisturbed, rollout, config={"seed": 7}).run(documents(2))
+    assert len(server.payloads) == 4
+    assert outputs(tmp_path / "a/output") == outputs(tmp_path / "b/output")
+
+
+def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate(payload(document.text, seed=1))
+
+    with FakeServer() as server:
+        runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
+        runner(tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}).run(
+            documents(2)
+        )
+    assert seeds(server) == [1, 1, 1, 1]
+
+
+def test_without_the_setting_no_request_has_a_seed(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        runner(tmp_path, server).run(documents(2))
+    assert all("seed" not in one for one in server.payloads)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 7), (7, None), (7, 8)])
+def test_another_seed_is_another_run(tmp_path: Path, before: int | None, after: int | None) -> None:
+    with FakeServer() as server:
+        runner(tmp_path, server, config={"seed": before}).run(documents(2))
+        with pytest.raises(CheckpointMismatch, match="seed: "):
+            runner(tmp_path, server, config={"seed": after}).run(documents(2))
+
+
+@pytest.mark.parametrize("seed", ["7", 1.5, True, 2**63])
+def test_a_seed_that_is_no_number_is_refused(tmp_path: Path, seed: Any) -> None:
+    with FakeServer() as server, pytest.raises(ConfigError, match="seed: "):
+        runner(tmp_path, server, config={"seed": seed})
+
+
+def test_seeds_do_not_change_between_releases() -> None:
+    """Or an upgrade in the middle of a run would ask for other samples, and pay twice."""
+    assert request_seed(7, 3, "id", 1, "0123abcd", 2) == 1125260363

@@ -1,0 +1,55 @@
+"""When two settings are the same, and that a run asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint.setting_values import same_value
+from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
+from datatrove_ckpt.rollouts import PromptRollout
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
+
+ONE = {"properties": {"reason": {"type": "string"}, "score": {"type": "integer"}}}
+OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "same"),
+    [
+        ("rollout_fn.generation_params", {"a": 1, "b": [2.5]}, {"b": [2.5], "a": 1.0}, True),
+        ("rollout_fn.generation_params", {"ignore_eos": True}, {"ignore_eos": 1}, False),
+        ("rollout_fn.generation_params", {"a": None}, {}, False),
+        ("rollout_fn.choice", ["a", "b"], ["b", "a"], False),
+        ("rollout_fn.json_schema", ONE, ONE, True),
+        ("rollout_fn.json_schema", ONE, OTHER, False),
+        ("rollout_fn.my_schemas", [ONE], [OTHER], False),
+        ("default_generation_params", {"x": 1, "structured_outputs": ONE}, {"structured_outputs": ONE, "x": 1}, True),
+        ("default_generation_params", {"structured_outputs": ONE}, {"structured_outputs": OTHER}, False),
+        ("default_generation_params", {"response_format": {"f": ONE}}, {"response_format": {"f": OTHER}}, False),
+        ("tasks", 1, None, False),
+        ("x", float(2**60), 2**60 + 1, False),
+    ],
+)
+def test_same(name: str, old: Any, new: Any, same: bool) -> None:
+    assert same_value(name, old, new) is same
+
+
+def test_another_order_of_properties_is_another_run(tmp_path: Path) -> None:
+    """Engines answer in this order, so that the output would mix two."""
+
+    def step(schema: dict[str, Any]) -> Any:
+        return runner(tmp_path, server, PromptRollout(json_schema=schema, answer_attempts=1, engine="vllm"))
+
+    with FakeServer(
+        answer=lambda payload, times: '{"reason": "x", "score": ' + ("1}" if times == 0 else "}")
+    ) as server:
+        with pytest.raises(DocumentFailed):
+            step(ONE).run([*documents(3), *documents(1)])
+        asked = server.asked.total()
+        with pytest.raises(CheckpointMismatch, match=r"rollout_fn\.json_schema"):
+            step(OTHER).run(documents(3))
+        assert server.asked.total() == asked

@@ -1,0 +1,201 @@
+"""Shares: parts of files, divided at any document, are the whole input, and resume from every document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
+from datatrove_ckpt.readers import Reading, SeekingReader, jsonl, position_state, tables
+from datatrove_ckpt.readers.parts import after, between, divide, joined
+from datatrove_ckpt.readers.shares import Part, Place, Share, Shares, names_hash
+from tests.unit.test_readers import KINDS, plain, reader, rows, write, write_jsonl
+
+FORMATS = KINDS
+SEEDS = [None, 7]
+
+
+@pytest.fixture(autouse=True)
+def _tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "_BLOCK", 256)
+    monkeypatch.setattr(tables, "_CONVERTED_ROWS", 3)
+
+
+def whole(read: SeekingReader) -> list[Part]:
+    return [Part(name) for name in read._list_inputs(0, 1, None).names]
+
+
+def share_of(read: SeekingReader, parts: list[Part]) -> Share:
+    """A share with the facts of each file that ``reshard`` keeps."""
+    known = [part if part.is_whole else _known(read, part) for part in parts]
+    return Share(1, names_hash(read._list_inputs(0, 1, None).names), known)
+
+
+def _known(read: SeekingReader, part: Part) -> Part:
+    inputs = read._list_inputs(0, 1, None)
+    index = list(inputs.names).index(part.name)
+    size = inputs.size(index)
+    return part._replace(size=size, hash="" if read._may_grow(part.name) else inputs.fingerprint(index, size, True))
+
+
+def read_share(read: SeekingReader, share: Share, state: Any = None) -> list[Document]:
+    reading = Reading(state, share=share)
+    with reading:
+        found = list(read.run(rank=3, world_size=5))
+    reading.check_share()
+    return found
+
+
+def places(documents: list[Document]) -> list[Place]:
+    states = [json.loads(json.dumps(position_state(document))) for document in documents]
+    return [Place(state["before"]["files"], tuple(state["at"])) for state in states]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_divided_at_a_document_is_the_whole(tmp_path: Path, kind: str, seed: int | None) -> None:
+    write(tmp_path, kind)
+    read = reader(str(tmp_path), kind, shuffle_seed=seed)
+    expected = list(read.run())
+    parts, ends = whole(read), places(expected)
+    for number in range(0, len(expected), max(1, len(expected) // 7)):
+        first = between(parts, Place(0, ()), ends[number])
+        second = after(parts, ends[number])
+        found = [read_share(read, share_of(read, share)) for share in (first, second)]
+        assert [plain(each) for each in found] == [plain(expected[: number + 1]), plain(expected[number + 1 :])]
+        assert joined([*first, *second]) == parts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_share_resumes_after_each_of_its_documents(tmp_path: Path, kind: str, seed: int | None) -> None:
+    write(tmp_path, kind)
+    read = reader(str(tmp_path), kind, shuffle_seed=seed)
+    all_documents = list(read.run())
+    ends = places(all_documents)
+    third = len(ends) // 3
+    pieces = [between(whole(read), ends[third], ends[2 * third]), between(whole(read), Place(0, ()), ends[third // 2])]
+    share = share_of(read, pieces[0] + pieces[1])
+    expected = read_share(read, share)
+    assert plain(expected) == plain(all_documents[third + 1 : 2 * third + 1] + all_documents[: third // 2 + 1])
+    for number, document in enumerate(expected):
+        state = json.loads(json.dumps(position_state(document)))
+        assert plain(read_share(read, share, state)) == plain(expected[number + 1 :])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_a_file_is_divided_by_bytes_into_pieces_that_are_the_whole(tmp_path: Path, kind: str, seed: int | None) -> None:
+    write(tmp_path, kind)
+    read = reader(str(tmp_path), kind, shuffle_seed=seed)
+    inputs = read._list_inputs(0, 1, None)
+    for index, part in enumerate(whole(read)):
+        size = inputs.size(index)
+        part = part._replace(bytes=size)
+        expected = plain(read_share(read, share_of(read, [part])))
+        for count in (2, 3, 50):
+            pieces = divide(read, inputs, index, part, [size * number // count for number in range(1, count)])
+            found = [plain(read_share(read, share_of(read, [piece]))) for piece in pieces]
+            assert [one for piece in found for one in piece] == expected
+            assert sum(piece.bytes for piece in pieces) == size
+            assert len(pieces) <= count
+
+
+def test_a_position_that_datatroves_dealing_gave_is_one_in_the_share_that_begins_with_it(tmp_path: Path) -> None:
+    write_jsonl(tmp_path)
+    read = reader(str(tmp_path), "jsonl")
+    mine = list(read.run(rank=0, world_size=2))
+    parts = [Part(name) for name in read._list_inputs(0, 2, None).names]
+    state = json.loads(json.dumps(position_state(mine[2])))
+    share = share_of(read, between(parts, Place(0, ()), places(mine)[4]))
+    with Reading(state, share=share):
+        assert plain(read.run(rank=0, world_size=7)) == plain(mine[3:5])
+    with pytest.raises(CheckpointMismatch, match="shard"), Reading(state, share=share):
+        list(read.run(rank=2, world_size=7))
+
+
+def test_files_that_come_or_go_after_the_input_was_dealt_out_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl")
+    read = reader(str(tmp_path), "jsonl")
+    share = share_of(read, whole(read))
+    (tmp_path / "zzz.jsonl").write_text('{"text": "late"}\n')
+    with pytest.raises(CheckpointMismatch, match="files were added, removed or renamed since"):
+        read_share(read, share)
+
+
+@pytest.mark.parametrize("change", ["the line of the cut", "the line after it", "shorter"])
+def test_a_file_that_has_changed_where_it_was_divided_is_refused(tmp_path: Path, change: str) -> None:
+    lines = [json.dumps(row) + "\n" for row in rows(6)]
+    path = tmp_path / "0.jsonl"
+    path.write_text("".join(lines))
+    read = reader(str(tmp_path), "jsonl")
+    end = places(list(read.run()))[2]
+    shares = [share_of(read, between(whole(read), Place(0, ()), end)), share_of(read, after(whole(read), end))]
+    if change == "shorter":
+        path.write_text("".join(lines[:2]))
+    else:
+        number = 3 if change == "the line of the cut" else 4  # the first row has no text
+        lines[number] = lines[number].replace("text", "TEXT", 1)
+        path.write_text("".join(lines))
+    refused = 0
+    for share in shares:
+        try:
+            read_share(read, share)
+        except CheckpointMismatch as error:
+            assert "0.jsonl" in str(error)
+            refused += 1
+    assert refused == (0 if change == "the line after it" else 2)
+
+
+def test_a_file_may_grow_behind_the_part_of_this_rank(tmp_path: Path) -> None:
+    path = tmp_path / "0.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(6)))
+    read = reader(str(tmp_path), "jsonl")
+    documents = list(read.run())
+    end = places(documents)[2]
+    first, second = share_of(read, between(whole(read), Place(0, ()), end)), share_of(read, after(whole(read), end))
+    state = json.loads(json.dumps(position_state(read_share(read, first)[1])))
+    with path.open("a") as file:
+        file.write(json.dumps(rows(1, 1)[0]) + "\n")
+    assert plain(read_share(read, first, state)) == plain(documents[2:3])
+    assert len(read_share(read, second)) == 3
+
+
+def test_a_pipeline_without_one_reader_of_ours_is_refused(tmp_path: Path) -> None:
+    reading = Reading(share=Share(1, "", []))
+    with pytest.raises(CheckpointMismatch, match="only one reader of"):
+        reading.check_share()
+
+
+def test_nothing_lies_before_a_share_that_begins_inside_a_file() -> None:
+    parts = [Part("a", begin=(5,), bytes=9), Part("b", bytes=9)]
+    assert between(parts, Place(0, ()), Place(0, ())) == []
+    assert between(parts, Place(0, ()), Place(1, ())) == parts[:1]
+    assert between(parts, Place(0, ()), Place(1, (3,))) == [parts[0], Part("b", end=(3,), bytes=9)]
+    assert after(parts, Place(0, ())) == parts
+
+
+def test_a_part_that_ends_before_it_begins_is_empty(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl")
+    read = reader(str(tmp_path), "jsonl")
+    expected = list(read.run())
+    begin = places(expected)[0]
+    damaged = after(whole(read), begin)[0]._replace(end=())
+    share = share_of(read, [damaged, *after(whole(read), begin)])
+    shares = Shares.from_json(json.loads(json.dumps(Shares(1, 1, share.input, {0: share.parts}).to_json())), "x")
+    assert plain(read_share(read, shares.of(0))) == plain(expected[1:])
+
+
+def test_shares_come_back_from_json() -> None:
+    parts = [Part("a", bytes=3), Part("b", (4, 5), (6, 7), 100, "hash", 9), Part("c", (1,), None, 7)]
+    shares = Shares(2, 3, names_hash(["a", "b"]), {0: parts, 5: []})
+    content = json.loads(json.dumps(shares.to_json()))
+    assert Shares.from_json(content, "x") == shares
+    assert shares.of(1).parts == []
+    for damaged in ({**content, "version": 9}, {**content, "ranks": {"0": [["a"]]}}, None):
+        with pytest.raises(CheckpointCorrupt, match=r"shares\.json cannot be read"):
+            Shares.from_json(damaged, "shares.json")

@@ -1,0 +1,121 @@
+"""What ``status`` prints: figures, bars, frames that fit a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import InputPosition
+from datatrove_ckpt.cli.status_text import Style, describe, figure, percent, short, table
+from datatrove_ckpt.cli.watch import cut, frame
+from datatrove_ckpt.maintenance.read_state import add_up
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
+
+PLAIN = Style()
+ASCII = Style(unicode=False)
+
+
+def run_of(number: int, troubled: int = 0, now: float = 1000.0) -> RunState:
+    ranks = [
+        RankState("", index, Path(), "running", position=InputPosition(50, 100, "rows"), last_word=now - 5)
+        for index in range(number)
+    ]
+    for rank in ranks[number - troubled :]:
+        rank.trouble, rank.reason = "slow", "0.1 documents/s; the median of 9 ranks is 1"
+    return RunState("c", False, now, newest=now - 5, ranks=ranks, totals=add_up(ranks, now))
+
+
+def test_figures() -> None:
+    assert [figure(value) for value in (0, 0.1234, 12.34, 123.4, 12345.6)] == ["0", "0.123", "12.3", "123", "12,346"]
+    assert [short(value) for value in (0, 99999, 123456, 1234567, 1.5e9)] == ["0", "99,999", "123 k", "1.23 M", "1.5 G"]
+    assert [percent(value) for value in (0, 0.5, 0.99999, 1)] == ["0.0 %", "50.0 %", "99.9 %", "100.0 %"]
+
+
+def test_the_other_causes_of_dead_letters_are_one_number() -> None:
+    causes = Counter({"others": 50, **{f"cause {number}": number for number in range(1, 9)}})
+    totals = Totals(counts=DocumentCounts(86, 0, 0, 86), dead_letters=causes)
+    line = next(line for line in describe(RunState("c", False, 0.0, totals=totals)) if line.startswith("  dead"))
+    assert line.endswith(": 8 cause 8, 7 cause 7, 6 cause 6, 5 cause 5, 4 cause 4, 56 others")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.3, 0.5, 0.9999, 1.0, 2.0])
+def test_a_bar_has_its_width(share: float) -> None:
+    for style in (PLAIN, ASCII):
+        assert len(style.bar(share, 10)) == 10
+    assert ASCII.bar(0.5, 10) == "#####-----"
+    assert PLAIN.bar(1.0, 10) == "█" * 10
+
+
+def test_a_line_is_cut_to_the_width_of_the_terminal_but_not_in_an_escape_sequence() -> None:
+    assert cut("abcdef", 3) == "abc"
+    assert cut("\x1b[31mabcdef\x1b[0m", 3) == "\x1b[31mabc\x1b[0m"
+    assert cut("\x1b[31mab\x1b[0m", 3) == "\x1b[31mab\x1b[0m"
+
+
+def uneven(left: list[int], time_left: float | None = None) -> list[str]:
+    ranks = [
+        RankState(
+            "",
+            index,
+            Path(),
+            "running" if rest else "finished",
+            position=InputPosition(1000 - rest, 1000, "bytes"),
+            time_left=time_left if rest else None,
+        )
+        for index, rest in enumerate(left)
+    ]
+    state = RunState("c", False, 1000.0, tasks=len(left), ranks=ranks, totals=add_up(ranks, 1000.0))
+    return [line for line in describe(state) if "reshard" in line]
+
+
+def test_few_ranks_that_hold_most_of_what_is_left_are_said() -> None:
+    (line,) = uneven([0] * 37 + [900, 800, 20], time_left=3600.0)
+    assert "2 of 40 ranks hold 98.8 % of what is left; dealt out to all, it would take about 1/21 of the time" in line
+    assert uneven([900, 800, 700, 600]) == []
+    assert uneven([900]) == []
+    assert uneven([0] * 39 + [900], time_left=60.0) == [], "it ends soon anyway"
+    assert uneven([0, 0]) == []
+
+
+@pytest.mark.parametrize("height", [4, 10, 24, 100])
+@pytest.mark.parametrize("number", [1, 8, 100])
+def test_a_frame_fits_the_terminal(number: int, height: int) -> None:
+    state = run_of(number, troubled=number // 2)
+    lines = frame(state, 80, height, PLAIN)
+    assert len(lines) == height
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1].startswith("read at ")
+    if height == 24 and number == 100:
+        assert any("more; --all without --watch" in line for line in lines)
+
+
+def test_a_frame_says_that_the_disk_cannot_be_read() -> None:
+    assert "could not be read again: no network" in "\n".join(frame(run_of(1), 80, 24, PLAIN, "no network"))
+
+
+def test_ranks_in_trouble_are_at_the_top_of_a_long_table() -> None:
+    text = "\n".join(frame(run_of(100, troubled=1), 100, 24, PLAIN))
+    assert text.index("   99  slow") < text.index("    0  running")
+
+
+def test_a_run_without_a_known_input_says_so() -> None:
+    ranks = [RankState("", 0, Path(), "running")]
+    state = RunState("c", False, 1e6, ranks=ranks, totals=add_up(ranks, 1e6))
+    assert "  no percentage: the size of the input is not known" in list(describe(state))
+
+
+def test_a_finished_run_is_finished() -> None:
+    ranks = [RankState("", 0, Path(), "finished")]
+    state = RunState("c", False, 0.0, ranks=ranks, totals=add_up(ranks, 0.0))
+    lines = list(describe(state))
+    assert lines[1].endswith("█ finished")
+    assert lines[-1] == "No rank needs attention."
+
+
+def test_the_table_has_a_line_for_each_rank() -> None:
+    lines = list(table(run_of(3).ranks, 1000.0))
+    assert len(lines) == 4
+    assert lines[1].split()[:3] == ["0", "running", "█████░░░░░"]

@@ -1,0 +1,71 @@
+"""Source is parsed by one thread at a time: CPython 3.11 fails with SystemError when two do it at once."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.generation import code_hash, code_hash_0_1, syntax, user_code
+from tests.unit.test_identity import load_changed
+
+PACKAGE = Path(syntax.__file__).parent.parent
+
+
+def test_no_other_module_parses_code() -> None:
+    parsing = [
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "ast.parse"
+    ]
+    assert parsing == ["generation/syntax.py"]
+
+
+def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    inside, most = 0, 0
+    count = threading.Lock()
+    real = ast.parse
+
+    def watched(*arguments: Any, **settings: Any) -> Any:
+        nonlocal inside, most
+        with count:
+            inside += 1
+            most = max(most, inside)
+        threading.Event().wait(0.001)  # lets the other threads in, if there is no lock
+        result = real(*arguments, **settings)
+        with count:
+            inside -= 1
+        return result
+
+    rollouts = [load_changed(tmp_path, f"number_{number}").rollout for number in range(12)]
+    syntax.parse_module.cache_clear()
+    monkeypatch.setattr(ast, "parse", watched)
+    with ThreadPoolExecutor(12) as pool:
+        found = [
+            *pool.map(code_hash.code_hash, rollouts),
+            *pool.map(code_hash_0_1.code_hash, rollouts),
+            *pool.map(user_code._returns_values_only, rollouts),
+        ]
+    assert len(set(found)) == 3
+    assert most == 1
+
+
+def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [SystemError("AST constructor recursion depth mismatch (before=139, after=79)")] * 3
+    real = ast.parse
+
+    def disturbed(*arguments: Any, **settings: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert ast.unparse(syntax.parse("x  =  1")) == "x = 1"
+    assert not left
+    with pytest.raises(SyntaxError):
+        syntax.parse("x =")

@@ -1,0 +1,67 @@
+"""datatrove logs the end of each task as an exception. What it says of ours is changed, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from datatrove_ckpt.errors import CheckpointMismatch, Preempted
+from datatrove_ckpt.process.task_errors import quiet_task_errors
+
+
+class Ends(PipelineStep):
+    """Raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        raise self.error
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """What a task says on the terminal, and in its log, when a step raises this error."""
+    monkeypatch.setattr(logger._core, "patcher", None)  # type: ignore[attr-defined]  # as before the first rank
+    quiet_task_errors()
+
+    def run(error: Exception) -> tuple[str, str]:
+        with pytest.raises(type(error)):
+            DatatroveExecutor([Ends(error)], workers=1, logging_dir=str(tmp_path / "logs")).run()
+        return capfd.readouterr().err, (tmp_path / "logs" / "logs" / "task_00000.log").read_text()
+
+    return run
+
+
+def test_an_interrupted_rank_is_no_error_for_datatrove(said: Any) -> None:
+    terminal, log = said(Preempted("Stopped by SIGTERM."))
+    assert "Preempted" not in terminal
+    assert "ERROR" not in terminal + log
+    assert "DEBUG" in log
+    assert "stopped by Preempted" in log
+
+
+def test_an_error_of_ours_is_its_message_and_the_log_has_the_traceback(said: Any) -> None:
+    terminal, log = said(CheckpointMismatch("The prompt is another one."))
+    assert terminal.count("The prompt is another one.") == 1
+    assert "Traceback" not in terminal
+    assert "Traceback" in log
+
+
+def test_errors_of_others_stay_as_they_are(said: Any) -> None:
+    terminal, log = said(ValueError("another's"))
+    for text in (terminal, log):
+        assert "Traceback" in text
+
+
+def test_a_patcher_that_somebody_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = lambda record: None  # noqa: E731
+    monkeypatch.setattr(logger._core, "patcher", theirs)  # type: ignore[attr-defined]
+    quiet_task_errors()
+    assert logger._core.patcher is theirs  # type: ignore[attr-defined]

@@ -1,0 +1,332 @@
+"""The order of an epoch: each row once, defined by seed, epoch and position, well mixed; dealt out to any topology."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datatrove_ckpt.readers.blocks import Block
+from datatrove_ckpt.torch.deal import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.order import (
+    BlockTable,
+    EpochOrder,
+    Window,
+    deal_files,
+    order_by_files,
+    order_by_rows,
+    unevenness,
+)
+from tests.bench import training_order
+from tests.pages import section
+
+
+def blocks_of(*files: list[int], size: int = 10) -> list[Block]:
+    """Files by the numbers of rows of their blocks. ``size``: bytes per row."""
+    found = []
+    for file, groups in enumerate(files):
+        first = 0
+        for rows in groups:
+            found.append(Block(file, first, rows, rows * size))
+            first += rows
+    return found
+
+
+def rows_in_order(table: BlockTable, order: EpochOrder, positions: Any = None) -> list[tuple[int, int]]:
+    """(file, row in the file) at each position."""
+    positions = np.arange(order.rows) if positions is None else positions
+    shares, rows = order.locate(positions)
+    found = np.zeros((len(positions), 2), np.int64)
+    for number in np.unique(shares):
+        share, mine = order.shares[number], np.flatnonzero(shares == number)
+        windows = share.window_of(rows[mine])
+        for one in np.unique(windows):
+            window, chosen = share.window(int(one)), mine[windows == one]
+            places = window.order[rows[chosen] - window.first]
+            ends = np.cumsum(window.pieces.rows)
+            piece = np.searchsorted(ends, places, side="right")
+            block = window.pieces.block[piece]
+            start = window.pieces.start[piece] + places - (ends - window.pieces.rows)[piece]
+            found[chosen, 0], found[chosen, 1] = table.file[block], table.first[block] + start
+    return [(int(file), int(row)) for file, row in found]
+
+
+def all_rows(blocks: list[Block]) -> list[tuple[int, int]]:
+    return [(block.file, block.first + row) for block in blocks for row in range(block.rows)]
+
+
+INPUTS = {
+    "one row": blocks_of([1]),
+    "one file": blocks_of([7, 3, 12, 1]),
+    "few files": blocks_of([5, 5], [9], [1, 1, 1, 1]),
+    "an empty file": blocks_of([4], [0], [3, 0, 2]),
+    "many blocks": blocks_of(*([3] * 20 for _ in range(8))),
+    "nothing": blocks_of([0]),
+}
+WINDOWS = [Window(rows=1, bytes=None), Window(rows=16, bytes=None), Window(bytes=300), Window()]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", INPUTS)
+def test_each_row_has_one_position(name: str, window: Window) -> None:
+    blocks = INPUTS[name]
+    table = BlockTable(blocks)
+    for seed, epoch in [(None, 0), (0, 0), (0, 1), (-5, 3)]:
+        orders = [order_by_rows(table, seed, epoch, window)]
+        orders += [order_by_files(table, seed, epoch, window, count) for count in (1, 2, 5)]
+        for order in orders:
+            assert sorted(rows_in_order(table, order)) == all_rows(blocks)
+
+
+def test_without_a_seed_it_is_the_order_of_the_input() -> None:
+    for blocks in INPUTS.values():
+        table = BlockTable(blocks)
+        assert rows_in_order(table, order_by_rows(table, None, 3, Window())) == all_rows(blocks)
+
+
+def test_seed_and_epoch_alone_define_the_order() -> None:
+    table = BlockTable(INPUTS["many blocks"])
+    orders = {
+        key: rows_in_order(table, order_by_rows(table, *key, Window(rows=100, bytes=None)))
+        for key in product((0, 1), (0, 1))
+    }
+    assert len({tuple(order) for order in orders.values()}) == 4
+    again = order_by_rows(table, 1, 0, Window(rows=100, bytes=None))
+    assert rows_in_order(table, again) == orders[1, 0]
+    assert orders[0, 0][:4] == FIRST_ROWS, "states of earlier releases need the same order"
+
+
+FIRST_ROWS = [(3, 16), (7, 35), (7, 57), (5, 40)]
+
+
+@pytest.mark.parametrize(("skip", "limit"), [(0, -1), (0, 0), (3, -1), (3, 4), (5, 100), (100, 5), (4, 1)])
+def test_skip_and_limit_count_rows_of_the_whole_input(skip: int, limit: int) -> None:
+    blocks = INPUTS["few files"]
+    table = BlockTable(blocks, skip=skip, limit=limit)
+    wanted = all_rows(blocks)[skip : skip + limit if limit >= 0 else None]
+    assert rows_in_order(table, order_by_rows(table, None, 0, Window())) == wanted
+    assert sorted(rows_in_order(table, order_by_rows(table, 1, 0, Window()))) == wanted
+    assert table.total == len(wanted)
+
+
+# Mixing --------------------------------------------------------------------------------------------------------
+
+TEN_FILES = blocks_of(*([1000] * 100 for _ in range(10)), size=1000)
+
+
+def span_and_neighbours(rows: list[tuple[int, int]], per_file: int, files: int) -> tuple[float, float]:
+    """How many files a batch of 32 spans on average, and the share of neighbours that are within 1 % of the input."""
+    batches = [rows[at : at + 32] for at in range(0, len(rows) - 31, 32)]
+    span = sum(len({file for file, _ in batch}) for batch in batches) / len(batches)
+    places = np.array([file * per_file + row for file, row in rows])
+    near = np.abs(np.diff(places)) < 0.01 * per_file * files
+    return span, float(near.mean())
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 1), (8, 1), (2, 32)])
+@pytest.mark.parametrize("window", [Window(rows=64_000, bytes=None), Window(bytes=2**26)], ids=str)
+def test_a_batch_spans_the_files_and_neighbours_are_far_apart(window: Window, workers: int, batch: int) -> None:
+    table = BlockTable(TEN_FILES)
+    order = order_by_rows(table, 1, 0, window)
+    topology = Topology(1, workers, batch)
+    for first in (0, 500_000 // workers):
+        rows = rows_in_order(table, order, topology.places(0, workers - 1, np.arange(first, first + 3200)))
+        span, near = span_and_neighbours(rows, 100_000, 10)
+        assert span >= 8.5
+        assert near < 0.08
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (4, 1), (2, 32)])
+@pytest.mark.parametrize("rows", [10_000, 100_000])
+def test_files_that_cannot_be_entered_take_turns(rows: int, workers: int, batch: int) -> None:
+    """Rows of one file within a window are near each other, and one of ten neighbours would be by chance."""
+    table = BlockTable(TEN_FILES, streams=range(10))
+    order = order_by_rows(table, 1, 0, Window(rows=rows, bytes=None))
+    topology = Topology(1, workers, batch)
+    for first in (0, 500_000 // workers):
+        found = rows_in_order(table, order, topology.places(0, workers - 1, np.arange(first, first + 3200)))
+        span, near = span_and_neighbours(found, 100_000, 10)
+        assert span >= 9.5
+        assert near < 0.06
+
+
+def test_the_window_bounds_what_is_open() -> None:
+    table = BlockTable(TEN_FILES)
+    for window in (Window(rows=64_000, bytes=None), Window(bytes=2**26), Window(bytes=2**28)):
+        order = order_by_rows(table, 1, 0, window)
+        assert window.limit / 2 < order.largest_window <= window.limit
+    tiny = order_by_rows(table, 1, 0, Window(bytes=1))
+    assert tiny.largest_window == 1_000_000, "one block"
+
+
+def test_workers_that_divide_the_shares_read_no_block_twice() -> None:
+    table = BlockTable(TEN_FILES)
+    order = order_by_rows(table, 1, 0, Window(bytes=2**28))
+    assert len(order.shares) == 6
+    for slots in (1, 2, 3, 6):
+        shares = [set(order.locate(np.arange(slot, 1000, slots))[0].tolist()) for slot in range(slots)]
+        assert sum(map(len, shares)) == 6
+
+
+def test_one_file_that_cannot_be_entered_mixes_within_the_window() -> None:
+    """What holds for a single compressed file: each window is uniform, and windows follow each other."""
+    blocks = blocks_of([1000] * 200)
+    table = BlockTable(blocks, streams=[0])
+    order = order_by_rows(table, 1, 0, Window(rows=50_000, bytes=None))
+    assert [len(order.shares), order.shares[0].windows] == [1, 4]
+    rows = [row for _, row in rows_in_order(table, order, np.arange(0, 200_000, 40))]
+    window = [row // 50_000 for row in rows]
+    assert window == sorted(window)
+    displacement = np.mean(np.abs(np.array(rows) - np.arange(0, 200_000, 40))) / 50_000
+    assert 0.3 < displacement < 0.37, "uniform in a window is 1/3"
+
+
+def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end() -> None:
+    table = BlockTable(blocks_of(*([100] * 30 for _ in range(40))), streams=range(40))
+    order = order_by_rows(table, 1, 0, Window(rows=3200, bytes=None))
+    read: Counter[int] = Counter()
+    seen: dict[int, set[int]] = {}
+    for number, share in enumerate(order.shares):
+        for window in range(share.windows):
+            pieces = share.window(window).pieces
+            for block in pieces.block:
+                file = int(table.file[block])
+                assert table.first[block] == read[file] * 100
+                read[file] += 1
+                seen.setdefault(file, set()).add(number)
+    assert set(read.values()) == {30}
+    assert {len(shares) for shares in seen.values()} == {1}
+    span, _ = span_and_neighbours(rows_in_order(table, order, np.arange(50_000, 53_200)), 3000, 40)
+    assert span > 12
+
+
+# Shares --------------------------------------------------------------------------------------------------------
+
+
+def test_whole_files_are_dealt_out_evenly() -> None:
+    table = BlockTable(blocks_of(*([10] * n for n in (6, 1, 5, 2, 4, 3))))
+    assert deal_files(table, 3).tolist() == [0, 0, 1, 1, 2, 2]
+    assert unevenness(table, 3) == 0
+    assert unevenness(BlockTable(blocks_of(*([10] for _ in range(5)))), 4) == 0.5
+    assert unevenness(BlockTable(blocks_of([10])), 2) == 1
+
+
+TOPOLOGIES = [Topology(*key) for key in product((1, 2, 3, 4), (1, 2, 3), (1, 3))]
+
+
+@pytest.mark.parametrize("even", [None, "drop", "repeat"])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_each_position_is_dealt_once_and_evenly(topology: Topology, even: Even) -> None:
+    for rows in (0, 1, 5, 12, 37):
+        dealt, ranks = [], []
+        for rank in range(topology.ranks):
+            ranks.append(topology.of_rank(rows, rank, even))
+            counts = [topology.of_worker(rows, rank, worker, even) for worker in range(topology.workers)]
+            assert sum(counts) == ranks[-1]
+            for worker, count in enumerate(counts):
+                places = topology.places(rank, worker, np.arange(count))
+                slots, samples = topology.owner(places)
+                assert (slots == topology.slot(rank, worker)).all()
+                assert samples.tolist() == list(range(count))
+                dealt += places.tolist()
+        assert max(ranks) - min(ranks) <= (even is None)
+        kept = {None: rows, "drop": rows // topology.ranks * topology.ranks}.get(even, sum(ranks))
+        assert sorted(dealt) == list(range(kept))
+        assert kept - rows < topology.ranks
+
+
+def test_a_global_batch_is_the_same_under_each_topology() -> None:
+    def batches(ranks: int, workers: int) -> list[list[int]]:
+        topology = Topology(ranks, workers, 24 // ranks)
+        found = []
+        for step in range(5):
+            first = step // workers * topology.batch
+            samples = np.arange(first, first + topology.batch)
+            positions = [topology.places(rank, step % workers, samples).tolist() for rank in range(ranks)]
+            found.append(sorted(chain.from_iterable(positions)))
+        return found
+
+    wanted = [list(range(step * 24, step * 24 + 24)) for step in range(5)]
+    assert all(batches(*key) == wanted for key in product((1, 2, 3, 4, 8), (1, 2, 3)))
+
+
+# Elastic -------------------------------------------------------------------------------------------------------
+
+
+def take(
+    rows: int, rounds: list[Round], topology: Topology, counts: list[int], even: Even = None
+) -> tuple[list[int], Round]:
+    """The positions that the slots read, and the round that results. Counts that are too high mean all."""
+    remaining = Remaining(rows, rounds)
+    read, had = [], [0] * topology.slots
+    for rank, worker in product(range(topology.ranks), range(topology.workers)):
+        slot = topology.slot(rank, worker)
+        had[slot] = min(counts[slot], topology.of_worker(remaining.rows, rank, worker, even))
+        read += remaining.positions(topology.places(rank, worker, np.arange(had[slot]))).tolist()
+    return read, Round.from_json(json.loads(json.dumps(Round(topology, tuple(had)).to_json())))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(seed: int) -> None:
+    chance = random.Random(seed)
+    rows, rounds, read = chance.randrange(400), list[Round](), list[int]()
+    for _ in range(chance.randrange(5)):
+        topology, most = chance.choice(TOPOLOGIES), chance.choice([0, 3, 20])
+        counts = [chance.randrange(most + 1) for _ in range(topology.slots)]
+        more, done = take(rows, rounds, topology, counts)
+        read += more
+        rounds.append(done)
+    last = chance.choice(TOPOLOGIES)
+    read += take(rows, rounds, last, [10**6] * last.slots)[0]
+    assert sorted(read) == list(range(rows))
+
+
+@pytest.mark.parametrize("even", ["drop", "repeat"])
+def test_even_shares_stay_even_after_another_topology(even: Even) -> None:
+    for first, second, step in product(TOPOLOGIES[::5], TOPOLOGIES[::7], (0, 2, 4)):
+        read, done = take(53, [], first, [step] * first.slots, even)
+        rest, _ = take(53, [done], second, [10**6] * second.slots, even)
+        assert len(rest) % second.ranks == 0
+        seen = Counter(read + rest)
+        if even == "drop":
+            assert len(seen) > 53 - second.ranks
+            assert max(seen.values()) == 1
+        else:
+            assert sorted(seen) == list(range(53))
+            assert sum(seen.values()) < 53 + second.ranks
+
+
+def test_a_state_between_two_steps_is_a_prefix_if_the_batch_is_known() -> None:
+    topology = Topology(4, 2, 8)
+    counts = [24] * 4 + [16] * 4  # five steps: worker 0 gave three batches, worker 1 two
+    read, done = take(1000, [], topology, counts)
+    assert sorted(read) == list(range(5 * 4 * 8))
+    assert Remaining(1000, [done]).positions(np.arange(3)).tolist() == [160, 161, 162]
+    assert len(json.dumps(done.to_json())) < 40
+
+
+def test_the_rest_does_not_depend_on_who_read_what_came_before() -> None:
+    rests = []
+    for ranks, workers in product((1, 2, 4), (1, 2)):
+        topology = Topology(ranks, workers, 8 // ranks)
+        counts = [topology.batch * 6 // workers] * topology.slots
+        rests.append(Remaining(1000, [take(1000, [], topology, counts)[1]]).positions(np.arange(900)).tolist())
+    assert all(rest == rests[0] for rest in rests)
+
+
+def test_the_benchmark_prints_what_the_page_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training_order, "ROWS", 20_000)
+    monkeypatch.setattr(training_order, "TOPOLOGIES", [(1, 1), (3, 2)])
+    training_order.main()
+    shown = capsys.readouterr().out
+    assert shown.count("0/0") == 4, "nothing twice, nothing left out"
+    page = section("docs/benchmarks.md", "## Order and resumes of training input")
+    (head,) = [line for line in shown.splitlines() if line.startswith("|") and "neighbours" in line]
+    assert head in page

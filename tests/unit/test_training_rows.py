@@ -1,0 +1,372 @@
+"""What a worker of a training loop reads: files, plan and rows together, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from loguru import logger
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.torch.epoch import Epoch
+from datatrove_ckpt.torch.index import Index
+from datatrove_ckpt.torch.plan import Plan, Settings, parse_window
+from datatrove_ckpt.torch.states import DatasetState, Slot, merge
+
+SIZES = [40, 7, 25, 31]
+ROWS: list[dict[str, Any]] = [{"text": f"text {i}", "id": f"id {i}", "n": i} for i in range(sum(SIZES))]
+
+
+def write(folder: Path, kind: str) -> SeekingReader:
+    """Four files."""
+    folder.mkdir()
+    first = 0
+    for number, size in enumerate(SIZES):
+        table = pa.Table.from_pylist(ROWS[first : first + size])
+        lines = "".join(f"{json.dumps(row)}\n" for row in table.to_pylist()).encode()
+        first += size
+        if kind == "parquet":
+            pq.write_table(table, folder / f"{number}.parquet", row_group_size=6)
+        elif kind == "arrow":
+            with pa.ipc.new_file(folder / f"{number}.arrow", table.schema) as file:
+                file.write_table(table, max_chunksize=6)
+        elif kind == "jsonl":
+            (folder / f"{number}.jsonl").write_bytes(lines)
+        else:
+            (folder / f"{number}.jsonl.zst").write_bytes(zstandard.compress(lines))
+    readers: dict[str, Callable[..., SeekingReader]] = {"parquet": ParquetReader, "arrow": IpcReader}
+    return readers.get(kind, JsonlReader)(folder.as_posix())
+
+
+@pytest.fixture(params=["parquet", "arrow", "jsonl", "zstd"])
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
+    return write(tmp_path / "input", request.param)
+
+
+_INDEXES: WeakKeyDictionary[SeekingReader, Index] = WeakKeyDictionary()
+
+
+def index_of(reader: SeekingReader) -> Index:
+    """Made once, as a dataset does."""
+    if reader not in _INDEXES:
+        _INDEXES[reader] = Index(reader)
+    return _INDEXES[reader]
+
+
+def settings(**changes: Any) -> Settings:
+    usual: dict[str, Any] = {"seed": 1, "window": parse_window(20), "sharding": "auto", "even": None, "batch": 1}
+    return Settings(**(usual | changes))
+
+
+def epoch(
+    reader: SeekingReader,
+    slot: Slot,
+    then: Any = None,
+    columns: list[str] | None = None,
+    number: int = 0,
+    **changes: Any,
+) -> Epoch:
+    index = index_of(reader)
+    state = DatasetState.from_json(then) if then else None
+    plan = Plan(index.table, settings(**changes), slot, number, state)
+    return Epoch(index, plan, reader, columns, None, lambda: None)
+
+
+ALONE = Slot(0, 1, 0, 1)
+
+
+def slots(ranks: int, workers: int) -> list[Slot]:
+    return [Slot(rank, ranks, worker, workers) for rank in range(ranks) for worker in range(workers)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_row_is_read_once(reader: SeekingReader, ranks: int) -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"seed": None},
+        {"sharding": "files"},
+        {"batch": 4},
+        {"seed": None, "batch": 3},
+    ]
+    for changes, workers in itertools.product(options, (1, 2, 3)):
+        read = [[document.id for document in epoch(reader, slot, **changes)] for slot in slots(ranks, workers)]
+        assert sorted(itertools.chain(*read)) == sorted(row["id"] for row in ROWS)
+        lengths = [len(ids) for ids in read]
+        assert max(lengths) - min(lengths) <= changes.get("batch", 1)
+        if (ranks, workers, changes.get("seed", 1)) == (1, 1, None):
+            assert read[0] == [row["id"] for row in ROWS]
+
+
+def test_a_worker_resumes_with_the_sample_that_would_have_followed(reader: SeekingReader) -> None:
+    whole = [document.id for document in epoch(reader, ALONE)]
+    for stop in (0, 1, 30, 102, 103):
+        first = epoch(reader, ALONE)
+        assert [document.id for document in itertools.islice(first, stop)] == whole[:stop]
+        state = json.loads(json.dumps(first.state()))
+        assert len(json.dumps(state)) < 1000
+        assert [document.id for document in epoch(reader, ALONE, state)] == whole[stop:]
+
+
+def test_the_states_of_all_ranks_continue_with_any_other_number(reader: SeekingReader) -> None:
+    options: list[dict[str, Any]] = [{}, {"sharding": "files"}, {"seed": None}]
+    changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)
+    for (before, after), changes in zip(changed, itertools.cycle(options), strict=False):
+        read, states = Counter[str](), []
+        for slot in slots(*before):
+            running = epoch(reader, slot, **changes)
+            read.update(document.id for document in itertools.islice(running, 5 + slot.worker))
+            states.append(running.state())
+        merged = merge(states)
+        for slot in slots(*after):
+            read.update(document.id for document in epoch(reader, slot, merged, **changes))
+        assert len(read) == len(ROWS)
+        assert set(read.values()) == {1}
+
+
+def test_columns_give_rows_and_no_documents(reader: SeekingReader) -> None:
+    read = list(epoch(reader, ALONE, columns=["n"]))
+    assert sorted(row["n"] for row in read) == list(range(len(ROWS)))
+    assert {tuple(row) for row in read} == {("n",)}
+
+
+@pytest.mark.parametrize("even", ["drop", "repeat"])
+def test_even_ranks_have_the_same_number(reader: SeekingReader, even: Any) -> None:
+    read = [[document.id for document in epoch(reader, slot, even=even)] for slot in slots(4, 1)]
+    assert {len(ids) for ids in read} == {25 if even == "drop" else 26}
+    counts = Counter(itertools.chain(*read))
+    assert max(counts.values()) == (1 if even == "drop" else 2)
+
+
+# Rows without a document ------------------------------------------------------------------------------------------
+
+
+def write_holes(folder: Path) -> JsonlReader:
+    """12 lines, of which every third holds no document."""
+    folder.mkdir()
+    lines = [("{", "7", '{"text": ""}')[i // 3 % 3] if i % 3 == 1 else f'{{"text": "{i}"}}' for i in range(12)]
+    (folder / "a.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return JsonlReader(folder.as_posix())
+
+
+def test_rows_that_hold_no_document_are_left_out_and_named_once(tmp_path: Path) -> None:
+    logged: list[str] = []
+    sink = logger.add(logged.append, format="{message}", level="WARNING")
+    read = [document.text for document in epoch(write_holes(tmp_path / "input"), ALONE)]
+    logger.remove(sink)
+    assert sorted(read, key=int) == [str(i) for i in range(12) if i % 3 != 1]
+    assert len([line for line in logged if "a.jsonl' holds no document" in line]) == 1
+
+
+def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path: Path) -> None:
+    reader = write_holes(tmp_path / "input")
+    for slot in slots(2, 1):
+        whole = [document.text for document in epoch(reader, slot, even="drop")]
+        assert len(whole) == 6
+        for stop in range(6):
+            running = epoch(reader, slot, even="drop")
+            assert [document.text for document in itertools.islice(running, stop)] == whole[:stop]
+            assert [document.text for document in epoch(reader, slot, running.state(), even="drop")] == whole[stop:]
+
+
+def test_even_ranks_without_any_document_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n' * 5)
+    with pytest.raises(InputError, match=r"None of the 5 rows .*'text'"):
+        next(epoch(JsonlReader(tmp_path.as_posix()), ALONE, even="drop"))
+
+
+# States -----------------------------------------------------------------------------------------------------------
+
+
+def states_of(reader: SeekingReader, topology: tuple[int, int], samples: int = 3, **changes: Any) -> list[Any]:
+    found = []
+    for slot in slots(*topology):
+        running = epoch(reader, slot, **changes)
+        list(itertools.islice(running, samples))
+        found.append(running.state())
+    return found
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> SeekingReader:
+    return write(tmp_path / "input", "parquet")
+
+
+def test_a_state_belongs_to_its_worker(parquet: SeekingReader) -> None:
+    (state, *_) = states_of(parquet, (2, 2))
+    for slot in (*slots(2, 2)[1:], *slots(2, 1), ALONE):
+        with pytest.raises(CheckpointMismatch, match=r"rank 0 of world_size=2, worker 0 of num_workers=2.*restore"):
+            epoch(parquet, slot, state)
+    for changes in ({"batch": 2}, {"even": "drop"}):
+        with pytest.raises(CheckpointMismatch, match="batch_size=1, even=None"):
+            epoch(parquet, Slot(0, 2, 0, 2), state, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"seed": 2}, "shuffle_seed=1, and this is 2"), ({"window": parse_window("1MB")}, "shuffle_window")],
+)
+def test_another_order_is_refused(parquet: SeekingReader, changes: dict[str, Any], name: str) -> None:
+    (state,) = states_of(parquet, (1, 1))
+    with pytest.raises(CheckpointMismatch, match=name):
+        epoch(parquet, ALONE, state, **changes)
+
+
+def test_what_cannot_be_merged_is_named(parquet: SeekingReader) -> None:
+    states = states_of(parquet, (2, 2))
+    with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2, worker 1 .* is missing"):
+        merge(states[:3])
+    with pytest.raises(CheckpointMismatch, match=r"two states of rank 0 .*worker 1"):
+        merge([*states, states[1]])
+    with pytest.raises(CheckpointMismatch, match="epoch is 0 in one and 1 in another"):
+        merge([*states[:3], *states_of(parquet, (2, 2), number=1)[3:]])
+    with pytest.raises(CheckpointMismatch, match="topology"):
+        merge([*states[:3], *states_of(parquet, (2, 1))])
+    with pytest.raises(ConfigError, match="no state of a ReaderDataset"):
+        merge([{"model": 1}])
+    assert merge([{"loader": [states]}]) == merge(reversed(states)) == merge([merge(states)])
+
+
+def test_a_state_of_another_version_is_refused_by_its_number(parquet: SeekingReader) -> None:
+    (state,) = states_of(parquet, (1, 1))
+    with pytest.raises(CheckpointMismatch, match=r"version 9 .* reads version 2"):
+        DatasetState.from_json(state | {"version": 9})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_other_content_of_the_same_size_is_noticed(tmp_path: Path, kind: str) -> None:
+    reader = write(tmp_path / "input", kind)
+    (state,) = states_of(reader, (1, 1))
+    Index(reader).check(state["input"])
+    file = sorted((tmp_path / "input").iterdir())[0]
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"text 3", b"text 4"))
+    assert file.read_bytes() != content
+    with pytest.raises(CheckpointMismatch, match="content"):
+        Index(reader).check(state["input"])
+    del state["input"]["content"]  # a state from before this was kept
+    Index(reader).check(state["input"])
+    merge([state])
+
+
+def test_another_skip_or_limit_is_named(tmp_path: Path) -> None:
+    reader = write(tmp_path / "input", "parquet")
+    (state,) = states_of(reader, (1, 1))
+    for changes in ({"skip": 2}, {"limit": 5}):
+        (name,) = changes
+        with pytest.raises(CheckpointMismatch, match=rf"with {name}=(0|-1), and this reader has {name}=\d"):
+            Index(ParquetReader((tmp_path / "input").as_posix(), **changes)).check(state["input"])
+
+
+def test_a_merged_state_says_whether_the_epoch_has_ended(parquet: SeekingReader) -> None:
+    for samples, even in [(3, None), (10**6, None), (10**6, "drop"), (10**6, "repeat")]:
+        merged = DatasetState.from_json(merge(states_of(parquet, (4, 1), samples, even=even)))
+        assert merged.has_ended() == (samples > 3)
+
+
+@pytest.mark.parametrize("change", ["gone", "new", "both new", "resized", "renamed", "rows"])
+def test_files_that_changed_are_named_read_or_not(parquet: SeekingReader, change: str) -> None:
+    (state,) = states_of(parquet, (1, 1))
+    folder = Path(parquet.data_folder.path)
+    table = pa.Table.from_pylist(ROWS[:40])
+    if change == "gone":
+        (folder / "3.parquet").unlink()
+    elif "new" in change:
+        for name in ("4.parquet", "11.parquet")[: 1 + (change == "both new")]:
+            pq.write_table(table, folder / name)
+    elif change == "resized":
+        pq.write_table(pa.Table.from_pylist(ROWS[:30]), folder / "2.parquet", row_group_size=6)
+    elif change == "renamed":
+        (folder / "2.parquet").rename(folder / "2b.parquet")
+    else:
+        path = folder / "0.parquet"
+        size = path.stat().st_size
+        pq.write_table(table, path, row_group_size=20, compression="none")
+        pq.write_table(
+            table.replace_schema_metadata({"a": "b" * max(0, size - path.stat().st_size)}), path, row_group_size=20
+        )
+    named = {
+        "gone": r"the file '3\.parquet' is gone\. Restore it",
+        "new": r"'4\.parquet' is new\. Take what is new out",
+        "both new": r"'11\.parquet', '4\.parquet' are new.*Take what is new out",
+        "resized": r"'2\.parquet' had \d+ bytes, and has",
+        "renamed": r"'2\.parquet' is now '2b\.parquet'",
+        "rows": r"'0\.parquet' had|other row groups",
+    }[change]
+    with pytest.raises(CheckpointMismatch, match=named) as caught:
+        Index(parquet).check(state["input"])
+    assert "checkpoints_local_dir" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("window", "rows", "size"),
+    [(7, 7, None), ("256MB", None, 256_000_000), ("1.5 GiB", None, 3 * 2**29), ("9b", None, 9)],
+)
+def test_a_window_is_rows_or_bytes(window: Any, rows: int | None, size: int | None) -> None:
+    assert (parse_window(window).rows, parse_window(window).bytes) == (rows, size)
+
+
+@pytest.mark.parametrize("window", [0, -1, True, "256", "MB", "1TB", 1.5, None])
+def test_other_windows_are_refused(window: Any) -> None:
+    with pytest.raises(ConfigError, match="shuffle_window must be"):
+        parse_window(window)
+
+
+@pytest.mark.parametrize(("name", "value"), [("sharding", "blocks"), ("even", "cut"), ("batch", 0), ("batch", True)])
+def test_other_settings_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.* must be"):
+        settings(**{name: value})
+
+
+def test_a_state_of_many_workers_and_files_is_small(tmp_path: Path) -> None:
+    for number in range(70):
+        (tmp_path / f"{'a long name ' * 9}{number}.jsonl").write_text(f'{{"text": "{number}"}}\n' * 20)
+    reader = JsonlReader(tmp_path.as_posix())
+    state: Any = None
+    for ranks, workers in ((16, 4), (3, 5), (2, 2), (64, 2)):
+        states = []
+        for slot in slots(ranks, workers):
+            plan = Plan(index_of(reader).table, settings(), slot, 0, DatasetState.from_json(state) if state else None)
+            states.append(plan.state(min(plan.samples, 2 - (slot.worker > 1)), index_of(reader).state).to_json())
+        assert max(len(json.dumps(one)) for one in states) < 1000
+        state = merge(states)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "by", "files"),
+    [
+        ([10] * 8, 4, "auto", True),
+        ([10] * 5, 4, "auto", False),
+        ([10] * 3, 4, "auto", False),
+        ([1000, 995], 2, "auto", True),
+        ([1000, 985], 2, "auto", False),
+        ([10] * 5, 4, "files", True),
+        ([10] * 8, 4, "rows", False),
+        ([10] * 5, 4, "", True),
+        ([10] * 3, 4, "", False),
+        ([10, 20], 1, "auto", True),
+    ],
+)
+def test_a_shard_is_whole_files_where_these_are_even(
+    tmp_path: Path, sizes: list[int], count: int, by: str, files: bool
+) -> None:
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.jsonl").write_bytes(b"\n" * size)
+    inputs = JsonlReader(tmp_path.as_posix())._list_inputs(0, 1, None)
+    assert inputs.are_dealt_out(count, by) == files
+
+
+def test_a_merged_state_beside_that_of_a_rank_is_refused_in_plain_words(parquet: SeekingReader) -> None:
+    states = states_of(parquet, (2, 1))
+    for mixed in ([merge(states), states[0]], [states[0], merge(states)]):
+        with pytest.raises(CheckpointMismatch, match=r"one state of all ranks.*beside.*of rank 0"):
+            merge(mixed)

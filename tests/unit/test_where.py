@@ -1,0 +1,215 @@
+"""WHAT a command looks at: a checkpoint folder, its mirror at a path or URL, or the YAML file of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datatrove_ckpt.checkpoint.versions import FORMAT
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
+from datatrove_ckpt.maintenance.where import is_config, open_place
+from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
+
+NONCE = "0123456789abcdef"
+RUN = {"format": FORMAT, "tasks": 3, "owner": {"nonce": NONCE, "earlier": {}, "host": "node", "pid": 1, "fence": 1}}
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    """Nothing of another test is in fsspec's memory, nor is anything left there."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def mirror(url: str, number: int = 1, finished: bool = False, **files: bytes) -> None:
+    """Writes one version of a rank."""
+    versions = Versions(url)
+    names = {name.replace("_jsonl", ".jsonl"): data for name, data in files.items()}
+    parts = {
+        name: [versions.put_object(f"{NONCE}-{number:03d}{index:03d}", data)]
+        for index, (name, data) in enumerate(names.items())
+    }
+    versions.write_manifest(
+        Version(number, NONCE), Manifest(RUN, parts, [], finished), f"2026-01-01T00:00:{number:02d}Z"
+    )
+
+
+def rank(folder: Path, number: int = 0) -> Path:
+    rank = folder / f"{number:05d}"
+    rank.mkdir(parents=True)
+    (rank / "run.json").write_bytes(orjson.dumps(RUN))
+    return rank
+
+
+def config(folder: str | None, remote: str | None = None, **executor: Any) -> dict[str, Any]:
+    arguments = {"checkpoints_local_dir": folder, "checkpoints_remote_dir": remote}
+    runner = {"class_path": "InferenceRunner", "init_args": {k: v for k, v in arguments.items() if v is not None}}
+    pipeline = [{"class_path": "JsonlReader", "init_args": {"data_folder": "in"}}, runner]
+    return {"executor": {"class_path": "LocalPipelineExecutor", "init_args": {"pipeline": pipeline, **executor}}}
+
+
+def test_a_folder_is_read_where_it_is(tmp_path: Path) -> None:
+    rank(tmp_path)
+    with open_place(str(tmp_path)) as place:
+        assert (place.folder, place.what, place.is_copy) == (tmp_path, str(tmp_path), False)
+
+
+@pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
+def test_a_mirror_is_copied_and_the_copy_removed(tmp_path: Path, where: str) -> None:
+    url = {"folder": str(tmp_path / "m"), "file://": f"file://{tmp_path}/m", "memory://": "memory://where/m"}[where]
+    mirror(f"{url}/00000", commits_jsonl=b"old\n")
+    mirror(f"{url}/00000", 2, commits_jsonl=b"new\n", dead_letters_jsonl=b"dead\n")
+    mirror(f"{url}/retry-00001/00002", finished=True, commits_jsonl=b"retried\n")
+    with open_place(url, wanted=lambda name, size: name == "commits.jsonl") as place:
+        assert place.is_copy
+        found = {str(path.relative_to(place.folder)) for path in place.folder.rglob("*") if path.is_file()}
+        assert found == {
+            "00000/run.json",
+            "00000/commits.jsonl",
+            "00000/lock",  # not finished
+            "retry-00001/00002/run.json",
+            "retry-00001/00002/commits.jsonl",
+        }
+        assert (place.folder / "00000/commits.jsonl").read_bytes() == b"new\n"
+        assert place.said(f"{place.folder}/00000/commits.jsonl is damaged") == (
+            f"{place.what}/00000/commits.jsonl is damaged"
+        )
+        assert place.mirror is not None
+        assert place.mirror.ranks["00000"].when == 1767225602
+        copy = place.folder
+    assert not copy.exists()
+
+
+def test_a_copy_is_brought_up_to_date(tmp_path: Path) -> None:
+    mirror(f"{tmp_path}/00000", chunk_00000_jsonl=b"a\n")
+    with open_place(str(tmp_path)) as place:
+        mirror(f"{tmp_path}/00000", 2, finished=True, commits_jsonl=b"b\n")
+        mirror(f"{tmp_path}/00001")
+        place.refresh()
+        assert sorted(path.name for path in (place.folder / "00000").iterdir()) == ["commits.jsonl", "run.json"]
+        assert (place.folder / "00001/run.json").exists()
+
+
+def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path: Path) -> None:
+    mirror(f"{tmp_path}/00000", commits_jsonl=b"a\n")
+    mirror(f"{tmp_path}/00000", 2, commits_jsonl=b"b\n")
+    for folder in ("objects", "copies"):
+        (tmp_path / "00000" / folder / f"{NONCE}-002000").unlink()
+    with open_place(str(tmp_path)) as place:
+        assert (place.folder / "00000/commits.jsonl").read_bytes() == b"a\n"
+    (tmp_path / "00000" / Version(1, NONCE).file).unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"No version at .*00000 is complete"), open_place(str(tmp_path)):
+        pass
+
+
+def test_a_mirror_is_not_written_to(tmp_path: Path) -> None:
+    mirror(f"{tmp_path}/00000", commits_jsonl=b"a\n")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with open_place(str(tmp_path)):
+        pass
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_url_without_a_mirror_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"memory://nothing contains no mirror of a checkpoint"):
+        open_place("memory://nothing").__enter__()
+
+
+def test_a_url_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="WHAT: 'sthree://x' cannot be used"):
+        open_place("sthree://x").__enter__()
+    with pytest.raises(ConfigError, match="WHAT: the URL holds a user or a password"):
+        open_place("s3://key:secret@bucket/x").__enter__()
+
+
+def test_a_mirror_that_cannot_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
+    with pytest.raises(StorageFailed, match=r"Could not read the mirror memory://where/m: .*no route to host"):
+        open_place("memory://where/m").__enter__()
+
+
+# YAML ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_yaml_file_is_told_from_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "job.txt").touch()
+    (tmp_path / "folder.yaml").mkdir()
+    assert is_config(str(tmp_path / "job.txt"))
+    assert is_config("missing.yaml")
+    assert not is_config(str(tmp_path / "folder.yaml"))
+    assert not is_config("s3://bucket/job.yaml")
+    assert not is_config("checkpoints")
+
+
+def test_a_yaml_file_names_the_folder_the_tasks_and_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank(tmp_path / "checkpoints")
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    found = config("$SCRATCH/checkpoints", tasks=7, logging_dir="logs")
+    with open_place("job.yaml", found) as place:
+        assert place.folder == tmp_path / "checkpoints"
+        assert (place.tasks, place.logging_dir, place.given, place.is_copy) == (7, "logs", "job.yaml", False)
+
+
+def test_a_yaml_file_whose_run_has_not_started_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, "):
+        open_place("job.yaml", config(str(tmp_path / "checkpoints"))).__enter__()
+
+
+def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Path) -> None:
+    local, remote = tmp_path / "local", str(tmp_path / "remote")
+    mirror(f"{remote}/00000")
+    with open_place("job.yaml", config(str(local), remote)) as place:
+        assert place.is_copy
+    rank(local, 0)
+    with open_place("job.yaml", config(str(local), remote)) as place:
+        assert not place.is_copy
+    mirror(f"{remote}/00001")
+    with open_place("job.yaml", config(str(local), remote)) as place:
+        assert place.is_copy
+        assert place.what == remote
+
+
+def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path: Path) -> None:
+    assert "NO_SUCH_VARIABLE" not in os.environ
+    mirror(f"{tmp_path}/remote/00000")
+    with open_place("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
+        assert place.is_copy
+    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set here"):
+        open_place("job.yaml", config("$NO_SUCH_VARIABLE/c")).__enter__()
+
+
+def test_without_the_network_the_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
+    found = config(str(tmp_path), "memory://where/m")
+    with pytest.raises(StorageFailed, match="no route to host"):
+        open_place("job.yaml", found).__enter__()
+    rank(tmp_path)
+    with open_place("job.yaml", found) as place:
+        assert not place.is_copy
+
+
+def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job.yaml: no step of its pipeline has checkpoints_local_dir"):
+        open_place("job.yaml", config(None)).__enter__()
+    several = config("a")
+    several["executor"]["init_args"]["pipeline"] += config("b")["executor"]["init_args"]["pipeline"]
+    with pytest.raises(ConfigError, match=r"Give the folder of one of them: pipeline\[1\]: a, pipeline\[3\]: b"):
+        open_place("job.yaml", several).__enter__()
+    for odd in ({"executor": None}, {"executor": {"init_args": {"pipeline": "x"}}}):
+        with pytest.raises(ConfigError, match="no step of its pipeline"):
+            open_place("job.yaml", odd).__enter__()

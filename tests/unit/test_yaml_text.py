@@ -1,0 +1,38 @@
+"""YAML that is written is read as what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datatrove_ckpt.cli.yaml_text import dump, read_value
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES)
+def test_any_value_comes_back(value: Any) -> None:
+    assert read_value(dump(value)) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no", "on", "null", "~", "", "1e-5", "1e5", "20:00:00", "2024-01-02", "0123", "0x1F", "1_000", ".inf", "a: b",
+     "# a", "- a", "{text}", "[[DOCUMENT]]", "a\n\n  b\n", " a", "a ", "a\tb\n", "é\u2028\x85\ufeff", "=", "<<", "!x",
+     "&a", "*a", "'", '"', "\\", "a\r\nb", "---", "...", "\x00", "?", "|"],
+)  # fmt: skip
+def test_a_text_stays_a_text(text: str) -> None:
+    for value in (text, [text], {"a": text}, {text: "a"}):
+        assert read_value(dump(value)) == value
+
+
+def test_a_text_of_several_lines_is_written_as_such() -> None:
+    assert dump({"prompt": "Rewrite this: é\n\n{text}"}) == "prompt: |-\n  Rewrite this: é\n\n  {text}\n"

@@ -30,8 +30,8 @@
 # WHERE TO PUT THINGS. logging_dir, output and input: shared storage, or s3://. Checkpoints: a requeued task starts on any
 # node, so either shared storage, too (NFS 4, or Lustre mounted with flock), or the node's own NVMe together with
 # checkpoints_remote_dir on shared storage or s3://. The next node then resumes from the mirror and repeats the requests
-# after the last upload. A task that finds neither its checkpoint nor a mirror starts over. HF_HOME on shared storage:
-# models are downloaded once. `datatrove-ckpt doctor CONFIG`, run on a node, checks all these folders.
+# after the last upload. A task that finds neither its checkpoint nor a mirror starts over. HF_HUB_CACHE on shared
+# storage: models are downloaded once. `datatrove-ckpt doctor CONFIG`, run on a node, checks all these folders.
 #
 # TWO AT ONCE. When Slurm loses a node whose processes still run, it starts the task on another one. If both work on one
 # checkpoint and its storage has working file locks, the second task is refused; the message names the process that holds
@@ -51,7 +51,8 @@ shift
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -f .venv/bin/activate ]; then
     source .venv/bin/activate
 fi
-export HF_HOME=${HF_HOME:-$PWD/huggingface}
+# Not HF_HOME: that would move the saved login, too.
+export HF_HUB_CACHE=${HF_HUB_CACHE:-${HF_HOME:-$PWD/huggingface}/hub}
 
 datatrove-ckpt run "$config" "$@" --dry-run
 exec datatrove-ckpt run "$config" "$@"

@@ -122,6 +122,7 @@ def work(
     """
     global _is_worker, _slot
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    signal.set_wakeup_fd(-1)  # a fork has the parent's
     _is_worker, _slot = True, slot
     os.setpgid(0, 0)
     if os.environ != environment:

@@ -155,12 +155,15 @@ class Workers:
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
         self._previous: dict[int, Any] = {}
+        self._previous_wakeup = -1
         self._pid = os.getpid()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            # A signal interrupts no wait that is about to begin, and none of this thread if another thread gets it.
+            self._previous_wakeup = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
             self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
         return self
 
@@ -171,6 +174,8 @@ class Workers:
             worker.close()
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._woken)
         os.close(self._wake)
 
@@ -308,8 +313,6 @@ class Workers:
             return
         self._requests += 1
         self._to_pass_on.append(number)
-        with suppress(BlockingIOError):
-            os.write(self._wake, b"s")
 
     def _pass_on(self) -> None:
         """Passes requests to stop on to the workers that have a task. The others end in ``_assign``."""

@@ -22,6 +22,7 @@ from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
 from datatrove_ckpt.process.screen import Screen, reporter
 from datatrove_ckpt.process.worker import Inbox, Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
+from tests.patience import Patience
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
@@ -288,6 +289,35 @@ def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
     assert signal.getsignal(signal.SIGTERM) == before
     assert not (tmp_path / "started 2").exists()
     assert multiprocess.active_children() == children
+
+
+def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path: Path) -> None:
+    """The kernel gives a signal to any thread. The main thread's wait for pipes is not interrupted by it then.
+
+    The same is so when it comes just before the wait: Python has looked for signals, and does not look again.
+    """
+    workers = group(wait_for_stop(tmp_path))
+    was_noticed: list[bool] = []
+
+    def signal_this_thread() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        patience = Patience(20)
+        while not (noticed := workers.signal is not None) and not patience.over():
+            time.sleep(0.001)
+        was_noticed.append(noticed)
+        if not noticed:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    thread = in_thread(
+        lambda: until(tmp_path / "started 0", tmp_path / "started 1"),
+        signal_this_thread,
+        (tmp_path / "drained").touch,
+    )
+    with pytest.raises(Stopped), workers:
+        list(workers.run(range(5)))
+    thread.join()
+    assert was_noticed == [True]
+    assert signal.set_wakeup_fd(-1) == -1, "what woke this process is restored"
 
 
 def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(

@@ -280,6 +280,13 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     assert (run.status, run.attached, run.closed) == ("FINISHED", ["the report"], 1)
     assert tracked.work(everything=True) == "ok"
     assert run.attached == ["the report"], "nothing is new"
+    now.append(725)  # the minute is over
+    assert tracked.work(everything=True) == "ok"
+    assert run.attached == ["the report"], "only time has passed"
+    write(tmp_path, 0, start(730), progress(731, 2), end(732))
+    assert tracked.work(everything=True) == "ok"
+    assert run.closed == 2
+    assert [point.values["documents"] for point in run.points][-1] == 2
 
 
 def test_a_job_without_a_report_has_none(tmp_path: Path, now: list[float]) -> None:

@@ -54,6 +54,7 @@ class Tracker:
         self._runs: list[TrackedRun | None] = [None] * len(make_runs)
         self._make_report = make_report
         self._failed = False
+        self._is_over = False
 
     def work(self, everything: bool) -> str:
         """Sends what is new. What cannot be sent waits for the next call.
@@ -65,6 +66,8 @@ class Tracker:
             "ok", or why something could not be sent.
         """
         records = self._histories.new_records()
+        if self._is_over and not records:  # of an end, only time could make a point: that of the minute that it is in
+            return "ok"
         now = time.time()
         self._waiting += self._points.add(records, now)
         if everything or self._points.status(now) != "RUNNING":  # nobody will wish for it
@@ -78,6 +81,7 @@ class Tracker:
         if self._failed:
             return f"failed: {'; '.join(filter(None, problems))}"
         self._waiting.clear()
+        self._is_over = self._points.status(now) != "RUNNING"
         return "ok"
 
     def _send_to(self, index: int, now: float) -> str:

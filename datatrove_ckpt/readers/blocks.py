@@ -93,6 +93,11 @@ class BlockInput(Sequence[Block]):
         """
         return frozenset(number for number, file in enumerate(self._index) if file.sequential)
 
+    @property
+    def gives_views(self) -> bool:
+        """Whether the rows of a block are a part of more memory: of a mapped file, or of a whole record batch."""
+        return isinstance(self._reader, IpcReader)
+
     def __len__(self) -> int:
         return len(self._blocks)
 

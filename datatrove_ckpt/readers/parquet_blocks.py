@@ -20,7 +20,8 @@ from datatrove_ckpt.readers.compressed import naming_damage
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH_ROWS = 2**13
+_BATCH_ROWS, _BATCH_BYTES = 2**14, 2**21
+"""The most that is decoded together. Rows keep all of their batch, so it must be small beside a block."""
 _BUFFER_BYTES = 2**20
 
 
@@ -84,9 +85,10 @@ class ParquetBlocks:
 
     def _seek(self, group: int, row: int, columns: tuple[str, ...] | None) -> _Cursor:
         """The batches of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
-        cursor = self._cursor
+        cursor, sizes = self._cursor, self.index.groups[group]
         if cursor is None or (cursor.group, cursor.columns) != (group, columns) or cursor.row > row:
-            batches = self._file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns and list(columns))
+            rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * sizes.rows // max(1, sizes.bytes)))
+            batches = self._file.iter_batches(rows, row_groups=[group], columns=columns and list(columns))
             cursor = _Cursor(group, columns, 0, None, iter(batches))
         self._cursor = None  # its batches are consumed, so it may not be used again if this fails
         at, rest = cursor.row, cursor.rest

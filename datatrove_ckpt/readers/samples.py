@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from datatrove_ckpt.readers.rows import Row
 
@@ -54,47 +53,6 @@ def row_arrays(rows: Sequence[Row]) -> Arrays:
     """The same of rows of JSONL."""
     columns = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
     return {name: _stacked(values) for name, values in columns.items()}
-
-
-def take_rows(table: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """The rows with these numbers, in their order. A stretch of rows is no copy.
-
-    pyarrow takes the numbers of lists one by one, by an index of each. Token rows of one length are copied as a whole
-    here, which takes a tenth of the time.
-    """
-    import pyarrow as pa
-
-    first = int(rows[0]) if len(rows) else 0
-    if bool((rows == np.arange(first, first + len(rows))).all()):
-        return table.slice(first, len(rows))
-    places, columns = pa.array(rows), []
-    for column in table.columns:
-        taken = _take_lists(column.chunk(0), rows) if column.num_chunks == 1 else None
-        columns.append(column.take(places) if taken is None else taken)
-    return pa.table(columns, schema=table.schema)
-
-
-def _take_lists(chunk: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Array | None:
-    """Rows of lists of numbers, all of one length. None: they are none."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    kind = chunk.type
-    is_list = types.is_list(kind) or types.is_large_list(kind)
-    if not is_list or not _is_number(types, kind.value_type) or chunk.null_count or chunk.values.null_count:
-        return None
-    offsets, values = chunk.offsets.to_numpy(), chunk.values.to_numpy()
-    starts = offsets[rows]
-    lengths = offsets[rows + 1] - starts
-    length = int(lengths[0])
-    base = int(starts[0]) % max(1, length)
-    if not length or (lengths != length).any() or ((starts - base) % length).any():
-        return None
-    lists = values[base : base + (len(values) - base) // length * length].reshape(-1, length)
-    taken = lists[(starts - base) // length].reshape(-1)
-    ends = np.arange(0, len(taken) + 1, length, dtype=offsets.dtype)
-    made = pa.LargeListArray if types.is_large_list(kind) else pa.ListArray
-    return made.from_arrays(pa.array(ends), pa.array(taken, kind.value_type), type=kind)
 
 
 def _array(column: pa.ChunkedArray) -> Any:

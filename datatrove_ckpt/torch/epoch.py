@@ -27,6 +27,9 @@ class Epoch:
         transform: makes a sample of such a row or document; None: as it is.
         note_read: called when the first sample is taken.
         after_end: the state that was loaded is of the end of the epoch before.
+
+    Attributes:
+        rest: the samples behind the first one, for who wants no call in between.
     """
 
     def __init__(
@@ -44,12 +47,13 @@ class Epoch:
         self._make = self._row if columns is not None else self._document
         mean = int(index.table.bytes.sum()) // max(1, index.table.total)
         self._chunk = min(_CHUNK_ROWS, max(64, _CHUNK_BYTES // max(1, mean)))
-        self._transform, self._note_read, self._after_end = transform, note_read, after_end
+        self._note_read, self._after_end = note_read, after_end
         self._samples = plan.first
         self._start = plan.state(plan.first, index.state).to_json()
         self._is_used, self._skipped = False, 0
         self._missing = plan.skipped  # a batch of rows goes on after them; one of arrays is smaller
-        self._found = self._read() if columns is None else self._read_arrays() if arrays else self._read_columns()
+        found = self._read() if columns is None else self._read_arrays() if arrays else self._read_columns()
+        self.rest: Iterator[Any] = found if transform is None else map(transform, found)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -58,8 +62,7 @@ class Epoch:
         if not self._is_used:
             self._is_used = True
             self._note_read()
-        sample = next(self._found)
-        return sample if self._transform is None else self._transform(sample)
+        return next(self.rest)
 
     def state(self) -> State:
         """The state after the latest sample."""
@@ -102,14 +105,16 @@ class Epoch:
         while self._samples < self._plan.samples:
             first = self._samples
             last = min(first + self._chunk, self._plan.samples)
-            found = source.samples(*self._plan.places(first, last))
-            for number, sample in enumerate(found, start=first):
+            for sample in source.samples(*self._plan.places(first, last)):
                 if sample is None:
+                    number = self._samples
                     sample = self._instead_of(self._damaged(source, number), number)
-                self._samples = number + 1
-                self._missing += sample is None
-                if sample is not None:
-                    yield sample
+                    if sample is None:
+                        self._samples += 1
+                        self._missing += 1
+                        continue
+                self._samples += 1
+                yield sample
 
     def _read_arrays(self) -> Iterator[dict[str, Any]]:
         """Batches begin at multiples of their size, also after a state of single rows."""

@@ -15,9 +15,10 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
 from datatrove_ckpt.readers.blocks import BlockInput
+from datatrove_ckpt.readers.gather import Batches, owned
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.readers.samples import json_row, table_rows, take_rows
+from datatrove_ckpt.readers.samples import json_row, table_rows
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 
 _THREADS = 16
@@ -100,16 +101,16 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An open window and its rows, in the order of its pieces: a table or a list."""
+    """An open window and its rows, in the order of its pieces."""
 
     number: int
     window: OpenWindow
-    rows: Any
+    rows: Batches | list[dict[str, Any] | None]
 
     def take(self, rows: Numbers) -> Any:
         """The rows with these numbers in the window, in this order: a table or a list."""
         places = self.window.order[rows]
-        return [self.rows[place] for place in places] if isinstance(self.rows, list) else take_rows(self.rows, places)
+        return [self.rows[place] for place in places] if isinstance(self.rows, list) else self.rows.take(places)
 
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         """For each of these rows, its block, and its number in the block."""
@@ -180,20 +181,17 @@ class RowSource:
             found = self._open[share] = _Loaded(number, window, self._read(window))
         return found
 
-    def _read(self, window: OpenWindow) -> Any:
+    def _read(self, window: OpenWindow) -> Batches | list[dict[str, Any] | None]:
         blocks, pieces = self._index.blocks, window.pieces
         parts: list[Any] = [None] * len(pieces.block)
+        is_copied = blocks.gives_views and len(parts) > 1
         # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
         for place in np.argsort(pieces.block, kind="stable").tolist():
             start, count = int(pieces.start[place]), int(pieces.rows[place])
             rows = blocks.read(blocks[int(pieces.block[place])], self._columns)
-            parts[place] = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
+            part = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
+            parts[place] = owned(part) if is_copied else part
         if isinstance(parts[0], list):
             return [row for part in parts for row in part]
-        import pyarrow as pa
-
-        table = pa.concat_tables(parts, promote_options="permissive")
-        parts.clear()
-        # Rows of several chunks would be taken from a copy of all of them, each time. The window's order is made where
-        # rows are taken, so that a resume in a large window waits for the rows of one batch only.
-        return table.combine_chunks()
+        # The window's order is made where rows are taken, so that a resume waits for the rows of one batch only.
+        return Batches(parts)

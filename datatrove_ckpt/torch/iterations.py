@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -12,10 +12,11 @@ from datatrove_ckpt.errors import ConfigError
 class Handle:
     """What the caller of ``iter()`` gets, so that its dataset sees when nobody has it any more."""
 
-    __slots__ = ("__weakref__", "_next", "has_ended")
+    __slots__ = ("__weakref__", "_next", "_samples", "has_ended")
 
     def __init__(self, samples: Iterator[Any]) -> None:
-        self._next = samples.__next__
+        self._samples = samples
+        self._next: Callable[[], Any] | None = None  # before the first sample
         self.has_ended = False
 
     def __iter__(self) -> Handle:
@@ -23,10 +24,15 @@ class Handle:
 
     def __next__(self) -> Any:
         try:
-            return self._next()
+            return self._next() if self._next is not None else self._first()
         except StopIteration:
             self.has_ended = True
             raise
+
+    def _first(self) -> Any:
+        sample = next(self._samples)
+        self._next = getattr(self._samples, "rest", self._samples).__next__
+        return sample
 
 
 class Iterations:

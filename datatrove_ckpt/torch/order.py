@@ -38,6 +38,8 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 OPEN_BLOCKS = 24
 """A share has at least this many blocks in its window, if the window has room for them: else there are fewer shares."""
 OPEN_STREAMS = 16
+_ROW_BYTES = 64
+"""What a row counts in a window at least: its place in the order takes some, too."""
 _SHARE_COUNTS = (1, 2, 4, *(3 * 2**n for n in range(1, 14)))
 """Numbers with many divisors: workers that divide the number of shares read no block twice."""
 
@@ -93,7 +95,7 @@ class BlockTable:
         self.start: Numbers = np.clip(skip - (ends - rows), 0, rows)
         self.rows: Numbers = np.clip(last - (ends - rows), 0, rows) - self.start
         self.rows = np.maximum(self.rows, 0)
-        self.bytes: Numbers = size * in_file * self.rows // np.maximum(rows, 1)
+        self.bytes: Numbers = np.maximum(size * in_file * self.rows // np.maximum(rows, 1), _ROW_BYTES * self.rows)
         self.is_stream = np.isin(self.file, np.fromiter(streams, np.int64))
         self.total = int(self.rows.sum())
 

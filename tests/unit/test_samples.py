@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from datatrove_ckpt.readers import samples
-from datatrove_ckpt.readers.samples import json_row, row_arrays, table_arrays, table_rows, take_rows
+from datatrove_ckpt.readers.samples import json_row, row_arrays, table_arrays, table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
 COLUMNS = {
@@ -107,22 +107,3 @@ def test_rows_of_json_are_the_same() -> None:
     ragged = row_arrays([json_row({"ids": [1]}), json_row({"ids": [1, 2]})])
     assert [row.tolist() for row in ragged["ids"]] == [[1], [1, 2]]
     assert row_arrays([]) == {}
-
-
-@pytest.mark.parametrize("rows", [[2, 0, 3, 0], [1, 2, 3], [3], []])
-@pytest.mark.parametrize("name", [*COLUMNS, *LISTS])
-def test_taken_rows_are_those_of_pyarrow(name: str, rows: list[int]) -> None:
-    for table in sliced((COLUMNS | LISTS)[name]):
-        taken = take_rows(table, np.array(rows, dtype=np.int64))
-        assert taken.schema == table.schema
-        assert taken.to_pylist() == table.take(pa.array(rows, pa.int64())).to_pylist()
-        taken.validate(full=True)
-
-
-@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
-def test_token_rows_of_one_length_are_taken_together(kind: Any) -> None:
-    table = pa.table({"a": pa.array([[0], *([n, n + 1, n + 2] for n in range(20)), None], kind(pa.int32()))}).slice(
-        1, 20
-    )
-    taken = take_rows(table, np.array([19, 3, 3, 0]))
-    assert taken["a"].to_pylist() == [[19, 20, 21], [3, 4, 5], [3, 4, 5], [0, 1, 2]]

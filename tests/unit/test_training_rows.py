@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,8 +20,8 @@ from loguru import logger
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.torch.epoch import Epoch
-from datatrove_ckpt.torch.index import Index
-from datatrove_ckpt.torch.plan import Plan, Settings, parse_window
+from datatrove_ckpt.torch.index import Index, RowSource
+from datatrove_ckpt.torch.plan import Plan, Settings, make_order, parse_window
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge
 
 SIZES = [40, 7, 25, 31]
@@ -370,3 +371,33 @@ def test_a_merged_state_beside_that_of_a_rank_is_refused_in_plain_words(parquet:
     for mixed in ([merge(states), states[0]], [states[0], merge(states)]):
         with pytest.raises(CheckpointMismatch, match=r"one state of all ranks.*beside.*of rank 0"):
             merge(mixed)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_shuffled_window_is_not_held_twice(tmp_path: Path, kind: str) -> None:
+    numbers = np.arange(160_000 * 64, dtype=np.int32)
+    table = pa.table({"ids": pa.ListArray.from_arrays(np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers)})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    else:
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+            file.write_table(table, max_chunksize=20_000)
+    index = index_of((ParquetReader if kind == "parquet" else IpcReader)(tmp_path.as_posix()))
+    order = make_order(index.table, settings(window=parse_window("1GB")), 0, 0)
+    assert [share.windows for share in order.shares] == [1]
+    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        read = RowSource(index, order, ["ids"]).samples(*order.locate(np.arange(1000)))
+    finally:
+        pa.set_memory_pool(usual)
+    assert len({int(row["ids"][0]) for row in read if row}) == 1000
+    assert table.nbytes < pool.max_memory() < 1.4 * table.nbytes
+
+
+def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path: Path) -> None:
+    """Each row's place in the order takes memory, too."""
+    pq.write_table(pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000)
+    table = index_of(ParquetReader(tmp_path.as_posix())).table
+    [share] = make_order(table, settings(window=parse_window("1MB")), 0, 0).shares
+    assert share.rows / share.windows <= 2**20 / 64

@@ -6,6 +6,7 @@ Needs torch, torchdata, transformers and accelerate: ``uv pip install -e .[torch
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.testing import assert_resume_is_exact
-from tests.real.trainers import BATCH, ROWS, STEPS, Recording, dataset, rows_as_parquet
+from tests.real.trainers import BATCH, ROWS, STEPS, Recording, dataset, rows_as_parquet, two_processes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
@@ -126,6 +127,22 @@ def test_accelerate_goes_on_with_the_next_epoch_after_the_last_batch(
     again.load_state_dict(state)
     with pytest.raises(CheckpointMismatch, match="Start the loop of epochs at 1"):
         epoch(again, 0)
+
+
+def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(folder: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=two_processes, args=(rank, folder, str(tmp_path / "meet"), results)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=500) for _ in processes]
+    for process in processes:
+        process.join()
+    for ranks in zip(*found, strict=True):
+        assert sorted(row for whole, _ in ranks for row in whole) == list(range(ROWS))
+        assert [resumed for _, resumed in ranks] == [whole for whole, _ in ranks]
 
 
 def test_batches_are_moved_to_the_device(folder: str) -> None:

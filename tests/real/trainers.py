@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from datatrove.data import Document
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from datatrove_ckpt.readers import ParquetReader
@@ -48,3 +55,38 @@ class Recording(GPT2LMHeadModel):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kept: Any) -> Any:
         self.batches.append(input_ids[:, 0].tolist())
         return super().forward(input_ids=input_ids, labels=labels, **kept)
+
+
+def two_processes(rank: int, folder: str, meeting: str, results: Any) -> None:
+    """The main function of one of two processes of Accelerate: twice an epoch, without a stop and with one.
+
+    First Accelerate deals out the rows, then the dataset does.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    keeps = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=keeps)
+    assert accelerator.num_processes == 2
+
+    def prepared() -> Any:
+        loader = accelerator.prepare(DataLoader(dataset(folder), batch_size=BATCH))
+        loader.set_epoch(1)
+        return loader
+
+    def own() -> Any:
+        mine = dataset(folder, rank=accelerator.process_index, world_size=accelerator.num_processes)
+        mine.set_epoch(1)
+        return StatefulDataLoader(mine, batch_size=BATCH)
+
+    def rows(batches: Any) -> list[int]:
+        return [row for batch in batches for row in batch["input_ids"][:, 0].tolist()]
+
+    found = []
+    for make in (prepared, own):
+        whole, first, second = rows(make()), make(), make()
+        seen = rows(itertools.islice(first, 2))
+        second.load_state_dict(first.state_dict())
+        found.append((whole, seen + rows(second)))
+    results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -24,6 +24,7 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers.gather import take_rows
 from datatrove_ckpt.readers.hub_messages import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.retries import retrying
@@ -373,15 +374,13 @@ class _Rows:
         return itertools.islice(iter(self._source), self._first, None, self._step)
 
     def _tables(self) -> Iterator[tuple[Any, Any]]:
-        import pyarrow as pa
-
         row = self._first
         for number, (start, table) in enumerate(self._source_tables()):
             length = len(table)
             if row < start + length:
                 rows = range(row - start, length, self._step)
                 row += len(rows) * self._step
-                yield number, table.slice(rows[0]) if self._step == 1 else table.take(pa.array(rows, type=pa.int64()))
+                yield number, table.slice(rows[0]) if self._step == 1 else take_rows(table, rows)
 
     def _source_tables(self) -> Iterator[tuple[int, Any]]:
         """The number of a table's first row, and the table."""

@@ -10,7 +10,7 @@ in a tenth of the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -78,12 +78,27 @@ class Batches:
         return [_Part(number, rows[places] - start, places) for number, start, places in numbered]
 
 
+_Rows = TypeVar("_Rows", "pa.Table", "pa.RecordBatch")
+
+
+def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
+    """The rows with these numbers. pyarrow does not take values of each type, as string views; this does."""
+    import pyarrow as pa
+
+    numbers = np.asarray(rows, dtype=np.int64)
+    try:
+        return table.take(pa.array(numbers))
+    except pa.ArrowNotImplementedError:
+        columns = [one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one for one in table.columns]
+        return type(table).from_arrays([_take(column, numbers) for column in columns], schema=table.schema)
+
+
 def owned(table: pa.Table) -> pa.Table:
     """A copy that holds no more memory than its rows: a slice holds what it was cut from."""
     import pyarrow as pa
 
     if table.num_rows < 2:
-        return table.take(pa.array(np.arange(table.num_rows)))
+        return take_rows(table, range(table.num_rows))
     half = table.num_rows // 2  # one chunk alone would not be copied
     return pa.concat_tables([table.slice(0, half), table.slice(half)]).combine_chunks()
 
@@ -106,14 +121,23 @@ def _take_any(chunks: list[Any]) -> _Take:
     import pyarrow as pa
 
     def take(parts: list[_Part], count: int) -> Any:
-        taken = [chunks[batch].take(pa.array(rows)) for batch, rows, _ in parts]
+        taken = [_take(chunks[batch], rows) for batch, rows, _ in parts]
         if len(taken) == 1:
             return taken[0]
         back = np.empty(count, dtype=np.int64)
         back[np.concatenate([part.places for part in parts])] = np.arange(count)
-        return pa.chunked_array(taken).combine_chunks().take(pa.array(back))
+        return _take(pa.chunked_array(taken).combine_chunks(), back)
 
     return take
+
+
+def _take(chunk: Any, rows: Numbers) -> Any:
+    import pyarrow as pa
+
+    try:
+        return chunk.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:  # string views, run-end encoding
+        return pa.array([chunk[row].as_py() for row in rows.tolist()], chunk.type)
 
 
 def _take_even(lists: Sequence[Any], kind: Any) -> _Take:

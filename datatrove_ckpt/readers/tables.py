@@ -29,6 +29,7 @@ from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
+from datatrove_ckpt.readers.gather import take_rows
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import FilePosition
@@ -122,7 +123,7 @@ class _TableReader(SeekingReader):
                     turns = mine[start : start + _CONVERTED_ROWS]
                     rows = order[turns].tolist()
                     done_after = dict(zip(rows, (first + 1 + turns).tolist(), strict=True))
-                    found = _take(table, places[start : start + _CONVERTED_ROWS])
+                    found = take_rows(table, places[start : start + _CONVERTED_ROWS])
                     for document, row in self._convert(found, rows, name, group, None):
                         yield document, (turn, done_after[row])
             done = 0
@@ -254,7 +255,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         at, parts = 0, []
         for batch in file.iter_batches(_PICKED_ROWS, row_groups=[group], columns=self._columns):
             chosen = np.flatnonzero(wanted[at : at + batch.num_rows])
-            parts.append(batch if len(chosen) == batch.num_rows else batch.take(pa.array(chosen)))
+            parts.append(batch if len(chosen) == batch.num_rows else take_rows(batch, chosen))
             at += batch.num_rows
         # Rows of several chunks would be taken from a copy of all of them, each time.
         return pa.Table.from_batches(parts).combine_chunks(), (np.cumsum(wanted) - 1)[rows]
@@ -374,10 +375,4 @@ def _take_shard(rows: Sequence[int], batch: Batch, group: int, row_shard: RowSha
     index, count = row_shard
     first = (index - group - rows[0]) % count
     chosen = rows[first::count]
-    return chosen, _take(batch, range(first, len(rows), count))
-
-
-def _take(table: Batch, rows: Sequence[int] | Numbers) -> Batch:
-    import pyarrow as pa
-
-    return table.take(pa.array(rows, type=pa.int64()))
+    return chosen, take_rows(batch, range(first, len(rows), count))

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
 from datatrove_ckpt.readers.blocks import BlockInput
-from datatrove_ckpt.readers.gather import Batches, owned
+from datatrove_ckpt.readers.gather import Batches, owned, take_rows
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.samples import json_row, table_rows
@@ -161,7 +161,7 @@ class RowSource:
         if isinstance(parts[0][1], list):
             return self.samples(shares, rows)
         joined = pa.concat_tables([part for _, part in parts], promote_options="permissive").combine_chunks()
-        return joined if len(parts) == 1 else joined.take(pa.array(np.argsort(np.concatenate([p for p, _ in parts]))))
+        return joined if len(parts) == 1 else take_rows(joined, np.argsort(np.concatenate([p for p, _ in parts])))
 
     def _windows(self, shares: Numbers, rows: Numbers) -> Iterator[tuple[Numbers, _Loaded, Numbers]]:
         """Which of the rows each window has, the window, and their numbers in it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from datatrove_ckpt.readers import samples
@@ -27,6 +28,13 @@ COLUMNS = {
     "struct": pa.array([{"a": i, "b": ["x"] * i} for i in range(4)]),
     "texts": pa.array([["a"], [], None, ["b", "c"]]),
     "nothing": pa.nulls(4),
+    "view": pa.array(["a", "b" * 20, None, ""], pa.string_view()),
+    "binary view": pa.array([b"a", b"b" * 20, None, b""], pa.binary_view()),
+    "list of views": pa.array([["a"], [], None, ["b" * 20, None]], pa.list_(pa.string_view())),
+    "view in a struct": pa.array([{"a": "x" * i} for i in range(4)], pa.struct([("a", pa.string_view())])),
+    "run ends": pc.run_end_encode(pa.array([1, 1, 2, 2])),
+    "list view": pa.array([[1], [], None, [2, 3]], pa.list_view(pa.int32())),
+    "map": pa.array([[("a", 1)], [], None, [("b", 2)]], pa.map_(pa.string(), pa.int32())),
 }
 LISTS = {
     "int32": pa.array(TOKENS, pa.list_(pa.int32())),

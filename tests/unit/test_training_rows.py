@@ -401,3 +401,17 @@ def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path: Path) -> No
     table = index_of(ParquetReader(tmp_path.as_posix())).table
     [share] = make_order(table, settings(window=parse_window("1MB")), 0, 0).shares
     assert share.rows / share.windows <= 2**20 / 64
+
+
+@pytest.mark.parametrize("columns", [None, ["text"]])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_texts_that_pyarrow_cannot_take_are_read(tmp_path: Path, seed: int | None, columns: list[str] | None) -> None:
+    """Polars writes string views, of which pyarrow takes none."""
+    texts = [f"text {number}" * 5 for number in range(60)]
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string_view())])) as file:
+        for first in range(0, 60, 20):
+            file.write_batch(pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())}))
+    reader = IpcReader(tmp_path.as_posix())
+    ranks = [epoch(reader, Slot(rank, 2, 0, 1), columns=columns, seed=seed) for rank in range(2)]
+    found = [one["text"] if columns else one.text for rank in ranks for one in rank]
+    assert sorted(found) == sorted(texts)

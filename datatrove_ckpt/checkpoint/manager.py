@@ -14,6 +14,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, read_complete_commits
+from datatrove_ckpt.checkpoint.dealt_out import count_reshards
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.job import join_job
@@ -40,7 +41,7 @@ from datatrove_ckpt.checkpoint.publishing import WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.resharding import count_reshards, refuse_half_resharded
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.snapshot import Mirror, NoMirror
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -115,8 +116,7 @@ class CheckpointManager:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             refuse_half_resharded(self._root)
-            reshards = 0 if retry_number(self._root.name) is not None else count_reshards(self._root, self._rank)
-            claim = RunClaim(folder, self._identity, self._accept_changes, reshards)
+            claim = RunClaim(folder, self._identity, self._accept_changes, self._reshards())
             commits = self._check_commits(claim, finished)
             if claim.is_first:
                 self._before_first()
@@ -138,6 +138,12 @@ class CheckpointManager:
         checkpoint = OpenCheckpoint(folder, lock, fence, rank_files, point, *settings)
         checkpoint.start()
         return checkpoint
+
+    def _reshards(self) -> int:
+        """How many times the input was dealt out anew. The dead letters that a retry reads are no part of it."""
+        if retry_number(self._root.name) is not None:
+            return 0
+        return count_reshards(self._root, self._rank, self._identity.fields.get("tasks"))
 
     def _joined(self) -> AbstractContextManager[None]:
         """Ranks retry their dead letters when they like, with settings of their own: a retry is no job."""

@@ -127,66 +127,10 @@ def refuse_half_resharded(root: Path) -> None:
         )
 
 
-def count_reshards(root: Path, rank: int) -> int:
-    """How many times the input was dealt out anew; 0 if there is no ``shares.json``.
-
-    Args:
-        rank: the rank that starts.
-
-    Raises:
-        CheckpointCorrupt: it cannot be read.
-        CheckpointMismatch: ranks have read shares of it, and it is missing or older.
-    """
-    number = _read_shares(root)[0]
-    for one in {*rank_numbers(root)[:1], rank}:  # any rank that was there tells
-        path = rank_folder(root, one) / RUN
-        if path.exists() and (kept := read_run(path).get(RESHARDS, 0)) > number:
-            raise CheckpointMismatch(
-                f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
-                f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
-                "each rank reads. Bring the file back."
-            )
-    return number
-
-
 def unstarted_ranks(root: Path) -> list[int]:
     """The ranks of a fork that no process has worked on yet. Their ``run.json`` does not hold all settings."""
     paths = {rank: rank_folder(root, rank) / RUN for rank in rank_numbers(root)}
     return [rank for rank, path in paths.items() if path.exists() and is_unstarted(read_run(path))]
-
-
-def retired_ranks(root: Path) -> set[int]:
-    """The ranks of an earlier, larger number of tasks. Their folders hold what they had committed, and are finished.
-
-    Raises:
-        CheckpointCorrupt: ``shares.json`` cannot be read.
-    """
-    return {*_read_shares(root)[1]}
-
-
-def ranks_with_documents(root: Path) -> set[int]:
-    """Of the retired ranks, those that have read something, as a folder or a share says: no task reads that again.
-
-    Raises:
-        CheckpointCorrupt: ``shares.json`` cannot be read.
-    """
-    return {rank for rank, share in _read_shares(root)[1].items() if share or rank_folder(root, rank).exists()}
-
-
-def _read_shares(root: Path) -> tuple[int, dict[int, Any]]:
-    """How many times the input was dealt out anew, and the shares of retired ranks."""
-    path = root / SHARES
-    with explained("read", path):
-        data = path.read_bytes() if path.exists() else None
-    if data is None:
-        return 0, {}
-    try:
-        content = orjson.loads(data)
-        return int(content["round"]), {
-            int(rank): share for rank, share in content["ranks"].items() if int(rank) >= content["tasks"]
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"{path} cannot be read ({error!r}). Restore it from a copy.") from error
 
 
 class Staging:

@@ -14,9 +14,9 @@ from dataclasses import asdict
 import orjson
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.resharding import retired_ranks
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.rank_sums import number_of_tasks, sum_counts, totals
 from datatrove_ckpt.cli.what import place_of

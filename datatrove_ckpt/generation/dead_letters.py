@@ -22,6 +22,7 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
@@ -32,7 +33,6 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.resharding import retired_ranks
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.formatting import safe_repr, safe_text

@@ -31,11 +31,18 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.dealt_out import (
+    lost_ranks,
+    refuse_lost_ranks,
+    refuse_older_ranks,
+    refuse_other_number,
+    retired_ranks,
+)
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder, rank_numbers
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, retired_ranks
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
 from datatrove_ckpt.mirror.restore import restore_rank
@@ -86,7 +93,7 @@ def check_job(executor: Any, dry_run: bool = False, deals_out: bool = False) -> 
             _check_tasks(executor)
         else:
             root = checkpoints_here(executor, step) or Path(step.checkpoints_local_dir)
-            wrong += _check_step(executor, step, root, dry_run)
+            wrong += _check_step(executor, step, root, dry_run, deals_out)
             if not deals_out:
                 _refuse_left_behind(root, executor.world_size)
     return wrong
@@ -167,10 +174,11 @@ def _check_tasks(executor: Any) -> None:
         )
 
 
-def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool) -> list[str]:
+def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
     refuse_half_resharded(root)
     skipped = _skipped(executor)
     if not step.checkpoints_remote_dir:  # from there a rank may get what it lacks
+        refuse_older_ranks(root)
         for rank in _local_ranks(executor):
             check_not_headless(rank_folder(root, rank))
     with ExitStack() as stack:
@@ -187,6 +195,9 @@ def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool
                 list(pool.map(restore, missing))
         check = _Check(executor, step, root, folder, skipped)
         wrong = check.run()
+    refuse_other_number(root, executor.world_size)
+    if not deals_out and not (step.checkpoints_remote_dir and dry_run):
+        refuse_lost_ranks(root)
     for rank, text in wrong.items():
         if not dry_run:
             logger.warning(f"{text} The marker is removed, so the task runs again.")
@@ -206,9 +217,11 @@ def _refuse_left_behind(root: Path, tasks: int) -> None:
 
 
 def _lost_with_the_node(step: CheckpointedStep, folder: Path, dry_run: bool) -> list[int]:
-    """The ranks of an earlier number of tasks, which no task restores; none if this node has the run's folder."""
-    if dry_run or (folder.is_dir() and rank_numbers(folder)):
+    """The ranks of an earlier number of tasks, which no task restores, and which this node has not."""
+    if dry_run:
         return []
+    if folder.is_dir() and rank_numbers(folder):
+        return [rank for rank, _ in lost_ranks(folder)]
     with suppress(OSError):  # a rank that starts says it
         restore_shares(str(step.checkpoints_remote_dir), folder)
     return sorted(retired_ranks(folder))

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.dealt_out import count_reshards, lost_ranks, older_ranks
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import JOB, last_chunk_file, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.resharding import count_reshards, refuse_half_resharded
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch
 from datatrove_ckpt.maintenance.findings import Problem, Report
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
@@ -39,7 +40,7 @@ def check_not_halfway(checkpoints: Path) -> None:
 
 
 def missing_ranks(report: Report) -> tuple[list[Problem], list[int]]:
-    """Ranks that have no folder: a problem for each one that had one, and the others."""
+    """Ranks that have no folder: a problem for each one that had one, and the others. And those from older copies."""
     runs = _runs(report)
     tasks = max((run.get("tasks") or 0 for run in runs.values()), default=0)
     found, unknown = list[Problem](), list[int]()
@@ -52,6 +53,9 @@ def missing_ranks(report: Report) -> tuple[list[Problem], list[int]]:
             found.append(Problem("rank", message, rank=number, path=str(folder)))
         elif number not in there:
             unknown.append(number)
+    for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:
+        folder = rank_folder(report.checkpoints, number)
+        found.append(Problem("rank", message, rank=number, path=str(folder)))
     return found, unknown
 
 

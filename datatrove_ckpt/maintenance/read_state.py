@@ -17,11 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, retired_ranks
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.versions import settings_in
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.maintenance.inspect import no_checkpoint, not_permitted

@@ -11,6 +11,7 @@ from pathlib import Path
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
+from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
 from datatrove_ckpt.checkpoint.layout import (
     NOTHING_PUBLISHED,
     OTHERS_FILES,
@@ -20,7 +21,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.resharding import retired_ranks
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.inspect import name_place
 from datatrove_ckpt.maintenance.retried import delivered_twice
@@ -79,7 +79,7 @@ def check_output_of_run(
         elif (rank_commits.folder / RUN).exists() and not (rank_commits.folder / OTHERS_FILES).exists():
             # It may run elsewhere. If it has published nothing even now, it had not when the folder was listed.
             check.refuse_strangers(rank_commits, found, not (rank_commits.folder / NOTHING_PUBLISHED).exists())
-    check.refuse_other_ranks(found, tasks, retired_ranks(checkpoints))
+    _refuse_other_ranks(check, checkpoints, found, tasks)
     return sum(len(rank_commits.files) for rank_commits in commits.values())
 
 
@@ -114,6 +114,14 @@ def _look_at_hub(
     lost = [one.file for each in commits for one in each.files if not found.is_right(one.file)]
     found.show(look_again(hub, lost, looks_for(each.folder for each in commits)))
     return found
+
+
+def _refuse_other_ranks(check: OutputCheck, checkpoints: Path, found: FoundFiles, tasks: int) -> None:
+    """Refuses files of ranks that the job does not have, and that no commits stand for."""
+    for rank, text in lost_ranks(checkpoints):  # they may be all that is left of its documents
+        if found.by_rank[rank]:
+            raise OutputMismatch(text)
+    check.refuse_other_ranks(found, tasks, retired_ranks(checkpoints))
 
 
 def _refuse_twice(check: OutputCheck, checkpoints: Path, rank: int, retries: list[Path], logging_dir: str) -> None:

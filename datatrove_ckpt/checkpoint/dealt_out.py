@@ -1,0 +1,183 @@
+"""``shares.json``, by which ``reshard`` has dealt the input out, and whether the ranks beside it fit it.
+
+People restore folders from older copies, and delete them. What one task has not committed may be another task's since,
+so one folder of before ``reshard`` beside ``shares.json`` of after it would lose documents, or write them twice.
+
+    found                                             because
+    a rank is newer than shares.json                  nobody knows what each rank reads
+    a rank is older than shares.json                  what it had not committed then may be other ranks' now
+    another number of tasks starts                    nobody would read the shares of the others
+    a rank that runs no more has no folder            no task reads its documents again, and nothing shows their output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import RUN, SHARES, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.versions import RESHARDS
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+
+
+class _Dealt(NamedTuple):
+    """How many times the input was dealt out anew, to how many tasks, and the shares of retired ranks."""
+
+    number: int
+    tasks: int
+    retired: dict[int, Any]
+
+
+def count_reshards(root: Path, rank: int, tasks: int | None = None) -> int:
+    """How many times the input was dealt out anew; 0 if there is no ``shares.json``.
+
+    Args:
+        rank: the rank that starts.
+        tasks: number of tasks of the run that starts it; None: it does not start.
+
+    Raises:
+        CheckpointCorrupt: it cannot be read.
+        CheckpointMismatch: ranks have read shares of it, and it is missing or older; or this rank is older; or it is
+            for another number of tasks.
+    """
+    dealt = _read_dealt(root)
+    number = dealt.number
+    for one in {*rank_numbers(root)[:1], rank}:  # any rank that was there tells
+        path = rank_folder(root, one) / RUN
+        if path.exists() and (kept := read_run(path).get(RESHARDS, 0)) > number:
+            raise CheckpointMismatch(
+                f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
+                f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
+                "each rank reads. Bring the file back."
+            )
+    if tasks is not None:
+        _refuse_older(root, [rank], dealt)
+        refuse_other_number(root, tasks)
+    return number
+
+
+def refuse_older_ranks(root: Path) -> None:
+    """Refuses ranks that were restored from a copy of before ``reshard``, also those that run no more.
+
+    Raises:
+        CheckpointMismatch: it names the first one, and the ways out.
+        CheckpointCorrupt: ``shares.json`` cannot be read.
+    """
+    if (dealt := _read_dealt(root)).number:
+        _refuse_older(root, rank_numbers(root), dealt)
+
+
+def refuse_other_number(root: Path, tasks: int) -> None:
+    """
+    Raises:
+        CheckpointMismatch: ``shares.json`` deals the input out to another number of tasks.
+    """
+    dealt = _read_dealt(root)
+    if dealt.number and dealt.tasks != tasks:
+        raise CheckpointMismatch(
+            f"{root / SHARES} deals the input out to another number of tasks than this run has:\n"
+            f"  tasks: {dealt.tasks} -> {tasks}\n"
+            f"Go on with {dealt.tasks} tasks (--executor.tasks={dealt.tasks}). If the folder was restored from a copy "
+            "of before `datatrove-ckpt reshard`, it must be the whole folder, without this file."
+        )
+
+
+def refuse_lost_ranks(root: Path) -> None:
+    """
+    Raises:
+        CheckpointMismatch: a rank that runs no more has read something, and has no folder.
+    """
+    for _, text in lost_ranks(root):
+        raise CheckpointMismatch(text)
+
+
+def lost_ranks(root: Path) -> Iterator[tuple[int, str]]:
+    """The ranks that run no more, have read something, and have no folder; with the message for each.
+
+    Raises:
+        CheckpointCorrupt: ``shares.json`` cannot be read.
+    """
+    dealt = _read_dealt(root)
+    for rank, share in sorted(dealt.retired.items()):
+        folder = rank_folder(root, rank)
+        if share and not (folder / RUN).exists():
+            yield (
+                rank,
+                f"{folder} is missing: it holds the commits of task {rank}, which `datatrove-ckpt reshard` has left "
+                f"what it had finished. The {dealt.tasks} tasks of now do not read its documents again, so nothing "
+                "would show that they are in the output. Bring the folder back, as it was after reshard. If it is "
+                "gone for good, have its documents processed, and paid, again: move the output files of task "
+                f"{rank} elsewhere, then datatrove-ckpt reshard WHAT --tasks {dealt.tasks}, then run.",
+            )
+
+
+def older_ranks(root: Path) -> Iterator[tuple[int, str]]:
+    """The ranks that were restored from a copy of before ``reshard``, with the message for each.
+
+    Raises:
+        CheckpointCorrupt: ``shares.json`` cannot be read.
+    """
+    dealt = _read_dealt(root)
+    return _older(root, rank_numbers(root) if dealt.number else [], dealt)
+
+
+def retired_ranks(root: Path) -> set[int]:
+    """The ranks of an earlier, larger number of tasks. Their folders hold what they had committed, and are finished.
+
+    Raises:
+        CheckpointCorrupt: ``shares.json`` cannot be read.
+    """
+    return {*_read_dealt(root).retired}
+
+
+def ranks_with_documents(root: Path) -> set[int]:
+    """Of the retired ranks, those that have read something, as a folder or a share says: no task reads that again.
+
+    Raises:
+        CheckpointCorrupt: ``shares.json`` cannot be read.
+    """
+    return {rank for rank, share in _read_dealt(root).retired.items() if share or rank_folder(root, rank).exists()}
+
+
+def _refuse_older(root: Path, ranks: list[int], dealt: _Dealt) -> None:
+    for _, text in _older(root, ranks, dealt):
+        raise CheckpointMismatch(text)
+
+
+def _older(root: Path, ranks: list[int], dealt: _Dealt) -> Iterator[tuple[int, str]]:
+    for rank in ranks:
+        path, kept = rank_folder(root, rank) / RUN, dealt.number
+        if path.exists():
+            with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
+                kept = read_run(path).get(RESHARDS, 0)
+        if kept < dealt.number:
+            again = f"datatrove-ckpt reshard WHAT --tasks {dealt.tasks}, then run" if rank >= dealt.tasks else "run"
+            yield (
+                rank,
+                f"{path.parent} is of before `datatrove-ckpt reshard` dealt the input out anew (number {dealt.number}; "
+                f"this folder has {f'number {kept}' if kept else 'none'}): it was restored from an older copy. What "
+                "was not committed then may be other tasks' now, so documents would be lost or there twice. Bring the "
+                f"folder back as it was after reshard. If there is no such copy, move it and the output files of task "
+                f"{rank} elsewhere, then {again}: its documents are processed, and paid, again.",
+            )
+
+
+def _read_dealt(root: Path) -> _Dealt:
+    path = root / SHARES
+    with explained("read", path):
+        data = path.read_bytes() if path.exists() else None
+    if data is None:
+        return _Dealt(0, 0, {})
+    try:
+        content = orjson.loads(data)
+        tasks = int(content["tasks"])
+        retired = {int(rank): share for rank, share in content["ranks"].items() if int(rank) >= tasks}
+        return _Dealt(int(content["round"]), tasks, retired)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read ({error!r}). Restore it from a copy.") from error

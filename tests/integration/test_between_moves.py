@@ -1,0 +1,144 @@
+"""What people do to the folders of a run between a move and the next start: refused, or every document exactly once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.checkpoint.layout import JOB, last_chunk_file, rank_folder
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.maintenance import verify
+
+from .test_moves_together import elsewhere
+from .test_reshard import Job, answers, job, server, some
+
+__all__ = ["answers", "job", "server"]  # fixtures
+
+
+def dealt_out_anew(job: Job, before: int, tasks: int, seed: int = 3) -> None:
+    """Stopped in the middle, saved beside its folder, and dealt out anew."""
+    job.stop_in_the_middle(before, some(job, seed))
+    shutil.copytree(job.checkpoints, job.folder / "backup")
+    job.reshard(before, tasks)
+
+
+def restore(job: Job, *ranks: int) -> None:
+    for rank in ranks:
+        shutil.rmtree(rank_folder(job.checkpoints, rank))
+        shutil.copytree(rank_folder(job.folder / "backup", rank), rank_folder(job.checkpoints, rank))
+
+
+def output_of(job: Job, rank: int) -> list[Path]:
+    return sorted((job.folder / "output").glob(f"{rank:05d}_*"))
+
+
+def move_away(job: Job, rank: int) -> None:
+    """As the message says: the folder of a task, and its output files."""
+    shutil.rmtree(rank_folder(job.checkpoints, rank), ignore_errors=True)
+    for path in output_of(job, rank):
+        path.unlink()
+
+
+def problems(job: Job) -> list[str]:
+    return [str(one) for one in verify.verify(job.checkpoints, None, True, str(job.checkpoints)).problems]
+
+
+def run_rank(job: Job, rank: int, tasks: int) -> None:
+    """As a task on Slurm: nobody looks at the other tasks."""
+    reader, step = job.executor(tasks).pipeline
+    step(reader(None, rank, tasks), rank, tasks)
+
+
+@pytest.mark.parametrize(("numbers", "rank"), [((4, 2), 0), ((4, 2), 3), ((1, 4), 0), ((2, 2), 1)], ids=str)
+def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
+    job: Job, numbers: tuple[int, int], rank: int
+) -> None:
+    """What it had not committed may be another task's since."""
+    before, tasks = numbers
+    dealt_out_anew(job, before, tasks)
+    restore(job, rank)
+    said = f"{rank:05d} is of before `datatrove-ckpt reshard` dealt the input out anew"
+    for number in {before, tasks}:
+        with pytest.raises(CkptError, match=said):
+            job.executor(number).run()
+    assert any(said in problem for problem in problems(job))
+    with pytest.raises(CkptError, match=said):
+        job.reshard(tasks, tasks + 1)
+    assert main(["fork", str(job.checkpoints), str(elsewhere(job).checkpoints)]) == 1
+    if rank < tasks:
+        with pytest.raises(CkptError, match=said):
+            run_rank(job, rank, before)
+    move_away(job, rank)
+    if rank >= tasks:
+        job.reshard(tasks, tasks)
+    job.executor(tasks).run()
+    job.check_finished()
+
+
+def test_shares_for_another_number_of_tasks_are_refused_though_no_rank_tells(job: Job) -> None:
+    dealt_out_anew(job, 1, 4)
+    for path in [*job.checkpoints.glob("0*"), job.checkpoints / "last_chunk", job.folder / "output"]:
+        shutil.rmtree(path)
+    (job.checkpoints / JOB).unlink()
+    for start in (lambda: job.executor(1).run(), lambda: run_rank(job, 0, 1)):
+        with pytest.raises(CkptError, match=r"(?s)shares\.json deals the input out to another.*tasks: 4 -> 1"):
+            start()
+    job.executor(4).run()
+    job.check_finished()
+
+
+@pytest.mark.parametrize("output", [False, True], ids=["", "with its output"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool) -> None:
+    """Nobody reads its documents again, so without its commits nothing shows that they are in the output."""
+    dealt_out_anew(job, 4, 2)
+    if when == "after":
+        job.finish(2)
+    gone = [path.rename(job.folder / path.name) for path in output_of(job, 3) if output]
+    assert output_of(job, 3) or output
+    rank_folder(job.checkpoints, 3).rename(job.folder / "00003")
+    last_chunk_file(job.checkpoints, 3).unlink()
+    with pytest.raises(CkptError, match=r"00003 is missing: it holds the commits of task 3"):
+        job.executor(2).run()
+    assert any("00003 is missing" in problem for problem in problems(job))
+    assert main(["fork", str(job.checkpoints), str(elsewhere(job).checkpoints)]) == 2
+    if not output:
+        with pytest.raises(CkptError, match="00003 is missing"):
+            job.reshard(2, 3)
+    for path in gone:
+        path.rename(job.folder / "output" / path.name)
+    (job.folder / "00003").rename(rank_folder(job.checkpoints, 3))
+    job.executor(2).run()
+    job.check_finished()
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 4])
+def test_a_task_that_is_gone_for_good_is_dealt_out_again(job: Job, tasks: int) -> None:
+    dealt_out_anew(job, 4, 2)
+    move_away(job, 3)
+    last_chunk_file(job.checkpoints, 3).unlink()
+    job.reshard(2, tasks)
+    job.executor(tasks).run()
+    job.check_finished()
+
+
+def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dealt_out_anew(job, 4, 2)
+    other = elsewhere(job, "checkpoints", "output")
+    move_away(other, 3)
+    last_chunk_file(other.checkpoints, 3).unlink()
+    command = ["relocate", str(other.checkpoints), "--output", str(other.folder / "output")]
+    assert main(command) == 1
+    assert "00003 is missing" in capsys.readouterr().out
+    for part in ("checkpoints", "output"):
+        shutil.copytree(job.folder / part, other.folder / part, dirs_exist_ok=True)
+    assert main(command) == 0
+    shutil.rmtree(job.checkpoints)
+    shutil.rmtree(job.folder / "output")
+    other.executor(2).run()
+    other.check_finished()

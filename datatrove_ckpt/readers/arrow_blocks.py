@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.io import DataFolder
 
-from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened
+from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened, serialized
 from datatrove_ckpt.readers.compressed import naming_damage
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ArrowBlocks:
         # Choosing columns copies them, also out of a mapped file. It pays where the others must be read, too.
         self._chooses = compressed or not folder.is_local()
         groups = tuple(Group(rows, size) for _, rows, size in self._batches)
-        self.index = FileIndex(groups, sequential=stream and dictionaries)
+        self.index = FileIndex(groups, sequential=stream and dictionaries, schema=serialized(self._schema))
         if known not in (None, self.index):
             self._source.close()
             raise changed(name)
@@ -74,6 +74,15 @@ class ArrowBlocks:
                 raise changed(self._name)
             table = pa.Table.from_batches([batch.slice(first - self._starts[number], rows)])
             return table if columns is None else table.select(list(columns))
+
+    def sample(self, rows: int) -> pa.Table:
+        """At most so many rows of the first record batch that has some."""
+        number = next(number for number, group in enumerate(self.index.groups) if group.rows)
+        return self.read(self._starts[number], min(rows, self.index.groups[number].rows), None)
+
+    def rest(self) -> None:
+        """Lets go of the latest record batch."""
+        self._last = (None, None)
 
     def close(self) -> None:
         """Closes the file."""

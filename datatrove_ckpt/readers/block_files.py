@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from datatrove.io import DataFolder
@@ -35,10 +35,12 @@ class FileIndex:
     Attributes:
         groups: in the order of the file.
         sequential: a part cannot be read without what comes before it in the file.
+        schema: Arrow's, serialized; empty for JSONL.
     """
 
     groups: tuple[Group, ...]
     sequential: bool = False
+    schema: bytes = field(default=b"", compare=False)  # its bytes may change with pyarrow's version
 
 
 class BlockFile(Protocol):
@@ -49,7 +51,18 @@ class BlockFile(Protocol):
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> Rows:
         """So many rows from ``first`` on, all of the same part."""
 
+    def sample(self, rows: int) -> Rows:
+        """At most so many rows of the file's beginning. It must have a row."""
+
+    def rest(self) -> None:
+        """Frees what is kept so that the next part can be read faster."""
+
     def close(self) -> None: ...
+
+
+def serialized(schema: pa.Schema) -> bytes:
+    """A schema without what pandas or Spark have written beside it."""
+    return bytes(schema.remove_metadata().serialize())
 
 
 def opened(folder: DataFolder, name: str) -> IO[bytes]:
@@ -65,8 +78,11 @@ def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str)
     """Refuses columns that a file does not have, which pyarrow would leave out without a word.
 
     Raises:
-        ConfigError: there is no such column.
+        ConfigError: there is no such column, or there are two.
     """
+    twice = [column for column in dict.fromkeys(wanted or ()) if found.count(column) > 1]
+    if twice:
+        raise ConfigError(f"The input file {name!r} has two columns {twice[0]!r}. Rename one, or read other columns.")
     missing = [column for column in wanted or () if column not in found]
     if missing:
         raise ConfigError(

@@ -17,8 +17,8 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar, overload
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, overload
 
 from loguru import logger
 
@@ -32,11 +32,13 @@ from datatrove_ckpt.readers.line_blocks import LineBlocks, group_bytes
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.row_counts import RowCounts
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
+from datatrove_ckpt.readers.unified import Unified
 
 MAX_ROWS = 2**16
 MAX_BYTES = 2**24
 """The most rows and bytes of a block. A row that is larger than this is a block of its own."""
 
+_SAMPLED_ROWS, _SAMPLED_BYTES = 64, 2**22
 _OPEN_FILES = 32
 _THREADS = 16
 
@@ -51,7 +53,7 @@ class Block:
         file: the number of the file, in the reader's order.
         first: the number of the first row in the file.
         rows: how many rows.
-        bytes: how large they are, roughly, with all columns and uncompressed.
+        bytes: how large they are in memory, roughly, with all columns.
     """
 
     file: int
@@ -77,8 +79,12 @@ class BlockInput(Sequence[Block]):
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
         self._keys: set[str] = set()  # columns that some line of JSONL had
+        self._unified: Unified | None = None
+        self._schemas: dict[bytes, bytes] = {}  # each kept once
+        self._size = 4
         self._index = self._index_files()
-        self._blocks = list(_cut(self._index))
+        self._size = self._size_in_memory()
+        self._blocks = list(_cut(self._index, self._size))
 
     @property
     def names(self) -> Sequence[str]:
@@ -122,7 +128,28 @@ class BlockInput(Sequence[Block]):
             InputError: the file is damaged.
             CheckpointMismatch: the file has changed since its rows were counted.
         """
-        return self._file(block.file).read(block.first, block.rows, columns)
+        rows = self._file(block.file).read(block.first, block.rows, columns)
+        if self._unified is None or isinstance(rows, list):
+            return rows
+        return self._unified.apply(rows, self.names[block.file])
+
+    def unify(self, columns: Sequence[str] | None) -> None:
+        """From now on rows of all files have the same types, in these columns.
+
+        Raises:
+            ConfigError: a file lacks a column, or the types of a column cannot be unified.
+        """
+        schemas: dict[bytes, str] = {}
+        for name, file in zip(self.names, self._index, strict=True):
+            if any(group.rows for group in file.groups):
+                schemas.setdefault(file.schema, name)
+        if not isinstance(self._reader, JsonlReader):
+            self._unified = Unified(schemas.items(), columns)
+
+    def rest(self, file: int) -> None:
+        """Frees what is kept so that the next block of a file can be read faster."""
+        if file in self._opened and self._process == os.getpid():
+            self._opened[file].rest()
 
     def close(self) -> None:
         """Closes the files. They are opened again when they are needed."""
@@ -165,12 +192,31 @@ class BlockInput(Sequence[Block]):
     def _kind(self) -> str:
         """What the blocks depend on, beside the files."""
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        return f"{self._reader._format}/{options}/{group_bytes()}"
+        schema = "" if isinstance(self._reader, JsonlReader) else "/schema"
+        return f"{self._reader._format}/{options}/{group_bytes()}{schema}"
 
     def _index_file(self, number: int) -> FileIndex:
         file = self._open(number, None)
         file.close()
-        return file.index
+        return replace(file.index, schema=self._schemas.setdefault(file.index.schema, file.index.schema))
+
+    def _size_in_memory(self) -> int:
+        """How large rows are in memory, in quarters of what the files say of them, by a sample of three files.
+
+        Parquet counts repeated texts once, in dictionaries: rows of a long prompt can be a thousand times larger.
+        """
+        found = 4
+        full = [number for number, index in enumerate(self._index) if sum(group.rows for group in index.groups)]
+        for number in {full[0], full[len(full) // 2], full[-1]} if full else ():
+            if isinstance(self._reader, JsonlReader):  # dicts are counted elsewhere
+                break
+            group = next(group for group in self._index[number].groups if group.rows)
+            in_file = max(1, group.bytes)
+            file = self._open(number, self._index[number])
+            rows = file.sample(min(_SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file)))
+            file.close()
+            found = max(found, -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows))))
+        return found
 
     def _file(self, number: int) -> BlockFile:
         if self._process != os.getpid():  # a fork shares the places in these files with its parent
@@ -186,7 +232,7 @@ class BlockInput(Sequence[Block]):
         if isinstance(reader, JsonlReader):
             return LineBlocks(reader, name, known, self._keys)
         if isinstance(reader, ParquetReader):
-            return ParquetBlocks(reader.data_folder, name, known)
+            return ParquetBlocks(reader.data_folder, name, known, self._size)
         if isinstance(reader, IpcReader):
             return ArrowBlocks(reader.data_folder, name, known, reader.stream)
         raise ConfigError(
@@ -209,12 +255,21 @@ def read_block(reader: SeekingReader, block: Block, columns: Sequence[str] | Non
         blocks.close()
 
 
-def _cut(files: Sequence[FileIndex]) -> Iterator[Block]:
+def _bytes_of(table: Any) -> int:
+    """With dictionaries decoded, as rows become."""
+    import pyarrow.types as types
+
+    columns = [column.cast(column.type.value_type) if types.is_dictionary(column.type) else column for column in table]
+    return sum(int(column.nbytes) for column in columns)
+
+
+def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:
     for file, index in enumerate(files):
         first = 0
-        for group in index.groups:
-            count = min(group.rows, max(-(-group.rows // MAX_ROWS), -(-group.bytes // MAX_BYTES)))
+        for rows, in_file in index.groups:
+            in_memory = in_file * size // 4
+            count = min(rows, max(-(-rows // MAX_ROWS), -(-in_memory // MAX_BYTES)))
             for part in range(count):
-                start, end = group.rows * part // count, group.rows * (part + 1) // count
-                yield Block(file, first + start, end - start, group.bytes * (end - start) // group.rows)
-            first += group.rows
+                start, end = rows * part // count, rows * (part + 1) // count
+                yield Block(file, first + start, end - start, in_memory * (end - start) // rows)
+            first += rows

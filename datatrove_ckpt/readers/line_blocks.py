@@ -64,6 +64,13 @@ class LineBlocks:
             self._check_keys(parsed, columns)
         return [row and {column: row.get(column) for column in columns} for row in parsed]
 
+    def sample(self, rows: int) -> list[Row | None]:
+        """At most so many rows of the first part."""
+        return self.read(0, min(rows, self.index.groups[0].rows), None)
+
+    def rest(self) -> None:
+        """Keeps what it has: the lines of one part, and of a compressed file where it stands."""
+
     def close(self) -> None:
         """Closes the file."""
         self._stack.close()

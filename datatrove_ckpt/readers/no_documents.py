@@ -146,7 +146,7 @@ def _first_table_row(file: Any, is_parquet: bool) -> dict[str, Any] | None:
     import pyarrow.parquet as pq
 
     if is_parquet:
-        batches: Any = pq.ParquetFile(file).iter_batches(batch_size=1)
+        batches: Any = pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=1)
     else:
         table = pa.ipc.open_file(file)
         batches = (table.get_batch(number) for number in range(table.num_record_batches))

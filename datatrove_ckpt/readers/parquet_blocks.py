@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datatrove.io import DataFolder
 
-from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened
+from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened, serialized
 from datatrove_ckpt.readers.compressed import naming_damage
 
 if TYPE_CHECKING:
@@ -37,23 +37,28 @@ class _Cursor(NamedTuple):
 
 
 class ParquetBlocks:
-    """One Parquet file. See ``block_files.BlockFile``."""
+    """One Parquet file. See ``block_files.BlockFile``.
 
-    def __init__(self, folder: DataFolder, name: str, known: FileIndex | None) -> None:
+    Args:
+        size: bytes of a row in memory, in quarters of those that the file's description gives.
+    """
+
+    def __init__(self, folder: DataFolder, name: str, known: FileIndex | None, size: int) -> None:
         import pyarrow.parquet as pq
 
-        self._name = name
+        self._name, self._size = name, size
         self._cursor: _Cursor | None = None
         self._source = opened(folder, name)
         try:
             with naming_damage(name):
-                self._file = pq.ParquetFile(self._source, buffer_size=_BUFFER_BYTES)
+                self._file = pq.ParquetFile(self._source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
                 metadata = self._file.metadata
                 groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         except BaseException:
             self._source.close()
             raise
-        self.index = FileIndex(tuple(Group(group.num_rows, group.total_byte_size) for group in groups))
+        parts = tuple(Group(group.num_rows, group.total_byte_size) for group in groups)
+        self.index = FileIndex(parts, schema=serialized(self._file.schema_arrow))
         if known not in (None, self.index):
             self.close()
             raise changed(name)
@@ -77,6 +82,18 @@ class ParquetBlocks:
             table = pa.Table.from_batches(parts)
             return table if columns is None else table.select(list(columns))
 
+    def sample(self, rows: int) -> pa.Table:
+        """At most so many rows of the first group that has some."""
+        import pyarrow as pa
+
+        with naming_damage(self._name):
+            number = next(number for number, group in enumerate(self.index.groups) if group.rows)
+            return pa.Table.from_batches([next(self._file.iter_batches(rows, row_groups=[number]))])
+
+    def rest(self) -> None:
+        """Lets go of the group that is being read: of each column, that is a page and its dictionary at least."""
+        self._cursor = None
+
     def close(self) -> None:
         """Closes the file."""
         self._cursor = None
@@ -87,7 +104,7 @@ class ParquetBlocks:
         """The batches of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
         cursor, sizes = self._cursor, self.index.groups[group]
         if cursor is None or (cursor.group, cursor.columns) != (group, columns) or cursor.row > row:
-            rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * sizes.rows // max(1, sizes.bytes)))
+            rows = min(_BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)))
             batches = self._file.iter_batches(rows, row_groups=[group], columns=columns and list(columns))
             cursor = _Cursor(group, columns, 0, None, iter(batches))
         self._cursor = None  # its batches are consumed, so it may not be used again if this fails

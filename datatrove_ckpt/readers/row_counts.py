@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import uuid
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,7 +97,8 @@ class RowCounts:
         with suppress(KeyError, TypeError, ValueError):
             if found and found["key"] == self.key(number):
                 groups = zip(found["rows"], found["bytes"], strict=True)
-                return FileIndex(tuple(Group(int(rows), int(size)) for rows, size in groups), bool(found["sequential"]))
+                parts = tuple(Group(int(rows), int(size)) for rows, size in groups)
+                return FileIndex(parts, bool(found["sequential"]), b64decode(found.get("schema", "")))
         return None
 
     def put(self, number: int, index: FileIndex) -> None:
@@ -106,6 +108,7 @@ class RowCounts:
             return
         rows, sizes = [group.rows for group in index.groups], [group.bytes for group in index.groups]
         entry = {"key": key, "rows": rows, "bytes": sizes, "sequential": index.sequential}
+        entry |= {"schema": b64encode(index.schema).decode()} if index.schema else {}
         with self._lock:
             self._files[self._inputs.names[number]] = entry
             self._changed = True

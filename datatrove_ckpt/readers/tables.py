@@ -201,7 +201,9 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
         # Without a buffer, all of a row group's column is read at once; of a remote file, this saves requests.
         size = _BUFFER_BYTES if self.data_folder.is_local() else 0
-        with naming_damage(name), self._opened(name) as file, pq.ParquetFile(file, buffer_size=size) as parquet_file:
+        # Pre-buffering, pyarrow's default since version 26, would read a row group's columns as a whole, always.
+        options = {"buffer_size": size, "pre_buffer": False}
+        with naming_damage(name), self._opened(name) as file, pq.ParquetFile(file, **options) as parquet_file:
             yield parquet_file
 
     @property

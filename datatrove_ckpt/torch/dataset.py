@@ -112,8 +112,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         self.transform = transform or (text_and_id if columns is None else None)
         self.columns = columns
         self.arrays = arrays
-        if isinstance(columns, str) or (columns is not None and not columns):
-            raise ConfigError(f'columns must be a list of names, such as ["input_ids"], not {columns!r}.')
+        if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
+            raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
         if arrays and not (columns and batch_size):
             raise ConfigError("arrays=True needs columns and batch_size.")
         seed = reader.shuffle_seed if shuffle_seed is None else shuffle_seed
@@ -121,6 +121,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         self._index: Index | None = None
         if indexed and isinstance(reader, JsonlReader | ParquetReader | IpcReader):
             self._index = Index(self._plain_reader)
+            if self.settings.seed is not None or arrays:  # rows of several files come together
+                self._index.blocks.unify(columns)
         elif even is not None or columns is not None:
             raise ConfigError(
                 f"even and columns need the number of rows, and those of {type(reader).__name__} are not counted"

@@ -46,7 +46,7 @@ class Epoch:
         self._index, self._plan, self._reader, self._columns = index, plan, reader, columns
         self._make = self._row if columns is not None else self._document
         mean = int(index.table.bytes.sum()) // max(1, index.table.total)
-        self._chunk = min(_CHUNK_ROWS, max(64, _CHUNK_BYTES // max(1, mean)))
+        self._chunk = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, mean)))
         self._note_read, self._after_end = note_read, after_end
         self._samples = plan.first
         self._start = plan.state(plan.first, index.state).to_json()

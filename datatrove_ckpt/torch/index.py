@@ -184,13 +184,20 @@ class RowSource:
     def _read(self, window: OpenWindow) -> Batches | list[dict[str, Any] | None]:
         blocks, pieces = self._index.blocks, window.pieces
         parts: list[Any] = [None] * len(pieces.block)
-        is_copied = blocks.gives_views and len(parts) > 1
+        is_copied = blocks.gives_views and window.shuffled
+        last = -1
         # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
         for place in np.argsort(pieces.block, kind="stable").tolist():
             start, count = int(pieces.start[place]), int(pieces.rows[place])
-            rows = blocks.read(blocks[int(pieces.block[place])], self._columns)
+            block = blocks[int(pieces.block[place])]
+            if window.shuffled and last not in (-1, block.file):
+                blocks.rest(last)
+            last = block.file
+            rows = blocks.read(block, self._columns)
             part = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
             parts[place] = owned(part) if is_copied else part
+        if window.shuffled:
+            blocks.rest(last)
         if isinstance(parts[0], list):
             return [row for part in parts for row in part]
         # The window's order is made where rows are taken, so that a resume waits for the rows of one batch only.

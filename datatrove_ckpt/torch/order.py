@@ -132,12 +132,13 @@ class OpenWindow:
     """A window of one share: what must be read for it, and which of these rows comes when.
 
     ``order[i]``: the row that is the ``i``-th of the window, counted over all its pieces. ``first``: the number of the
-    window's first row in its share.
+    window's first row in its share. ``shuffled``: the next window does not go on where this one ends.
     """
 
     pieces: Pieces
     order: Numbers
     first: int
+    shuffled: bool
 
 
 class Share:
@@ -168,10 +169,10 @@ class Share:
         count = int(self._ends[number]) - first
         pieces = self._pieces.part(*self._cuts[number : number + 2])
         if self._salt is None:
-            return OpenWindow(pieces, np.arange(count), first)
+            return OpenWindow(pieces, np.arange(count), first, False)
         salt = hashed(self._salt, number)
         order = scramble(count, salt) if self._files is None else _in_turns(pieces, self._files, count, salt)
-        return OpenWindow(pieces, order, first)
+        return OpenWindow(pieces, order, first, True)
 
     @property
     def windows(self) -> int:

@@ -201,4 +201,5 @@ def test_remote_tables_are_counted_once_and_local_ones_are_asked(
     monkeypatch.setattr(BlockInput, "_index_file", None)
     again = BlockInput(reader(folder))
     assert list(again) == list(found)
+    again.unify(["text"])  # the types are kept, too
     assert again.read(again[0]).to_pylist() == table.to_pylist()

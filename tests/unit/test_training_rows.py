@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -373,6 +374,22 @@ def test_a_merged_state_beside_that_of_a_rank_is_refused_in_plain_words(parquet:
             merge(mixed)
 
 
+_POOLS: list[Any] = []
+"""A pool must outlive all that was allocated in it."""
+
+
+@contextmanager
+def counted() -> Iterator[Any]:
+    """Counts what pyarrow allocates in the block."""
+    usual = pa.default_memory_pool()
+    _POOLS.append(pa.proxy_memory_pool(usual))
+    pa.set_memory_pool(_POOLS[-1])
+    try:
+        yield _POOLS[-1]
+    finally:
+        pa.set_memory_pool(usual)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_shuffled_window_is_not_held_twice(tmp_path: Path, kind: str) -> None:
     numbers = np.arange(160_000 * 64, dtype=np.int32)
@@ -385,12 +402,8 @@ def test_a_shuffled_window_is_not_held_twice(tmp_path: Path, kind: str) -> None:
     index = index_of((ParquetReader if kind == "parquet" else IpcReader)(tmp_path.as_posix()))
     order = make_order(index.table, settings(window=parse_window("1GB")), 0, 0)
     assert [share.windows for share in order.shares] == [1]
-    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
-    try:
+    with counted() as pool:
         read = RowSource(index, order, ["ids"]).samples(*order.locate(np.arange(1000)))
-    finally:
-        pa.set_memory_pool(usual)
     assert len({int(row["ids"][0]) for row in read if row}) == 1000
     assert table.nbytes < pool.max_memory() < 1.4 * table.nbytes
 
@@ -415,3 +428,38 @@ def test_texts_that_pyarrow_cannot_take_are_read(tmp_path: Path, seed: int | Non
     ranks = [epoch(reader, Slot(rank, 2, 0, 1), columns=columns, seed=seed) for rank in range(2)]
     found = [one["text"] if columns else one.text for rank in ranks for one in rank]
     assert sorted(found) == sorted(texts)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path: Path, seed: int | None) -> None:
+    for number, (kind, count) in enumerate(((pa.int64(), 10), (pa.int32(), 200))):
+        column = pa.array([[row, row] for row in range(count)], pa.list_(kind))
+        pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
+    index = Index(ParquetReader(tmp_path.as_posix()))
+    index.blocks.unify(["x"])
+    order = make_order(index.table, settings(seed=seed, window=parse_window(40)), 0, 0)
+    for first in range(0, 200, 10):
+        source = RowSource(index, order, ["x"])  # as after a resume
+        assert source.table(*order.locate(np.arange(first, first + 10))).schema.field("x").type == pa.list_(pa.int64())
+
+
+@pytest.mark.parametrize("case", ["repeated texts", "large rows", "compressed batches"])
+def test_what_is_read_beside_a_window_is_bounded(tmp_path: Path, case: str) -> None:
+    """Beside the window: one group that is being decoded, of one file, and not one of each file."""
+    for number in range(6):
+        if case == "compressed batches":
+            table = pa.table({"x": pa.array([[number] * 1000] * 4000, pa.list_(pa.int32()))})
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            with pa.ipc.new_file(tmp_path / f"{number}.arrow", table.schema, options=options) as file:
+                file.write_table(table)
+        else:
+            count, length = (4000, 4000) if case == "repeated texts" else (4, 4_000_000)
+            texts = [f"{number}{row % 3}" * (length // 2) for row in range(count)]
+            pq.write_table(pa.table({"x": texts}), tmp_path / f"{number}.parquet")
+    with counted() as pool:
+        index = Index((IpcReader if case == "compressed batches" else ParquetReader)(tmp_path.as_posix()))
+        order = make_order(index.table, settings(window=parse_window("16MB")), 0, 0)
+        source = RowSource(index, order, ["x"])
+        for place in range(0, index.table.total, index.table.total // 24):
+            source.rows(*order.locate(np.arange(place, place + 1)))
+    assert pool.max_memory() < 16e6 + 3 * 17e6, "6 files have 16 MB each"

@@ -1,0 +1,123 @@
+"""Files with other types in one column: the types of all files count, not those of the rows that come together."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.readers import IpcReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers.blocks import BlockInput
+
+TEXTS = ["a", None, "é"]
+DAY = datetime.datetime(2026, 1, 1)
+
+
+def written(folder: Path, *tables: pa.Table, kind: str = "parquet") -> SeekingReader:
+    for number, table in enumerate(tables):
+        if kind == "parquet":
+            pq.write_table(table, folder / f"{number}.parquet")
+        else:
+            with pa.ipc.new_file(folder / f"{number}.arrow", table.schema) as file:
+                file.write_table(table)
+    return (ParquetReader if kind == "parquet" else IpcReader)(folder.as_posix())
+
+
+def read(reader: SeekingReader, columns: list[str] | None = None) -> list[pa.Table]:
+    blocks = BlockInput(reader)
+    blocks.unify(columns)
+    found: list[Any] = [blocks.read(block, columns) for block in blocks]
+    assert len({str(table.schema) for table in found}) == 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize(
+    ("arrays", "unified"),
+    [
+        ([pa.array([1], pa.int32()), pa.array([2**40], pa.int64())], pa.int64()),
+        ([pa.array([1], pa.int64()), pa.array([1.5], pa.float32())], pa.float64()),
+        ([pa.array(TEXTS), pa.array(TEXTS, pa.large_string())], pa.large_string()),
+        ([pa.array(TEXTS), pa.array(TEXTS).dictionary_encode()], pa.string()),
+        ([pa.array(TEXTS).dictionary_encode(), pa.array(TEXTS)], pa.string()),
+        ([pa.array(TEXTS), pa.array(TEXTS, pa.string_view())], pa.large_string()),
+        ([pa.nulls(2), pa.array(TEXTS)], pa.string()),
+        ([pa.array(TEXTS), pa.nulls(2), pa.array(["x"])], pa.string()),
+        ([pa.array([[1]], pa.list_(pa.int16())), pa.array([[2, 3]], pa.large_list(pa.int32()))], None),
+        ([pa.array([{"a": 1}]), pa.array([{"a": 2, "b": "x"}])], None),
+        ([pa.array([DAY], pa.timestamp("s")), pa.array([DAY], pa.timestamp("us"))], pa.timestamp("us")),
+    ],
+)
+def test_types_are_those_of_all_files(tmp_path: Path, kind: str, arrays: list[Any], unified: Any) -> None:
+    found = read(written(tmp_path, *(pa.table({"x": array}) for array in arrays), kind=kind), ["x"])
+    assert unified is None or found[0].schema.field("x").type == unified
+    for table, array in zip(found, arrays, strict=True):
+        wanted = [value | {"b": value.get("b")} if isinstance(value, dict) else value for value in array.to_pylist()]
+        assert table["x"].to_pylist() == wanted
+        table.validate(full=True)
+
+
+def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path: Path) -> None:
+    one, two = pa.table({"a": [1], "b": ["x"]}), pa.table({"c": [[1.5]], "b": ["y"], "a": [2]})
+    assert [table.to_pylist() for table in read(written(tmp_path, one, two))] == [
+        [{"a": 1, "b": "x", "c": None}],
+        [{"a": 2, "b": "y", "c": [1.5]}],
+    ]
+
+
+def test_a_file_without_rows_has_no_say(tmp_path: Path) -> None:
+    found = read(written(tmp_path, pa.table({"a": pa.array([], pa.string())}), pa.table({"a": [1]})), ["a"])
+    assert [table.to_pylist() for table in found if len(table)] == [[{"a": 1}]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["a"], [1]),
+        ([True], [1]),
+        ([1], [[1]]),
+        (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC"))),
+        (pa.array(["a"]).dictionary_encode(), [1]),
+    ],
+)
+def test_types_that_are_no_values_of_one_column_are_named_at_the_start(tmp_path: Path, one: Any, other: Any) -> None:
+    tables = [pa.table({"x": one}), pa.table({"x": one}), pa.table({"x": other})]
+    said = r"'x' is .* in the input file '2.parquet' and .* in '0.parquet'.*without shuffle_seed and arrays"
+    with pytest.raises(ConfigError, match=said):
+        read(written(tmp_path, *tables), ["x"])
+
+
+def test_a_column_that_a_file_lacks_or_has_twice_is_named_at_the_start(tmp_path: Path) -> None:
+    reader = written(tmp_path, pa.table({"a": [1]}), pa.table({"b": [1]}))
+    with pytest.raises(ConfigError, match=r"'1.parquet' has no column 'a'"):
+        read(reader, ["a"])
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["a", "a"]), tmp_path / "1.parquet")
+    with pytest.raises(ConfigError, match=r"'1.parquet' has two columns 'a'"):
+        read(reader, ["a"])
+
+
+def test_a_value_that_does_not_fit_is_an_input_error(tmp_path: Path) -> None:
+    reader = written(tmp_path, pa.table({"x": [1.5]}), pa.table({"x": [2**60 + 1]}))
+    with pytest.raises(InputError, match=r"'1.parquet' has 'x' as int64.*make it double.*does not fit"):
+        read(reader, ["x"])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_blocks_are_cut_by_what_rows_take_in_memory(tmp_path: Path, kind: str) -> None:
+    """A text that is repeated is in the file once; a row of it becomes a text of its own."""
+    texts = pa.array([f"{number % 3}" * 10_000 for number in range(4_000)])
+    column = texts if kind == "parquet" else texts.dictionary_encode()
+    blocks = BlockInput(written(tmp_path, pa.table({"x": column}), kind=kind))
+    assert texts.nbytes <= sum(block.bytes for block in blocks) < 1.5 * texts.nbytes
+    assert max(block.bytes for block in blocks) <= 2**24
+
+
+def test_numbers_are_cut_by_what_they_take_in_memory(tmp_path: Path) -> None:
+    blocks = BlockInput(written(tmp_path, pa.table({"x": np.arange(200_000) % 7})))
+    assert sum(block.bytes for block in blocks) == pytest.approx(1_600_000, rel=0.3)

@@ -34,8 +34,8 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.dealt_out import (
     lost_ranks,
     refuse_lost_ranks,
-    refuse_older_ranks,
     refuse_other_number,
+    refuse_unfitting,
     retired_ranks,
 )
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
@@ -178,7 +178,7 @@ def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool
     refuse_half_resharded(root)
     skipped = _skipped(executor)
     if not step.checkpoints_remote_dir:  # from there a rank may get what it lacks
-        refuse_older_ranks(root)
+        refuse_unfitting(root)
         for rank in _local_ranks(executor):
             check_not_headless(rank_folder(root, rank))
     with ExitStack() as stack:

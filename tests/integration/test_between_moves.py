@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.layout import JOB, last_chunk_file, rank_folder
+from datatrove_ckpt.checkpoint.layout import JOB, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
 
 from .test_moves_together import elsewhere
@@ -88,6 +91,38 @@ def test_shares_for_another_number_of_tasks_are_refused_though_no_rank_tells(job
             start()
     job.executor(4).run()
     job.check_finished()
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["missing", "older"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: Job, when: str, older: bool) -> None:
+    """Also where all tasks are complete, so that none of them reads its share."""
+    dealt_out_anew(job, 4, 2)
+    path = job.checkpoints / SHARES
+    old = path.read_bytes()
+    job.stop_in_the_middle(2, some(job, 5))
+    job.reshard(2, 3)
+    if when == "after":
+        job.finish(3)
+    now = path.read_bytes()
+    path.unlink()
+    if older:
+        path.write_bytes(old)
+    said = r"shares\.json is (missing|older \(number 1\)), so nobody knows what each rank reads"
+    starts: list[Callable[[], object]] = [
+        lambda: job.executor(3).run(),
+        lambda: job.executor(2).run(),
+        lambda: check_job(job.executor(3)),
+        lambda: job.reshard(3, 4),
+    ]
+    for start in starts:
+        with pytest.raises(CkptError, match=said):
+            start()
+    [problem] = problems(job)
+    assert re.search(said, problem)
+    assert main(["fork", str(job.checkpoints), str(elsewhere(job).checkpoints)]) == 1
+    path.write_bytes(now)
+    job.finish(3)
 
 
 @pytest.mark.parametrize("output", [False, True], ids=["", "with its output"])

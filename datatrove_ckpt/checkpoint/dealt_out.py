@@ -51,26 +51,36 @@ def count_reshards(root: Path, rank: int, tasks: int | None = None) -> int:
     for one in {*rank_numbers(root)[:1], rank}:  # any rank that was there tells
         path = rank_folder(root, one) / RUN
         if path.exists() and (kept := read_run(path).get(RESHARDS, 0)) > number:
-            raise CheckpointMismatch(
-                f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
-                f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
-                "each rank reads. Bring the file back."
-            )
+            raise CheckpointMismatch(_shares_lost(root, path, kept, number))
     if tasks is not None:
         _refuse_older(root, [rank], dealt)
         refuse_other_number(root, tasks)
     return number
 
 
-def refuse_older_ranks(root: Path) -> None:
-    """Refuses ranks that were restored from a copy of before ``reshard``, also those that run no more.
+def refuse_unfitting(root: Path) -> None:
+    """Refuses ranks that are newer than ``shares.json``, or older, also those that run no more.
 
     Raises:
         CheckpointMismatch: it names the first one, and the ways out.
         CheckpointCorrupt: ``shares.json`` cannot be read.
     """
-    if (dealt := _read_dealt(root)).number:
-        _refuse_older(root, rank_numbers(root), dealt)
+    refuse_lost_shares(root)
+    for _, text in older_ranks(root):
+        raise CheckpointMismatch(text)
+
+
+def refuse_lost_shares(root: Path) -> None:
+    """
+    Raises:
+        CheckpointMismatch: a rank has read a share of ``shares.json``, and the file is missing or older.
+        CheckpointCorrupt: ``shares.json`` cannot be read.
+    """
+    number = _read_dealt(root).number
+    for rank in rank_numbers(root) if root.is_dir() else []:
+        path = rank_folder(root, rank) / RUN
+        if (kept := _kept_number(path, number)) > number:
+            raise CheckpointMismatch(_shares_lost(root, path, kept, number))
 
 
 def refuse_other_number(root: Path, tasks: int) -> None:
@@ -152,11 +162,8 @@ def _refuse_older(root: Path, ranks: list[int], dealt: _Dealt) -> None:
 
 def _older(root: Path, ranks: list[int], dealt: _Dealt) -> Iterator[tuple[int, str]]:
     for rank in ranks:
-        path, kept = rank_folder(root, rank) / RUN, dealt.number
-        if path.exists():
-            with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
-                kept = read_run(path).get(RESHARDS, 0)
-        if kept < dealt.number:
+        path = rank_folder(root, rank) / RUN
+        if (kept := _kept_number(path, dealt.number)) < dealt.number:
             again = f"datatrove-ckpt reshard WHAT --tasks {dealt.tasks}, then run" if rank >= dealt.tasks else "run"
             yield (
                 rank,
@@ -166,6 +173,22 @@ def _older(root: Path, ranks: list[int], dealt: _Dealt) -> Iterator[tuple[int, s
                 f"folder back as it was after reshard. If there is no such copy, move it and the output files of task "
                 f"{rank} elsewhere, then {again}: its documents are processed, and paid, again.",
             )
+
+
+def _kept_number(path: Path, otherwise: int) -> int:
+    """How many times the input was dealt out anew, as a rank's ``run.json`` says, if it can be read."""
+    if path.exists():
+        with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
+            return int(read_run(path).get(RESHARDS, 0))
+    return otherwise
+
+
+def _shares_lost(root: Path, path: Path, kept: int, number: int) -> str:
+    return (
+        f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
+        f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
+        "each rank reads. Bring the file back."
+    )
 
 
 def _read_dealt(root: Path) -> _Dealt:

@@ -33,9 +33,11 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.dealt_out import (
     lost_ranks,
+    older_ranks,
     refuse_lost_ranks,
-    refuse_older_ranks,
+    refuse_lost_shares,
     refuse_other_number,
+    refuse_unfitting,
     retired_ranks,
 )
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
@@ -178,7 +180,7 @@ def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool
     refuse_half_resharded(root)
     skipped = _skipped(executor)
     if not step.checkpoints_remote_dir:  # from there a rank may get what it lacks
-        refuse_older_ranks(root)
+        refuse_unfitting(root)
         for rank in _local_ranks(executor):
             check_not_headless(rank_folder(root, rank))
     with ExitStack() as stack:
@@ -189,10 +191,8 @@ def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool
         missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
         if step.checkpoints_remote_dir and missing and dry_run:
             skipped = [rank for rank in skipped if rank not in missing]
-        elif step.checkpoints_remote_dir and (missing := missing + _lost_with_the_node(step, folder, dry_run)):
-            restore = partial(restore_rank, step.checkpoints_remote_dir, folder, retries=False)
-            with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
-                list(pool.map(restore, missing))
+        elif step.checkpoints_remote_dir and not dry_run:
+            _restore(step.checkpoints_remote_dir, folder, missing, executor.world_size)
         check = _Check(executor, step, root, folder, skipped)
         wrong = check.run()
     refuse_other_number(root, executor.world_size)
@@ -216,15 +216,23 @@ def _refuse_left_behind(root: Path, tasks: int) -> None:
         )
 
 
-def _lost_with_the_node(step: CheckpointedStep, folder: Path, dry_run: bool) -> list[int]:
-    """The ranks of an earlier number of tasks, which no task restores, and which this node has not."""
-    if dry_run:
-        return []
-    if folder.is_dir() and rank_numbers(folder):
-        return [rank for rank, _ in lost_ranks(folder)]
+def _restore(url: str, folder: Path, missing: list[int], tasks: int) -> None:
+    """Restores these ranks, and what the mirror may have newer since ``reshard``: no task restores ranks of before.
+
+    Raises:
+        CheckpointMismatch: the mirror is that of an earlier number of tasks, or ranks do not fit ``shares.json``,
+            or it is for another number of tasks.
+    """
     with suppress(OSError):  # a rank that starts says it
-        restore_shares(str(step.checkpoints_remote_dir), folder)
-    return sorted(retired_ranks(folder))
+        restore_shares(url, folder)
+    refuse_lost_shares(folder)
+    refuse_other_number(folder, tasks)
+    here = folder.is_dir() and rank_numbers(folder)
+    lost = [rank for rank, _ in lost_ranks(folder)] if here else sorted(retired_ranks(folder))
+    older = [rank for rank, _ in older_ranks(folder)]
+    with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
+        list(pool.map(partial(restore_rank, url, folder, retries=False), sorted({*missing, *lost, *older})))
+    refuse_unfitting(folder)
 
 
 @dataclass

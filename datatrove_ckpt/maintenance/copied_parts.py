@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.dealt_out import count_reshards, lost_ranks, older_ranks
+from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import JOB, last_chunk_file, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.lines import Json
@@ -35,8 +35,7 @@ def check_not_halfway(checkpoints: Path) -> None:
         raise CheckpointMismatch(
             f"{error} Do that at the old place, then copy it again, and relocate again. Nothing was changed."
         ) from None
-    for rank in rank_numbers(checkpoints)[-1:]:  # looks at the first one, too
-        count_reshards(checkpoints, rank)
+    refuse_lost_shares(checkpoints)
 
 
 def missing_ranks(report: Report) -> tuple[list[Problem], list[int]]:

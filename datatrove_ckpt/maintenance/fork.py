@@ -33,7 +33,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.completeness import Expected
-from datatrove_ckpt.checkpoint.dealt_out import ranks_with_documents, refuse_older_ranks
+from datatrove_ckpt.checkpoint.dealt_out import ranks_with_documents, refuse_unfitting
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.forks import FORKED, KEPT_SETTINGS, Forked
 from datatrove_ckpt.checkpoint.identity import read_run
@@ -192,11 +192,11 @@ def is_made(target: Path, said: str) -> bool:
 def check_source(source: Path) -> None:
     """
     Raises:
-        CheckpointMismatch: ``reshard`` was interrupted there, or a rank was restored from a copy of before it.
+        CheckpointMismatch: ``reshard`` was interrupted there, or its ``shares.json`` and a rank do not fit each other.
         ConfigError: it has ranks that no task reads any more.
     """
     refuse_half_resharded(source)
-    refuse_older_ranks(source)
+    refuse_unfitting(source)
     if retired := ranks_with_documents(source):
         raise ConfigError(
             f"{source}: reshard has left {name_tasks(sorted(retired))} with documents that no task would read again, "

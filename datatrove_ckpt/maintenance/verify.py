@@ -35,13 +35,13 @@ import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import Commit, repair_command
-from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, retired_ranks
+from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import FOLLOWED, follows, read_run
 from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.setting_values import comparable, same_value
-from datatrove_ckpt.errors import CheckpointError, ConfigError
+from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
@@ -283,6 +283,11 @@ def _check_number_of_ranks(report: Report) -> None:
         refuse_half_resharded(report.checkpoints)
     except CheckpointError as error:
         report.add_problem("rank", str(error), path=report.checkpoints / RESHARD_PLAN)
+    try:
+        refuse_lost_shares(report.checkpoints)
+    except CheckpointMismatch as error:
+        report.add_problem("rank", str(error), path=report.checkpoints / SHARES)
+        return
     for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:
         folder = rank_folder(report.checkpoints, number)
         report.add_problem("rank", message, RankFolder("", number, folder), path=folder)

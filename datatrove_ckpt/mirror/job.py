@@ -101,8 +101,14 @@ def _refuse_older(store: ObjectStore, shares: bytes) -> None:
 
 
 def restore_shares(url: str, folder: Path) -> None:
-    """Copies ``shares.json`` of a mirror into a folder that has none. Raises OSError."""
-    _newer_shares(ObjectStore(url), folder)
+    """Copies ``shares.json`` of a mirror into a folder that has none, or an older one. Raises OSError.
+
+    Raises:
+        CheckpointMismatch: the mirror is that of an earlier number of tasks.
+    """
+    store = ObjectStore(url)
+    if (shares := _newer_shares(store, folder)) is not None:
+        _refuse_older(store, shares)
 
 
 def upload_shares(url: str, root: Path) -> None:

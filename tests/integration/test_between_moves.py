@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.layout import JOB, last_chunk_file, rank_folder
+from datatrove_ckpt.checkpoint.layout import JOB, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
+from datatrove_ckpt.preflight.before_run import check_before_run
 
 from .test_moves_together import elsewhere
-from .test_reshard import Job, answers, job, server, some
+from .test_reshard import Job, answers, job, mirrored, server, some
 
 __all__ = ["answers", "job", "server"]  # fixtures
 
@@ -90,6 +94,38 @@ def test_shares_for_another_number_of_tasks_are_refused_though_no_rank_tells(job
     job.check_finished()
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["missing", "older"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: Job, when: str, older: bool) -> None:
+    """Also where all tasks are complete, so that none of them reads its share."""
+    dealt_out_anew(job, 4, 2)
+    path = job.checkpoints / SHARES
+    old = path.read_bytes()
+    job.stop_in_the_middle(2, some(job, 5))
+    job.reshard(2, 3)
+    if when == "after":
+        job.finish(3)
+    now = path.read_bytes()
+    path.unlink()
+    if older:
+        path.write_bytes(old)
+    said = r"shares\.json is (missing|older \(number 1\)), so nobody knows what each rank reads"
+    starts: list[Callable[[], object]] = [
+        lambda: job.executor(3).run(),
+        lambda: job.executor(2).run(),
+        lambda: check_job(job.executor(3)),
+        lambda: job.reshard(3, 4),
+    ]
+    for start in starts:
+        with pytest.raises(CkptError, match=said):
+            start()
+    [problem] = problems(job)
+    assert re.search(said, problem)
+    assert main(["fork", str(job.checkpoints), str(elsewhere(job).checkpoints)]) == 1
+    path.write_bytes(now)
+    job.finish(3)
+
+
 @pytest.mark.parametrize("output", [False, True], ids=["", "with its output"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool) -> None:
@@ -142,3 +178,70 @@ def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(
     shutil.rmtree(job.folder / "output")
     other.executor(2).run()
     other.check_finished()
+
+
+@pytest.mark.parametrize("part", ["", SHARES, "00000", "00003"], ids=["all", "shares", "a task", "a retired task"])
+@pytest.mark.parametrize("when", ["middle", "after"])
+def test_what_a_node_has_of_before_reshard_is_replaced_by_what_the_mirror_has(job: Job, when: str, part: str) -> None:
+    dealt_out_anew(job, 4, 2)
+    shutil.rmtree(job.folder / "backup")
+    job.stop_in_the_middle(2, some(job, 5))
+    shutil.copytree(job.checkpoints, job.folder / "backup")
+    job.reshard(2, 3)
+    job.changes = mirrored(job)
+    check_before_run(job.executor(3))  # uploads what runs no more
+    job.stop_in_the_middle(3, some(job, 7))
+    if when == "after":
+        job.finish(3)
+    path, old = job.checkpoints / part, job.folder / "backup" / part
+    if path.is_dir():
+        shutil.rmtree(path)
+        shutil.copytree(old, path)
+    else:
+        shutil.copy(old, path)
+    with pytest.raises(CkptError, match="tasks: 3 -> 2"):
+        job.executor(2).run()
+    job.executor(3).run()
+    job.check_finished()
+
+
+def test_a_node_that_lost_the_shares_gets_them_from_the_mirror(job: Job) -> None:
+    dealt_out_anew(job, 4, 2)
+    job.changes = mirrored(job)
+    check_before_run(job.executor(2))
+    job.stop_in_the_middle(2, some(job, 5))
+    (job.checkpoints / SHARES).unlink()
+    job.executor(2).run()
+    job.check_finished()
+
+
+def test_a_mirror_of_before_is_refused_before_anything_is_restored_from_it(job: Job) -> None:
+    job.changes = mirrored(job)
+    job.stop_in_the_middle(4, some(job, 3))
+    job.changes = {}
+    job.reshard(4, 2)
+    folder = rank_folder(job.checkpoints, 3).rename(job.folder / "00003")
+    job.changes = mirrored(job)
+    for _ in range(2):
+        with pytest.raises(CkptError, match="holds this run as it was before `datatrove-ckpt reshard`"):
+            job.executor(2).run()
+    folder.rename(rank_folder(job.checkpoints, 3))
+    job.changes = {}
+    job.finish(2)
+
+
+def test_a_mirror_whose_shares_are_older_than_the_ranks_is_no_way_out(job: Job) -> None:
+    dealt_out_anew(job, 4, 2)
+    old = (job.checkpoints / SHARES).read_bytes()
+    job.stop_in_the_middle(2, some(job, 5))
+    job.reshard(2, 3)
+    job.changes = mirrored(job)
+    job.stop_in_the_middle(3, some(job, 7))
+    now = (job.folder / "mirror" / SHARES).read_bytes()
+    (job.checkpoints / SHARES).unlink()
+    (job.folder / "mirror" / SHARES).write_bytes(old)
+    for tasks in (2, 3):
+        with pytest.raises(CkptError, match=r"shares\.json is older \(number 1\), so nobody knows"):
+            job.executor(tasks).run()
+    (job.folder / "mirror" / SHARES).write_bytes(now)
+    job.finish(3)

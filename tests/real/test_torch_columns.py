@@ -142,6 +142,22 @@ def test_what_cannot_work_is_refused(reader: SeekingReader) -> None:
         ReaderDataset(reader, arrays=True, batch_size=2)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"batch_size": value} for value in (0, -1, True, False, 2.0, "2")]
+    + [{"shuffle_seed": value} for value in ("a", True, 1.5)],
+    ids=str,
+)
+def test_seeds_and_sizes_of_batches_that_are_no_numbers_are_refused(
+    reader: SeekingReader, option: dict[str, Any]
+) -> None:
+    [(name, value)] = option.items()
+    with pytest.raises(ConfigError, match=rf"{name} must be an integer.* or None, not {value!r}"):
+        ReaderDataset(reader, **option)
+    with pytest.raises(ConfigError, match=name):
+        ReaderDataset(reader, columns=COLUMNS, arrays=True, **{"batch_size": 2} | option)
+
+
 @pytest.mark.parametrize("even", [None, "repeat"])
 @pytest.mark.parametrize("arrays", [False, True])
 def test_a_damaged_line_is_left_out_or_replaced_where_ranks_must_be_even(

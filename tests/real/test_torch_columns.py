@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.torch import ReaderDataset
+from datatrove_ckpt.torch import Pack, ReaderDataset
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
@@ -156,6 +156,16 @@ def test_seeds_and_sizes_of_batches_that_are_no_numbers_are_refused(
         ReaderDataset(reader, **option)
     with pytest.raises(ConfigError, match=name):
         ReaderDataset(reader, columns=COLUMNS, arrays=True, **{"batch_size": 2} | option)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [2, 3, 2]], ids=str)
+def test_pack_takes_no_batches(tmp_path: Path, lengths: list[int]) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {list(range(length))}}}\n' for length in lengths))
+    reader = JsonlReader(tmp_path.as_posix())
+    first = next(iter(Pack(ReaderDataset(reader, columns=["input_ids"]), 3)))
+    assert first["input_ids"].tolist() == [0, 1, 0]
+    with pytest.raises(ConfigError, match=r"list of numbers, one per token.* leave out arrays=True"):
+        list(Pack(ReaderDataset(reader, columns=["input_ids"], arrays=True, batch_size=3), 3))
 
 
 @pytest.mark.parametrize("even", [None, "repeat"])

@@ -7,14 +7,19 @@ that no piece has. Here the order counts, too, and so do the borders of the batc
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
 from typing import Any, TypeAlias
 
 import xxhash
 
-Batch: TypeAlias = tuple[int, tuple[str, ...]]
+Name: TypeAlias = tuple[str, tuple[str, ...]]
+"""A sample: ``name_of`` and ``types_of`` it."""
+
+Batch: TypeAlias = tuple[int, tuple[Name, ...]]
 """Epoch, and the names of the samples in order."""
 
 _SHOWN = 60  # characters of a sample in a message
@@ -80,11 +85,12 @@ def assert_resume_is_exact(
             times, each counted from the one before. None: after the first, in the middle, after the last batch of each
             epoch and one batch later. At the end of an epoch, both its last batch and the time after it are tried.
         epochs: how many epochs a run has.
-        samples: the samples of a batch. Each is compared by its values.
+        samples: the samples of a batch. Each is compared by its values and their types: the dtype of arrays and
+            tensors, and the classes of plain values and containers.
 
     Raises:
         AssertionError: a resumed run differs. The message names the stop, and the samples that were seen twice,
-            skipped or moved.
+            skipped or moved, or the first one that has other types.
         TypeError: neither the loader nor its dataset has ``state_dict`` and ``load_state_dict``.
         ValueError: a stop lies behind the last batch, or there is no batch at all.
     """
@@ -134,7 +140,7 @@ class _Trial:
             batches = iter(loader) if stop != 0 or between else iter(())
             while (taken != stop or between) and (batch := next(batches, None)) is not None:
                 taken += 1
-                yield epoch, tuple(name_of(sample) for sample in self.samples(batch))
+                yield epoch, tuple((name_of(one), types_of(one)) for one in self.samples(batch))
             if taken == stop:
                 self.state = epoch + between, pickle.dumps(stateful.state_dict())
                 return
@@ -151,8 +157,30 @@ class _Trial:
 
 def name_of(sample: Any) -> str:
     """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
-    text = repr(_plain(sample))
+    return _shortened(repr(_plain(sample)))
+
+
+def types_of(sample: Any) -> tuple[str, ...]:
+    """The types of a sample: of each column of a dict, or of the whole."""
+    if isinstance(sample, Mapping):
+        return tuple(sys.intern(_shortened(f"{key!r}: {_types(value)}")) for key, value in sample.items())
+    return (sys.intern(_shortened(_types(sample))),)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
+
+
+def _types(value: Any) -> str:
+    """The dtype of an array or tensor, else the class, with the types of its items. Runs of one type are one."""
+    if hasattr(value, "dtype"):
+        return str(value.dtype)
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"{name}{{{', '.join(f'{key!r}: {_types(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple) and value:
+        return f"{name}[{', '.join(kind for kind, _ in groupby(map(_types, value)))}]"
+    return name
 
 
 def _plain(value: Any) -> Any:
@@ -212,15 +240,19 @@ def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], betw
 
 
 def _counts(batches: list[Batch]) -> Counter[tuple[int, str]]:
-    return Counter((epoch, name) for epoch, names in batches for name in names)
+    return Counter((epoch, name) for epoch, names in batches for name, _ in names)
 
 
 def _where_they_part(whole: list[Batch], seen: list[Batch]) -> str:
     """For runs with the same samples."""
     flat = [[name for _, names in batches for name in names] for batches in (whole, seen)]
     for index, (wanted, got) in enumerate(zip(*flat, strict=True)):
+        if wanted[0] != got[0]:
+            return f"the same samples in another order: sample {index} is {got[0]}, and without a stop {wanted[0]}"
+    for index, (wanted, got) in enumerate(zip(*flat, strict=True)):
         if wanted != got:
-            return f"the same samples in another order: sample {index} is {got}, and without a stop {wanted}"
+            had, has = next(pair for pair in zip_longest(wanted[1], got[1], fillvalue="nothing") if pair[0] != pair[1])
+            return f"the same values in other types: sample {index}, {got[0]}, has {has}, and without a stop {had}"
     index = next(i for i, pair in enumerate(zip(whole, seen, strict=False)) if pair[0] != pair[1])
     sizes = len(seen[index][1]), len(whole[index][1])
     return f"the same samples in other batches: batch {index} has {sizes[0]}, and without a stop {sizes[1]}"

@@ -52,6 +52,13 @@ def text_and_id(document: Document) -> dict[str, str]:
     return {"text": document.text, "id": str(document.id)}
 
 
+def _check_columns(columns: Sequence[str] | None, arrays: bool, batch_size: int | None) -> None:
+    if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
+        raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
+    if arrays and (columns is None or batch_size is None):
+        raise ConfigError("arrays=True needs columns and batch_size.")
+
+
 class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignore]
     """The documents of a reader.
 
@@ -74,7 +81,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         even: None: ranks differ by one sample at most. "drop": all have the same number, and the last samples are left
             out. "repeat": all have the same number, and the first samples come again.
         shuffle_window: how much is shuffled at once, over all ranks and workers: a number of rows, or bytes with a unit
-            ("256MB"). No worker holds more than this, and one more part of it while it reads on.
+            ("128MB"). No worker holds more than this, and one more part of it while it reads on.
         batch_size: that of the loader. With it, workers take turns by the batch: only the last batch of a rank is
             smaller, so ``len(loader)`` is exact, and the global batch of a step does not depend on the topology. None:
             workers take turns by the sample.
@@ -97,7 +104,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         arrays: bool = False,
         sharding: Sharding = "auto",
         even: Even = None,
-        shuffle_window: int | str = "256MB",
+        shuffle_window: int | str = "128MB",
         batch_size: int | None = None,
         indexed: bool = True,
     ) -> None:
@@ -112,12 +119,10 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         self.transform = transform or (text_and_id if columns is None else None)
         self.columns = columns
         self.arrays = arrays
-        if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
-            raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
-        if arrays and not (columns and batch_size):
-            raise ConfigError("arrays=True needs columns and batch_size.")
+        _check_columns(columns, arrays, batch_size)
         seed = reader.shuffle_seed if shuffle_seed is None else shuffle_seed
-        self.settings = Settings(seed, parse_window(shuffle_window), sharding, even, batch_size or 1)
+        batch = 1 if batch_size is None else batch_size
+        self.settings = Settings(seed, parse_window(shuffle_window), sharding, even, batch)
         self._index: Index | None = None
         if indexed and isinstance(reader, JsonlReader | ParquetReader | IpcReader):
             self._index = Index(self._plain_reader)

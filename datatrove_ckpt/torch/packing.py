@@ -22,6 +22,7 @@ Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own
+_NO_BATCHES = "Pack takes rows, and no batches: leave out arrays=True of a ReaderDataset."
 
 
 class Pack(StatefulWrapper):
@@ -35,7 +36,7 @@ class Pack(StatefulWrapper):
         length: tokens in a sample.
         columns: the keys of a row that have one value per token. They are cut at the same places. Other keys are
             dropped.
-        separator: put after each row: one number for all columns, or one for each. None: nothing.
+        separator: put after each row that has tokens: one number for all columns, or one for each. None: nothing.
         pad: fills up the last sample of an epoch: one number for all columns, or one for each. None: tokens at the end
             of an epoch that make no whole sample are dropped.
         positions: adds ``position_ids``, which count from 0 in each row, for attention that does not cross rows. They
@@ -193,13 +194,20 @@ def _tokens(row: Any, name: str, columns: int) -> Tokens:
         row = row[name]
     elif columns > 1:
         raise ConfigError(f"With several columns each row must be a dict with them, not a {type(row).__name__}.")
-    tokens = np.asarray(row)
+    try:
+        tokens = np.asarray(row)
+    except ValueError:  # parts of several lengths
+        raise _no_tokens(row, name, f"parts that differ in length. {_NO_BATCHES}") from None
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
-        raise ConfigError(
-            f"{name!r} of a row must be a list of numbers, one per token, not {type(row).__name__} of shape "
-            f"{tokens.shape} and type {tokens.dtype}."
-        )
+        hint = f" {_NO_BATCHES}" if tokens.ndim > 1 else ""
+        raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}.{hint}")
     return tokens.astype(np.int64, copy=False) if tokens.dtype.kind in "iub" else tokens
+
+
+def _no_tokens(row: Any, name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} of a row must be a list of numbers, one per token, not {type(row).__name__} of {what}"
+    )
 
 
 def _encoded(tokens: Tokens) -> list[str]:

@@ -40,6 +40,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that is not allowed."""
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"shuffle_seed must be an integer or None, not {self.seed!r}.")
         if self.sharding not in get_args(Sharding):
             raise ConfigError(f'sharding must be "auto", "files" or "rows", not {self.sharding!r}.')
         if self.even not in ("drop", "repeat", None):

@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.torch import ReaderDataset
+from datatrove_ckpt.torch import Pack, ReaderDataset
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
@@ -140,6 +140,32 @@ def test_what_cannot_work_is_refused(reader: SeekingReader) -> None:
             ReaderDataset(reader, columns=columns)
     with pytest.raises(ConfigError, match="arrays=True needs columns and batch_size"):
         ReaderDataset(reader, arrays=True, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"batch_size": value} for value in (0, -1, True, False, 2.0, "2")]
+    + [{"shuffle_seed": value} for value in ("a", True, 1.5)],
+    ids=str,
+)
+def test_seeds_and_sizes_of_batches_that_are_no_numbers_are_refused(
+    reader: SeekingReader, option: dict[str, Any]
+) -> None:
+    [(name, value)] = option.items()
+    with pytest.raises(ConfigError, match=rf"{name} must be an integer.* or None, not {value!r}"):
+        ReaderDataset(reader, **option)
+    with pytest.raises(ConfigError, match=name):
+        ReaderDataset(reader, columns=COLUMNS, arrays=True, **{"batch_size": 2} | option)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [2, 3, 2]], ids=str)
+def test_pack_takes_no_batches(tmp_path: Path, lengths: list[int]) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {list(range(length))}}}\n' for length in lengths))
+    reader = JsonlReader(tmp_path.as_posix())
+    first = next(iter(Pack(ReaderDataset(reader, columns=["input_ids"]), 3)))
+    assert first["input_ids"].tolist() == [0, 1, 0]
+    with pytest.raises(ConfigError, match=r"list of numbers, one per token.* leave out arrays=True"):
+        list(Pack(ReaderDataset(reader, columns=["input_ids"], arrays=True, batch_size=3), 3))
 
 
 @pytest.mark.parametrize("even", [None, "repeat"])

@@ -38,6 +38,7 @@ def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_fille
         [6, 7, 8, 99],
         [9, 10, 99, -1],
     ]
+    assert tokens(Pack(Rows([[], [1], [], [], [2], []]), 4, separator=9)) == [[1, 9, 2, 9]], "none after an empty row"
     assert tokens(Pack(Rows(rows), 100)) == []
     assert tokens(Pack(Rows([]), 4, pad=-1)) == []
 
@@ -131,7 +132,12 @@ def test_rows_that_cannot_be_packed_are_named() -> None:
     for rows, options, message in [
         ([{"text": "a", "id": "b"}], {}, r"no 'input_ids'; it has \['text', 'id'\]. Tokenise"),
         ([{"input_ids": "a"}], {}, "must be a list of numbers"),
-        ([{"input_ids": [[1]]}], {}, "must be a list of numbers"),
+        ([{"input_ids": [[1]]}], {}, r"must be a list of numbers, .* not list of shape \(1, 1\) .* arrays=True"),
+        (
+            [{"input_ids": [np.arange(2), np.arange(3)]}],
+            {},
+            "must be a list of numbers, .* not list of parts that differ",
+        ),
         ([{"a": [1], "b": [1, 2]}], {"columns": ["a", "b"]}, "1 a, 2 b"),
         ([[1]], {"columns": ["a", "b"]}, "must be a dict"),
     ]:

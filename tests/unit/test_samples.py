@@ -115,3 +115,56 @@ def test_rows_of_json_are_the_same() -> None:
     ragged = row_arrays([json_row({"ids": [1]}), json_row({"ids": [1, 2]})])
     assert [row.tolist() for row in ragged["ids"]] == [[1], [1, 2]]
     assert row_arrays([]) == {}
+
+
+BIG = 2**53
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, -(2**63), 2**63 - 1], np.int64),
+        ([1.5, 2.0], np.float64),
+        ([1, 2.5], np.float64),
+        ([2.5, BIG, -BIG], np.float64),
+        ([2**63 + 1, 5], None),
+        ([2**63 + 1, 2**64 - 1], None),
+        ([5, 2**64], None),
+        ([-(2**63) - 1], None),
+        ([2**60 + 1, 1.5], None),
+        ([1.5, -BIG - 1], None),
+        ([1, True], None),
+        ([1.5, False], None),
+        ([1, None], None),
+    ],
+    ids=str,
+)
+def test_numbers_of_json_become_an_array_only_if_that_changes_none(values: list[Any], dtype: Any) -> None:
+    in_row = json_row({"a": values})["a"]
+    in_batch = row_arrays([{"a": value} for value in values])["a"]
+    for made in (in_row, in_batch):
+        if dtype is None:
+            assert [(type(one), one) for one in made] == [(type(one), one) for one in values]
+        else:
+            assert made.dtype == dtype
+            assert made.tolist() == values
+            made += 0
+
+
+def test_truth_values_of_a_batch_are_an_array() -> None:
+    made = row_arrays([{"a": True}, {"a": False}])["a"]
+    assert (made.dtype, made.tolist()) == (np.bool_, [True, False])
+    assert row_arrays([{"a": True}, {"a": 2}])["a"] == [True, 2]
+
+
+@pytest.mark.parametrize("big", [BIG + 1, -BIG - 1, -(2**63)])
+def test_rows_of_other_types_are_stacked_only_if_that_changes_no_number(big: int) -> None:
+    whole, fractions = json_row({"a": [1, big]}), json_row({"a": [1.5, 2.5]})
+    for rows in ([whole, fractions], [fractions, whole]):
+        made = row_arrays(rows)["a"]
+        assert isinstance(made, list)
+        assert [row.tolist() for row in made] == [row["a"].tolist() for row in rows]
+    small = row_arrays([json_row({"a": [1, BIG]}), fractions])["a"]
+    assert (small.dtype, small.tolist()) == (np.float64, [[1.0, BIG], [1.5, 2.5]])
+    kept = row_arrays([{"a": np.array([1], np.uint64)}, {"a": np.array([-1])}])["a"]
+    assert [row.dtype for row in kept] == [np.uint64, np.int64]

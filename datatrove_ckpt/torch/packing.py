@@ -22,6 +22,7 @@ Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own
+_LARGEST = np.iinfo(np.int64).max
 _NO_BATCHES = "Pack takes rows, and no batches: leave out arrays=True of a ReaderDataset."
 
 
@@ -99,7 +100,9 @@ class Packing:
         self._source = source
         self._rows = iter(source)
         self._names = pack.columns + [_FIRST] * pack.positions
-        self._held: dict[str, list[Tokens]] = {name: [rest[name]] if rest else [] for name in self._names}
+        self._held: dict[str, list[Tokens]] = {
+            name: [rest[name]] if rest and len(rest[name]) else [] for name in self._names
+        }
         self._start = 0  # how much of the first array is in samples already
         self._count = len(rest[pack.columns[0]]) if rest else 0
 
@@ -137,9 +140,15 @@ class Packing:
             return
         separator = self._pack.separator
         for name, these in zip(columns, tokens, strict=True):
-            self._held[name].append(these)
+            held = self._held[name]
+            if held and held[-1].dtype != these.dtype:
+                raise ConfigError(
+                    f"{name!r} of a row is {these.dtype}, and that of the row before it {held[-1].dtype}: joined, one "
+                    "of them would change. Give all rows one type in the dataset's transform."
+                )
+            held.append(these)
             if separator is not None:
-                self._held[name].append(np.array([separator[name]], these.dtype))
+                held.append(_filled(1, "separator", separator[name], these.dtype))
         self._count += size + (separator is not None)
         if self._pack.positions:
             first = np.zeros(size + (separator is not None), np.bool_)
@@ -148,9 +157,9 @@ class Packing:
 
     def _joined(self, name: str) -> Tokens:
         held = self._held[name]
-        if len(held) != 1:
-            held[:] = [np.concatenate(held) if held else np.empty(0, np.int64)]
-        return held[0]
+        if len(held) > 1:
+            held[:] = [np.concatenate(held)]
+        return held[0] if held else np.empty(0, np.int64)
 
     def _take(self, count: int) -> dict[str, Tokens]:
         stop = self._start + count
@@ -170,7 +179,7 @@ class Packing:
         for name, tokens in columns.items():
             missing = self._pack.length - len(tokens)
             fill = 0 if name == _FIRST else (self._pack.pad or {})[name]
-            padded[name] = np.concatenate([tokens, np.full(missing, fill, tokens.dtype)])
+            padded[name] = np.concatenate([tokens, _filled(missing, "pad", fill, tokens.dtype)])
             if name == _FIRST:
                 padded[name][len(tokens)] = True
         return padded
@@ -201,7 +210,23 @@ def _tokens(row: Any, name: str, columns: int) -> Tokens:
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
         hint = f" {_NO_BATCHES}" if tokens.ndim > 1 else ""
         raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}.{hint}")
+    is_rounded = tokens.dtype.kind == "f" and isinstance(row, list | tuple) and not all(map(_is_exact, row))
+    if is_rounded or (tokens.dtype == np.uint64 and tokens.size and tokens.max() > _LARGEST):
+        raise _no_tokens(
+            row, name, "integers that int64 does not hold, or that are too large to stand beside fractions"
+        )
     return tokens.astype(np.int64, copy=False) if tokens.dtype.kind in "iub" else tokens
+
+
+def _is_exact(number: float) -> bool:
+    return not isinstance(number, int) or abs(number) <= 2**53
+
+
+def _filled(count: int, setting: str, value: float, dtype: Any) -> Tokens:
+    filled = np.full(count, value).astype(dtype)
+    if count and filled[0] != value:
+        raise ConfigError(f"{setting}={value!r} is no value of a column of {dtype}.")
+    return filled
 
 
 def _no_tokens(row: Any, name: str, what: str) -> ConfigError:

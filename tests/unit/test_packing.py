@@ -145,6 +145,49 @@ def test_rows_that_cannot_be_packed_are_named() -> None:
             list(Pack(Rows(rows), 4, **options))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[2**63 + 1, 5]],
+        [[2**63 + 1]],
+        [[2**60 + 1, 1.5]],
+        [np.array([2**63 + 1], np.uint64)],
+        [[2**60 + 1], [1.5]],
+        [[1.5], [1]],
+        [np.ones(2, np.float32), np.ones(2)],
+    ],
+    ids=str,
+)
+def test_no_number_is_changed_by_what_it_is_joined_with(rows: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"'input_ids' of a row"):
+        list(Pack(Rows(rows), 10, pad=0))
+
+
+def test_large_numbers_and_fractions_are_packed_as_they_are() -> None:
+    [sample] = Pack(Rows([[2**63 - 1, -(2**63)], np.array([5], np.uint64)]), 3)
+    assert sample["input_ids"].tolist() == [2**63 - 1, -(2**63), 5]
+    [sample] = Pack(Rows([[2**53, 1.5]]), 2)
+    assert sample["input_ids"].tolist() == [2**53, 1.5]
+
+
+@pytest.mark.parametrize("setting", ["separator", "pad"])
+def test_what_fills_up_must_be_a_value_of_the_column(setting: str) -> None:
+    fill: Any = 0.5
+    with pytest.raises(ConfigError, match=rf"{setting}=0.5 is no value of a column of int64"):
+        list(Pack(Rows([[1, 2]]), 5, **{"pad": 0} | {setting: fill}))
+    assert next(iter(Pack(Rows([[1.5, 2]]), 5, **{"pad": 0} | {setting: fill})))["input_ids"][2] == 0.5
+
+
+def test_a_stop_between_samples_leaves_the_type_of_what_follows_open() -> None:
+    pack = Pack(Rows([[1, 2], [1.5, 2.5]]), 2)
+    samples = iter(pack)
+    next(samples)
+    state = json.loads(json.dumps(pack.state_dict()))
+    other = Pack(Rows([[1, 2], [1.5, 2.5]]), 2)
+    other.load_state_dict(state)
+    assert tokens(other) == tokens(samples) == [[1.5, 2.5]]
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     for options, message in [
         ({"length": 0}, "at least 1"),

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from loguru import logger
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
@@ -509,3 +511,26 @@ def test_the_command_records_the_steps_as_it_was_given_them(run: Command) -> Non
     run()
     record = json.loads(Path("checkpoints/00000/shard.json").read_text())
     assert [step["name"] for step in record["pipeline"]] == ["reader"]
+
+
+@pytest.mark.parametrize("loss", ["an output file", "an input file", "a rank's checkpoint", "nothing"])
+def test_what_datatroves_executor_skips_is_checked_before_it(tmp_path: Path, server: FakeServer, loss: str) -> None:
+    (tmp_path / "input").mkdir()
+    for task in range(2):
+        (tmp_path / f"input/{task}.jsonl").write_text(json.dumps({"id": str(task), "text": f"text {task}"}))
+
+    def executor() -> LocalPipelineExecutor:
+        steps = [JsonlReader(str(tmp_path / "input")), runner(tmp_path, server)]
+        return LocalPipelineExecutor(steps, tasks=2, logging_dir=str(tmp_path / "logs"))
+
+    check_before_run(executor())
+    executor().run()
+    check_before_run(executor())
+    if loss == "an output file":
+        next((tmp_path / "output").glob("*00001*")).unlink()
+    elif loss == "an input file":
+        (tmp_path / "input/1.jsonl").unlink()
+    elif loss == "a rank's checkpoint":
+        shutil.rmtree(tmp_path / "checkpoints/00001")
+    with nullcontext() if loss == "nothing" else pytest.raises(CkptError):
+        check_before_run(executor())

@@ -56,9 +56,11 @@ class Unified:
             return table
         columns = []
         for field in schema:
+            if field.name not in table.column_names:
+                columns.append(pa.nulls(table.num_rows, field.type))
+                continue
             try:
-                has = field.name in table.column_names
-                columns.append(_cast(table[field.name], field.type) if has else pa.nulls(table.num_rows, field.type))
+                columns.append(_cast(table[field.name], field.type))
             except pa.ArrowException as error:
                 raise InputError(
                     f"The input file {name!r} has {field.name!r} as {table[field.name].type}, other files have it in "

@@ -121,3 +121,9 @@ def test_blocks_are_cut_by_what_rows_take_in_memory(tmp_path: Path, kind: str) -
 def test_numbers_are_cut_by_what_they_take_in_memory(tmp_path: Path) -> None:
     blocks = BlockInput(written(tmp_path, pa.table({"x": np.arange(200_000) % 7})))
     assert sum(block.bytes for block in blocks) == pytest.approx(1_600_000, rel=0.3)
+
+
+def test_rows_without_a_column_of_another_type_have_none(tmp_path: Path) -> None:
+    days = pa.array(["a"]).dictionary_encode()
+    tables = read(written(tmp_path, pa.table({"a": [1]}), pa.table({"a": [2], "b": days})))
+    assert [table["b"].to_pylist() for table in tables] == [[None], ["a"]]

@@ -80,7 +80,7 @@ class ArrowBlocks:
         number = next(number for number, group in enumerate(self.index.groups) if group.rows)
         return self.read(self._starts[number], min(rows, self.index.groups[number].rows), None)
 
-    def rest(self) -> None:
+    def let_go(self) -> None:
         """Lets go of the latest record batch."""
         self._last = (None, None)
 

@@ -54,7 +54,7 @@ class BlockFile(Protocol):
     def sample(self, rows: int) -> Rows:
         """At most so many rows of the file's beginning. It must have a row."""
 
-    def rest(self) -> None:
+    def let_go(self) -> None:
         """Frees what is kept so that the next part can be read faster."""
 
     def close(self) -> None: ...

@@ -146,10 +146,10 @@ class BlockInput(Sequence[Block]):
         if not isinstance(self._reader, JsonlReader):
             self._unified = Unified(schemas.items(), columns)
 
-    def rest(self, file: int) -> None:
+    def let_go(self, file: int) -> None:
         """Frees what is kept so that the next block of a file can be read faster."""
         if file in self._opened and self._process == os.getpid():
-            self._opened[file].rest()
+            self._opened[file].let_go()
 
     def close(self) -> None:
         """Closes the files. They are opened again when they are needed."""

@@ -68,7 +68,7 @@ class LineBlocks:
         """At most so many rows of the first part."""
         return self.read(0, min(rows, self.index.groups[0].rows), None)
 
-    def rest(self) -> None:
+    def let_go(self) -> None:
         """Keeps what it has: the lines of one part, and of a compressed file where it stands."""
 
     def close(self) -> None:

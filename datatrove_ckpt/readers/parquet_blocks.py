@@ -90,7 +90,7 @@ class ParquetBlocks:
             number = next(number for number, group in enumerate(self.index.groups) if group.rows)
             return pa.Table.from_batches([next(self._file.iter_batches(rows, row_groups=[number]))])
 
-    def rest(self) -> None:
+    def let_go(self) -> None:
         """Lets go of the group that is being read: of each column, that is a page and its dictionary at least."""
         self._cursor = None
 

@@ -191,13 +191,13 @@ class RowSource:
             start, count = int(pieces.start[place]), int(pieces.rows[place])
             block = blocks[int(pieces.block[place])]
             if window.shuffled and last not in (-1, block.file):
-                blocks.rest(last)
+                blocks.let_go(last)
             last = block.file
             rows = blocks.read(block, self._columns)
             part = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
             parts[place] = owned(part) if is_copied else part
         if window.shuffled:
-            blocks.rest(last)
+            blocks.let_go(last)
         if isinstance(parts[0], list):
             return [row for part in parts for row in part]
         # The window's order is made where rows are taken, so that a resume waits for the rows of one batch only.

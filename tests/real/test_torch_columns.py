@@ -178,3 +178,17 @@ def test_a_damaged_line_is_left_out_or_replaced_where_ranks_must_be_even(
     found = list(dataset)
     numbers = [n for batch in found for n in batch["n"].tolist()] if arrays else [row["n"] for row in found]
     assert numbers == ([0, 1, 3, 4] if even is None else [0, 1, 3, 3, 4])
+
+
+@pytest.mark.parametrize(("seed", "arrays"), [(1, False), (1, True), (None, True)])
+def test_a_dataset_has_one_type_over_all_files(tmp_path: Path, seed: int | None, arrays: bool) -> None:
+    for number, kind in enumerate((pa.int64(), pa.int32())):
+        table = pa.table({"ids": pa.array([[row] for row in range(20)], pa.list_(kind))})
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=5)
+    reader = ParquetReader(tmp_path.as_posix())
+    options: dict[str, Any] = {"columns": ["ids"], "shuffle_seed": seed, "arrays": arrays, "batch_size": 4}
+    made = ReaderDataset(reader, shuffle_window=5, **options)
+    assert {sample["ids"].dtype for sample in made} == {np.dtype(np.int64)}
+    pq.write_table(pa.table({"ids": ["text"]}), tmp_path / "2.parquet")
+    with pytest.raises(ConfigError, match="no values of one column"):
+        ReaderDataset(reader, **options)

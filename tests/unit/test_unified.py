@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers import IpcReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import IpcReader, ParquetReader, SeekingReader, parquet_blocks
 from datatrove_ckpt.readers.blocks import BlockInput
 
 TEXTS = ["a", None, "é"]
@@ -127,3 +129,24 @@ def test_rows_without_a_column_of_another_type_have_none(tmp_path: Path) -> None
     days = pa.array(["a"]).dictionary_encode()
     tables = read(written(tmp_path, pa.table({"a": [1]}), pa.table({"a": [2], "b": days})))
     assert [table["b"].to_pylist() for table in tables] == [[None], ["a"]]
+
+
+def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow does so since version 26, unless it is told not to."""
+    table = pa.table({"text": ["x" * 1000] * 10_000})
+    pq.write_table(table, tmp_path / "0.parquet", compression="none", use_dictionary=False)
+    sizes: list[int] = []
+
+    class File(io.FileIO):
+        def read(self, size: int = -1, /) -> bytes:
+            sizes.append(size)
+            return super().read(size) or b""
+
+    monkeypatch.setattr(parquet_blocks, "opened", lambda folder, name: File(tmp_path / name))
+    monkeypatch.setattr(DataFolder, "open", lambda folder, name, *mode: File(tmp_path / name))
+    reader = ParquetReader(tmp_path.as_posix(), limit=5)
+    blocks = BlockInput(reader)
+    assert len(blocks.read(blocks[0])) == blocks[0].rows
+    blocks.close()
+    assert len(list(reader.run())) == 5
+    assert 0 < max(sizes) < 2**22, "10 MB are there"

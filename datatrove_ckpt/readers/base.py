@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
@@ -136,12 +137,22 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def shard(self, index: int, count: int, by: str = "") -> Iterator[Document]:
         """One of ``count`` shards of all files: every ``count``-th file or row, see ``Inputs.are_dealt_out``.
 
-        Resumes from the state that ``load_state_dict`` got. The state is taken by this call, not at the first document.
+        ``skip`` and ``limit`` hold for all shards together. Which rows they leave is known only to who reads them, so
+        each shard reads all rows up to the limit then, and gives every ``count``-th document.
+
+        Resumes from the state that ``load_state_dict`` got, by what that state was dealt out by. The state is taken by
+        this call, not at the first document.
         """
         state = self._take_state()
         start = ReaderStart(state=state, skipped=saved_skipped(state))
         inputs = self._list_inputs(0, 1, state)
         self._file_level = "DEBUG"  # of each worker of a training loop, in each epoch
+        key: ShardKey = state["shard"] if state and "shard" in state else []
+        by = str([*key, "files"][2]) if key else "documents" if self.skip or self.limit != -1 else by
+        if count > 1 and by == "documents":
+            done = state["documents"] if state and key else 0
+            documents = self._documents(inputs, start, [index, count, by], ALL_ROWS)
+            return islice(documents, (index - done) % count, None, count)
         if inputs.are_dealt_out(count, by):
             inputs = inputs.shard(index, count)
             return self._documents(inputs, start, [index, count], ALL_ROWS)

@@ -64,7 +64,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
 
     Args:
         reader: one of this package's readers. It is copied, and its own state does not change. Its ``skip`` and
-            ``limit`` count rows of the whole input.
+            ``limit`` count rows of the whole input; documents, if the rows are not counted.
         rank: the rank of this process in the training.
         world_size: the number of processes in the training.
         shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the reader's own, or in the

@@ -3,6 +3,8 @@
 Each worker of each rank reads its own share, from its beginning: every n-th file, or every n-th row of all files if
 files would make shares that differ by more than 1 %. Shares may differ in length, there is no ``len()``, and a state
 belongs to its number of ranks and workers. States of release 0.1 are of this kind, and resume in this way.
+
+With ``skip`` or ``limit`` of the reader, each worker reads all documents up to the limit, and gives every n-th one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class StreamEpoch:
         self._files = _files(reader, then and then.get("files"))
         if position is not None:
             self._reader.load_state_dict(position)
-        self._documents = self._reader.shard(index, count, _sharding_of(position) or sharding)
+        self._documents = self._reader.shard(index, count, sharding)
         self._ended = self._is_used = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,13 +97,6 @@ def _files(reader: SeekingReader, then: State | None) -> State | None:
         return then
     digest = inputs.digest(len(inputs.names)).state()
     return {key: digest[key] for key in ("files", "bytes", "all", "names")}
-
-
-def _sharding_of(position: State | None) -> str | None:
-    """How the shares of a saved position were made: it says so."""
-    if position is None or "shard" not in position:
-        return None
-    return "rows" if "rows" in position["shard"] else "files"
 
 
 def _check(then: State, seed: int | None, slot: Slot, index: int, count: int) -> None:

@@ -25,6 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
+from datatrove_ckpt.testing import assert_resume_is_exact
 from datatrove_ckpt.torch import ReaderDataset, gather, merge, restore
 
 pytestmark = [
@@ -96,6 +97,22 @@ def test_what_is_not_counted_has_no_length(folder: str) -> None:
     with pytest.raises(ConfigError, match="even and columns need the number of rows"):
         dataset(folder, indexed=False, even="drop")
     assert sorted(texts(loader(folder, indexed=False))) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_limit_and_skip_of_uncounted_rows_hold_for_all_workers(folder: str, ranks: int, seed: int | None) -> None:
+    seen = []
+    for rank in range(ranks):
+
+        def make(rank: int = rank) -> Any:
+            one = ReaderDataset(ParquetReader(folder, skip=7, limit=50), rank, ranks, seed, indexed=False)
+            return StatefulDataLoader(one, batch_size=4, num_workers=2)
+
+        assert_resume_is_exact(make, epochs=1, stops=[(2,)])
+        seen += texts(make())
+    assert len(seen) == len({*seen}) == 50
+    assert seed is not None or {*seen} == {*TEXTS[7:57]}
 
 
 def test_a_readers_own_seed_shuffles_too(folder: str) -> None:

@@ -275,8 +275,11 @@ def test_a_rank_beyond_the_shards_has_no_documents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("count", [2, 5])
-def test_shards_of_a_training_loop_hold_each_document_once(streaming: bool, count: int, tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=streaming, id_key="name")
+@pytest.mark.parametrize("ends", [{}, {"skip": 3, "limit": 20}])
+def test_shards_of_a_training_loop_hold_each_document_once(
+    streaming: bool, count: int, ends: dict[str, int], tmp_path: Path
+) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=streaming, id_key="name", **ends)
     seen: list[str] = []
     for index in range(count):
         documents = list(HuggingFaceDatasetReader(**options).shard(index, count))

@@ -314,17 +314,20 @@ def test_of_a_large_shuffled_row_group_few_rows_are_held(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("ends", [{}, {"skip": 3, "limit": 11}])
 @pytest.mark.usefixtures("_blocks")
-def test_shards_are_the_whole_and_resume_from_every_position(tmp_path: Path, kind: str, seed: int | None) -> None:
+def test_shards_are_the_whole_and_resume_from_every_position(
+    tmp_path: Path, kind: str, seed: int | None, ends: dict[str, int]
+) -> None:
     write(tmp_path, kind)
-    whole = sorted(document.text for document in reader(tmp_path.as_posix(), kind, shuffle_seed=seed).run())
+    whole = sorted(document.text for document in reader(tmp_path.as_posix(), kind, shuffle_seed=seed, **ends).run())
     for count in (1, 3, 7):
         texts = []
         for index in range(count):
-            documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed).shard(index, count))
+            documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed, **ends).shard(index, count))
             texts += [document.text for document in documents]
             for done, document in enumerate(documents, start=1):
-                fresh = reader(tmp_path.as_posix(), kind, shuffle_seed=seed)
+                fresh = reader(tmp_path.as_posix(), kind, shuffle_seed=seed, **ends)
                 fresh.load_state_dict(state_of(document))
                 assert plain(fresh.shard(index, count)) == plain(documents[done:])
         assert sorted(texts) == whole

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.io import DataFolder
 
+from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened, serialized
 from datatrove_ckpt.readers.compressed import naming_damage
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _CONTINUATION = 0xFFFFFFFF
+_FILE_MARK, _STREAM_MARK = b"ARROW1", b"\xff\xff\xff\xff"
 _DICTIONARY, _RECORD_BATCH = 2, 3  # MessageHeader
 
 
@@ -34,17 +36,44 @@ def map_or_open(folder: DataFolder, name: str) -> Any:
     return pa.memory_map(folder.resolve_paths(name)) if folder.is_local() else opened(folder, name)
 
 
+def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
+    """Whether an opened file is an Arrow stream, as ``datasets`` writes it, and not a file with a table of contents.
+
+    Args:
+        stream: what the reader was told. It decides for the streams of old releases of Arrow, which have no mark.
+
+    Raises:
+        InputError: the file is neither.
+    """
+    begin = file.read(len(_FILE_MARK))
+    file.seek(0)
+    if begin[:4] == _STREAM_MARK or (stream and begin != _FILE_MARK):
+        return True
+    if begin and not _FILE_MARK.startswith(begin):
+        raise InputError(
+            f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, replace it by a "
+            'complete copy; else move it out of the input, or start with glob_pattern="*.arrow". Then run the same '
+            "command again."
+        )
+    return False
+
+
 class ArrowBlocks:
-    """One Arrow file or, with ``stream``, one Arrow stream. See ``block_files.BlockFile``."""
+    """One Arrow file or stream. See ``block_files.BlockFile``.
+
+    Args:
+        stream: see ``is_stream``.
+    """
 
     def __init__(self, folder: DataFolder, name: str, known: FileIndex | None, stream: bool) -> None:
-        self._name, self._stream = name, stream
+        self._name = name
         self._readers: dict[Any, Any] = {}
         self._last: tuple[Any, Any] = (None, None)  # key and batch
         self._cursor: tuple[int, Iterator[Any]] | None = None  # batches of a stream with dictionaries
         with naming_damage(name):
             self._source = map_or_open(folder, name)
             try:
+                self._stream = is_stream(self._source, name, stream)
                 self._schema, self._batches, dictionaries, compressed = self._walk()
             except BaseException:
                 self._source.close()
@@ -52,7 +81,7 @@ class ArrowBlocks:
         # Choosing columns copies them, also out of a mapped file. It pays where the others must be read, too.
         self._chooses = compressed or not folder.is_local()
         groups = tuple(Group(rows, size) for _, rows, size in self._batches)
-        self.index = FileIndex(groups, sequential=stream and dictionaries, schema=serialized(self._schema))
+        self.index = FileIndex(groups, sequential=self._stream and dictionaries, schema=serialized(self._schema))
         if known not in (None, self.index):
             self._source.close()
             raise changed(name)

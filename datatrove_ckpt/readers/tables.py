@@ -19,21 +19,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from datatrove.data import Document
-from datatrove.io import DataFileLike, DataFolderLike
+from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
+from datatrove_ckpt.readers.arrow_blocks import is_stream, map_or_open
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.block_files import opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.gather import take_rows
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import FilePosition
-from datatrove_ckpt.readers.retries import RetryingFile, retrying
 from datatrove_ckpt.readers.rows import ALL_ROWS, Adapter, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped
 
@@ -74,16 +75,9 @@ class _Group(NamedTuple):
 
 class _TableReader(SeekingReader):
     @contextmanager
-    def _opened(self, name: str) -> Iterator[IO[bytes]]:
-        """The file, whose reads are repeated if it is a remote one."""
-        local = self.data_folder.is_local()
-        with naming_hub_input(self.data_folder, name):
-            opened = self.data_folder.open(name, "rb") if local else retrying(self._open_remote(name), name)
-        with closing(opened), naming_hub_input(self.data_folder, name):
-            yield opened if local else cast("IO[bytes]", RetryingFile(opened, name))
-
-    def _open_remote(self, name: str) -> Callable[[], Any]:
-        return lambda: self.data_folder.open(name, "rb")
+    def _opened(self, name: str, open_file: Callable[[DataFolder, str], Any] = opened) -> Iterator[Any]:
+        with closing(open_file(self.data_folder, name)) as file, naming_hub_input(self.data_folder, name):
+            yield file
 
     @abstractmethod
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
@@ -264,7 +258,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]
-    """datatrove's ``IpcReader``, with a position on each document.
+    """datatrove's ``IpcReader``, with a position on each document. A file's first bytes tell whether it is a stream.
 
     Args:
         shuffle_seed: read files, record batches, and the rows in a batch in an order that depends on this number. The
@@ -311,26 +305,14 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         )
         self._set_shuffle(shuffle_files, shuffle_seed)
 
-    @contextmanager
-    def _mapped(self, name: str) -> Iterator[Any]:
-        """The file. A local one as memory: of a batch, only what is used is read."""
-        import pyarrow as pa
-
-        if self.data_folder.is_local():
-            with closing(pa.memory_map(self.data_folder.resolve_paths(name))) as file:
-                yield file
-        else:
-            with self._opened(name) as file:
-                yield file
-
     def _groups(self, name: str, first: int, seed: int | None) -> Iterator[tuple[int, int, Batch]]:
         """From the ``first``-th turn on, counted from 0: turn, number of the record batch, record batch."""
         import pyarrow as pa
 
-        with naming_damage(name), self._mapped(name) as file:
+        with naming_damage(name), self._opened(name, map_or_open) as file:
             extent = self._file_extent
             extent.scale = "group" if seed is None else "turn"
-            if self.stream:
+            if is_stream(file, name, self.stream):
                 extent.starts = [0.0]
                 with pa.ipc.open_stream(file) as stream:
                     for number, batch in enumerate(stream):

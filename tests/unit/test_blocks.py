@@ -85,7 +85,7 @@ def _write_arrow(folder: Path, tables: list[pa.Table], options: Any = None, stre
         new = pa.ipc.new_stream if stream else pa.ipc.new_file
         with new(folder / f"{number}.arrow", table.schema, options=options) as writer:
             writer.write_table(table.combine_chunks(), max_chunksize=20)
-    return IpcReader(folder.as_posix(), stream=stream)
+    return IpcReader(folder.as_posix())
 
 
 def write_jsonl(folder: Path, suffix: str = "") -> JsonlReader:

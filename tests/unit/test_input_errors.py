@@ -34,6 +34,7 @@ from datatrove_ckpt.readers import (
     position_state,
     retries,
 )
+from datatrove_ckpt.readers.blocks import BlockInput
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -293,9 +294,18 @@ def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind:
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     folder = tmp_path.as_posix()
-    reader = ParquetReader(folder) if kind == "parquet" else IpcReader(folder, stream=kind == "arrows")
+    reader = ParquetReader(folder) if kind == "parquet" else IpcReader(folder)
     with pytest.raises(InputError, match=rf"'a.{kind}' is damaged or cut off: "):
         list(reader.run())
+
+
+@pytest.mark.parametrize("read", [lambda reader: list(reader.run()), BlockInput])
+def test_what_is_no_arrow_file_is_named_with_what_it_begins_with(tmp_path: Path, read: Any) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"features": {}}')  # beside the streams of ``datasets``
+    with pytest.raises(
+        InputError, match=r"info\.json' is no Arrow file: it begins with b'{\"feat'\. .*glob_pattern"
+    ):
+        read(IpcReader(tmp_path.as_posix()))
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])

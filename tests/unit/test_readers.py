@@ -132,7 +132,7 @@ def reader(folder: Any, kind: str, **options: Any) -> SeekingReader:
         return JsonlReader(folder, **options)
     if kind == "parquet":
         return ParquetReader(folder, **{"batch_size": 4} | options)
-    return IpcReader(folder, stream=kind == "arrows", **options)
+    return IpcReader(folder, **options)  # what is a stream is seen
 
 
 def original(folder: Any, kind: str, **options: Any) -> Any:

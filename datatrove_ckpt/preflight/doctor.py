@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
@@ -17,13 +18,15 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.documents import decode, encode
+from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.inference.servers.pool import check_servers
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
+from datatrove_ckpt.output.trial import Trial, writer_name
 from datatrove_ckpt.preflight.before_run import check_steps, committed_here
 from datatrove_ckpt.preflight.checks import PreflightCheck, check_checkpoints, check_local_output, check_remote, within
 from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
@@ -34,6 +37,12 @@ from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.shares import check_workers, workers_of
 from datatrove_ckpt.preflight.space import Needs, answer_bytes, check_space, estimate
 from datatrove_ckpt.runner import InferenceRunner
+
+_ANSWER = {
+    "text": "An answer.",
+    "finish_reason": "stop",
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
 
 
 def examine(executor: Any, documents_per_second: float | None = None) -> list[PreflightCheck]:
@@ -87,6 +96,7 @@ def _check_runner(place: str, step: InferenceRunner, sample: Sample, executor: A
     ranks, moves = workers_of(executor), _moves(executor)
     checks += _guarded(checkpoints, lambda: _check_checkpoints(checkpoints, step, sample, ranks, moves))
     checks += _guarded(output, lambda: _check_output(output, step, sample, ranks, executor))
+    checks += _guarded(output, lambda: [_check_writer(output, step, sample)])
     if step.output_writer.output_folder.is_local() and sample.documents:
         checks += _guarded(output, lambda: [_check_space(output, step, sample, executor, index)])
     remote, monitoring = step.checkpoints_remote_dir, step.monitoring
@@ -139,6 +149,21 @@ def _check_output(
     folder = Path(output.resolve_paths("")).absolute()
     template = step.output_writer.output_filename.template
     return check_local_output(subject, folder, template, _needs(step, sample, ranks).output, _moves(executor))
+
+
+def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> PreflightCheck:
+    """Writes a document to memory, with an answer that is made up."""
+    writer, name = step.output_writer, writer_name(step.output_writer)
+    document = decode(sample.first) if sample.first else Document(text="text", id="id")
+    document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
+    try:
+        Trial(writer, 0).check(encode(document), document.id)
+    except DocumentNotSerializable as error:
+        text = f"{name} cannot write a document with an answer that is made up: {error_text(error.__cause__ or error)}."
+        text += " Correct it, unless real answers are different."
+        # Those of datatrove write any document. But an adapter or a schema may want another answer than this one.
+        return PreflightCheck("warning" if name.startswith("datatrove.") else "problem", subject, "writer", text)
+    return PreflightCheck("ok", subject, "writer", f"{name} writes a document with an answer that is made up.")
 
 
 def _moves(executor: Any) -> bool:

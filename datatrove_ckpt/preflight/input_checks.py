@@ -44,6 +44,7 @@ class Sample:
         input_bytes: size of the whole input, uncompressed; compressed files count ``GROWTH`` times. 0 if unknown.
         compressed: some of the input is compressed.
         refused: why a file that was read gave no document, by the file's index.
+        first: the first one, encoded; empty if there is none.
     """
 
     number: int = 0
@@ -52,6 +53,7 @@ class Sample:
     input_bytes: int = 0
     compressed: bool = False
     refused: dict[int, NoDocument] = field(default_factory=dict)
+    first: bytes = b""
 
     @property
     def documents(self) -> int:
@@ -140,14 +142,23 @@ def _list(reader: Any) -> tuple[list[str], list[int]]:
 
 def _read_some(reader: Any, names: list[str], file_sizes: list[int]) -> Sample:
     sizes: list[int] = []
+    first = b""
     deadline = time.monotonic() + _SAMPLE_SECONDS
     refused: dict[int, NoDocument] = {}
-    is_all = _read_files(reader, len(names), lambda document: _take(sizes, document, deadline), refused)
+
+    def take(document: Any) -> bool:
+        nonlocal first
+        data = as_read(document).data
+        first = first or data
+        sizes.append(len(data))
+        return len(sizes) < _SAMPLE_DOCUMENTS and time.monotonic() <= deadline
+
+    is_all = _read_files(reader, len(names), take, refused)
     measured = sum(grown(name, size) for size, name in zip(file_sizes, names, strict=False))
     total = round(measured / max(1, len(file_sizes)) * len(names))
     compressed = any(name.endswith(COMPRESSED) for name in names)
     mean = sum(sizes) / len(sizes) if sizes else 0.0
-    return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed, refused)
+    return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed, refused, first)
 
 
 def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: dict[int, NoDocument]) -> bool:
@@ -172,11 +183,6 @@ def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: d
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return False
     return True
-
-
-def _take(sizes: list[int], document: Any, deadline: float) -> bool:
-    sizes.append(len(as_read(document).data))
-    return len(sizes) < _SAMPLE_DOCUMENTS and time.monotonic() <= deadline
 
 
 def _advice(reader: Any, names: list[str]) -> str:

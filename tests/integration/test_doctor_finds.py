@@ -447,6 +447,22 @@ def test_two_steps_that_would_write_the_same_files(found: Doctor) -> None:
     assert "so the next start would take this output for input" in text
 
 
+@pytest.mark.parametrize(
+    ("body", "state", "says"),
+    [("raise OSError('no route')", "problem", "OSError: no route. Correct it"), ("pass", "ok", "writes a document")],
+)
+def test_a_writer_of_the_users_own_is_tried(found: Doctor, body: str, state: str, says: str) -> None:
+    head = "from datatrove.pipeline.writers import JsonlWriter\n\nclass Own(JsonlWriter):\n"
+    Path(f"own_{state}.py").write_text(f"{head}    def _write(self, document, file, name):\n        {body}\n")
+    job = Path("job.yaml").read_text()
+    Path("job.yaml").write_text(job.replace("class_path: JsonlWriter", f"class_path: own_{state}.Own"))
+    check = found()["output, writer"]
+    assert check[0] == state
+    assert check[1].startswith(f"own_{state}.Own ")
+    assert says in check[1]
+    assert not Path("out").exists()
+
+
 def test_a_check_that_fails_is_a_problem_and_no_traceback(found: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("of a kind\nthat nobody thought of")

@@ -24,7 +24,9 @@ def comparable(name: str, value: Any) -> bytes:
 
 
 def same_value(name: str, old: Any, new: Any) -> bool:
-    """Whether two values of this setting are the same."""
+    """Whether two values of this setting are the same. Earlier releases kept a writer without its module."""
+    if name == "output_writer" and not ("." in str(old) and "." in str(new)):
+        old, new = (str(value).rpartition(".")[2] for value in (old, new))
     return comparable(name, old) == comparable(name, new)
 
 

@@ -83,6 +83,8 @@ def _verdict(report: Report, full: bool) -> str:
     retries = [summary for summary in report.summaries if summary.root]
     retried = f", {sum_counts(retries).written} of which were written by a retry" if retries else ""
     checked = "sizes and contents" if full else "sizes; --full compares contents, too"
+    if report.uncounted:
+        checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     ranks = plural(len(report.ranks) - len(retries), "rank")
     return (
         f"{found}: {ranks}, {plural(counts.read, 'document')} ({counts.written} written, "

@@ -32,6 +32,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import code_hash, code_hash_0_1
 from datatrove_ckpt.generation.describe_code import CodeDescriber, Hashes, plain_value
 from datatrove_ckpt.generation.unstable_values import unstable_values
+from datatrove_ckpt.output.trial import writer_name
 
 # The flags of a server that change its answers.
 _ANSWERING_FLAGS = {
@@ -158,7 +159,7 @@ def run_identity(
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
         "tasks": world_size,
-        "output_writer": type(writer).__name__,
+        "output_writer": writer_name(writer),
         "output_folder": writer.output_folder.resolve_paths(""),
         "output_filename": writer.output_filename.template,
     }

@@ -52,6 +52,7 @@ class Report:
         output: the output folder's name.
         folder: the same as datatrove's ``DataFolder``.
         repair_command: the command that repairs the chunks to redo.
+        uncounted: the writers whose rows cannot be counted.
     """
 
     checkpoints: Path
@@ -63,6 +64,7 @@ class Report:
     chunks: list[CommittedChunk] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unfinished: list[Problem] = field(default_factory=list)
+    uncounted: set[str] = field(default_factory=set)
 
     def add_problem(
         self, kind: str, message: str, rank: RankFolder | None = None, chunk_index: int | None = None, path: Any = None

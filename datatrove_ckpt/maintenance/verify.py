@@ -126,7 +126,8 @@ def _check_rank(report: Report, rank: RankFolder) -> None:
     if summary.error:
         report.add_problem("commits" if summary.can_be_rebuilt else "corrupt", summary.error, rank)
         return
-    countable = rank.identity.get("output_writer") in ("JsonlWriter", "ParquetWriter")
+    writer = str(rank.identity.get("output_writer")).removeprefix("datatrove.")
+    countable = writer in ("JsonlWriter", "ParquetWriter")  # a class of the user's has its module before its name
     for commit in commits.values():
         documents = commit.counts.written if countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))

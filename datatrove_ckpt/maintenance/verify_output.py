@@ -181,8 +181,10 @@ def _blocks(report: Report, path: str) -> Iterator[bytes]:
 
 
 def _check_documents(report: Report, chunk: CommittedChunk) -> None:
-    numbers = [_count_documents(report.folder, file.path) for file in chunk.files]
-    if chunk.documents is None or None in numbers:
+    countable = chunk.documents is not None
+    numbers = [_count_documents(report.folder, file.path) for file in chunk.files] if countable else [None]
+    if None in numbers:
+        report.uncounted.add(str(chunk.rank.identity.get("output_writer")))
         return
     found = sum(number or 0 for number in numbers)
     if found != chunk.documents:

@@ -139,6 +139,19 @@ def test_documents_are_counted_in_compressed_and_columnar_files(
     assert "output files hold 1 documents instead of the 5 that were committed" in said("verify", tmp_path, "--full")[1]
 
 
+def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path: Path, server: FakeServer, said: Said) -> None:
+    def _write(self: Any, *arguments: Any) -> None:
+        for _ in range(3):
+            JsonlWriter._write(self, *arguments)
+
+    own = type("JsonlWriter", (JsonlWriter,), {"_write": _write, "__module__": "jobs"})
+    output = own(str(tmp_path / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
+    runner(tmp_path, server, output_writer=output).run([Document(f"a {i}", f"id {i}") for i in range(3)])
+    code, text = said("verify", tmp_path, "--full")
+    assert code == 0
+    assert text.endswith("(checked: sizes and contents; rows of jobs.JsonlWriter cannot be counted)\n")
+
+
 def test_chunks_in_several_files_and_in_numbered_files_are_whole(
     tmp_path: Path, server: FakeServer, said: Said
 ) -> None:

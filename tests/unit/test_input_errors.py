@@ -302,9 +302,7 @@ def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind:
 @pytest.mark.parametrize("read", [lambda reader: list(reader.run()), BlockInput])
 def test_what_is_no_arrow_file_is_named_with_what_it_begins_with(tmp_path: Path, read: Any) -> None:
     (tmp_path / "dataset_info.json").write_text('{"features": {}}')  # beside the streams of ``datasets``
-    with pytest.raises(
-        InputError, match=r"info\.json' is no Arrow file: it begins with b'{\"feat'\. .*glob_pattern"
-    ):
+    with pytest.raises(InputError, match=r"info\.json' is no Arrow file: it begins with b'{\"feat'\. .*glob_pattern"):
         read(IpcReader(tmp_path.as_posix()))
 
 

@@ -31,6 +31,10 @@ OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string
         ("default_generation_params", {"structured_outputs": ONE}, {"structured_outputs": OTHER}, False),
         ("default_generation_params", {"response_format": {"f": ONE}}, {"response_format": {"f": OTHER}}, False),
         ("tasks", 1, None, False),
+        ("output_writer", "JsonlWriter", "datatrove.JsonlWriter", True),
+        ("output_writer", "JsonlWriter", "jobs.JsonlWriter", True),
+        ("output_writer", "JsonlWriter", "datatrove.ParquetWriter", False),
+        ("output_writer", "datatrove.JsonlWriter", "jobs.JsonlWriter", False),
         ("x", float(2**60), 2**60 + 1, False),
     ],
 )

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike, get_shard_from_paths_file
@@ -56,6 +56,11 @@ class Stateful(Protocol):
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state_dict: State) -> None: ...
+
+
+def datatrove_arguments(given: dict[str, Any], *own: str) -> dict[str, Any]:
+    """What of the ``locals()`` of ``__init__`` goes to datatrove's reader: all but our ``own`` arguments."""
+    return {name: value for name, value in given.items() if name not in ("self", "__class__", *own)}
 
 
 class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]

@@ -22,7 +22,7 @@ from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
-from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import DatasetFiles, DatasetInputs, commit_of, without_commit
 from datatrove_ckpt.readers.extent import InputExtent
@@ -74,22 +74,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         shuffle_files: bool = False,
         load_from_disk: bool = False,
     ) -> None:
-        huggingface.HuggingFaceDatasetReader.__init__(
-            self,
-            dataset,
-            dataset_options,
-            streaming,
-            limit,
-            skip,
-            batch_size,
-            doc_progress,
-            adapter,
-            text_key,
-            id_key,
-            default_metadata,
-            shuffle_files,
-            load_from_disk,
-        )
+        huggingface.HuggingFaceDatasetReader.__init__(self, **datatrove_arguments(locals()))
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
                 "dataset_options: a token does not belong there, because it is pickled with the executor. Leave it "

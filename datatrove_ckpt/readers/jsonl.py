@@ -33,7 +33,7 @@ from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
-from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy
@@ -86,23 +86,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         shuffle_seed: int | None = None,
         stop_on_bad_line: bool = False,
     ) -> None:
-        super().__init__(
-            data_folder,
-            paths_file,
-            compression,
-            limit,
-            skip,
-            file_progress,
-            doc_progress,
-            adapter,
-            text_key,
-            id_key,
-            default_metadata,
-            recursive,
-            glob_pattern,
-            shuffle_files,
-            add_file_path,
-        )
+        super().__init__(**datatrove_arguments(locals(), "shuffle_seed", "stop_on_bad_line"))
         self._set_shuffle(shuffle_files, shuffle_seed)
         self.stop_on_bad_line = stop_on_bad_line
 

@@ -28,7 +28,7 @@ from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.readers.arrow_blocks import is_stream, map_or_open
-from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.block_files import opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.gather import take_rows
@@ -170,23 +170,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
     ) -> None:
-        super().__init__(
-            data_folder,
-            paths_file,
-            limit,
-            skip,
-            batch_size,
-            read_metadata,
-            file_progress,
-            doc_progress,
-            adapter,
-            text_key,
-            id_key,
-            default_metadata,
-            recursive,
-            glob_pattern,
-            shuffle_files,
-        )
+        super().__init__(**datatrove_arguments(locals(), "shuffle_seed"))
         self._set_shuffle(shuffle_files, shuffle_seed)
 
     @contextmanager
@@ -287,22 +271,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
     ) -> None:
-        super().__init__(
-            data_folder,
-            paths_file,
-            limit,
-            skip,
-            stream,
-            file_progress,
-            doc_progress,
-            adapter,
-            text_key,
-            id_key,
-            default_metadata,
-            recursive,
-            glob_pattern,
-            shuffle_files,
-        )
+        super().__init__(**datatrove_arguments(locals(), "shuffle_seed"))
         self._set_shuffle(shuffle_files, shuffle_seed)
 
     def _groups(self, name: str, first: int, seed: int | None) -> Iterator[tuple[int, int, Batch]]:

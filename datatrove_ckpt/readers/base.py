@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
+from tqdm import tqdm
 
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
@@ -38,7 +40,6 @@ from datatrove_ckpt.readers.positions import (
     saved_skipped,
     start_reader,
 )
-from datatrove_ckpt.readers.progress_bars import progress_bars
 from datatrove_ckpt.readers.retries import retrying
 from datatrove_ckpt.readers.rows import ALL_ROWS, FileRead, FileReading, Row, RowShard, ShardKey
 from datatrove_ckpt.readers.sampling import record_reader
@@ -232,7 +233,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         digest, file_position = self._check_read_files(inputs, state)
         documents, passed = (state["documents"], self.skip) if state else (0, 0)
         found, extent = state is not None, self._input_extent(inputs)
-        with progress_bars(self, len(inputs.names)) as (documents_bar, files_bar):
+        with _progress_bars(self, len(inputs.names)) as (documents_bar, files_bar):
             for index in range(digest.files, len(inputs.names)):
                 before = start.first_in_file(documents) if file_position else documents
                 if self._is_limit(documents):
@@ -408,3 +409,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         then be the same as a whole.
         """
         return False
+
+
+@contextmanager
+def _progress_bars(reader: BaseDiskReader, files: int) -> Iterator[tuple[tqdm, tqdm]]:
+    """datatrove's bars of documents and of so many files. Shown as the reader's settings say."""
+    limit = reader.limit if reader.limit != -1 else None
+    documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not reader.doc_progress)
+    files_bar = tqdm(total=files, desc="File progress", unit="file", disable=not reader.file_progress)
+    with closing(documents_bar), closing(files_bar):
+        yield documents_bar, files_bar

@@ -241,20 +241,6 @@ class BlockInput(Sequence[Block]):
         )
 
 
-def index_input(reader: SeekingReader) -> list[Block]:
-    """The blocks of a reader's files, in the reader's order of files. Raises as ``BlockInput`` does."""
-    return list(BlockInput(reader))
-
-
-def read_block(reader: SeekingReader, block: Block, columns: Sequence[str] | None = None) -> Rows:
-    """The rows of one block. ``BlockInput.read`` does the same for many, and lists the files only once."""
-    blocks = BlockInput(reader)
-    try:
-        return blocks.read(block, columns)
-    finally:
-        blocks.close()
-
-
 def _bytes_of(table: Any) -> int:
     """With dictionaries decoded, as rows become."""
     import pyarrow.types as types

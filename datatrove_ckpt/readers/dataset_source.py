@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from datatrove.io import DataFolder
 from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.gather import take_rows
 from datatrove_ckpt.readers.hub_messages import explain_hub_error
-from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 from datatrove_ckpt.readers.retries import retrying
 from datatrove_ckpt.remote_errors import http_status
 
@@ -98,7 +99,7 @@ class DatasetInputs(Inputs):
     def info(self, index: int) -> dict[str, Any]:
         """Size in bytes, and what else is known. All shards of the hub are looked up in one go."""
         if index not in self._infos:
-            self._infos |= {0: {"size": _table_bytes(self.dataset)}} if self.is_map else self._look_up(index)
+            self._infos |= {0: {"size": int(self.dataset.data.nbytes)}} if self.is_map else self._look_up(index)
         return self._infos[index]
 
     def size_for_people(self, index: int) -> int:
@@ -197,7 +198,7 @@ def _paths(found: Sequence[Any]) -> list[str]:
 
 def _local_info(url: str, token: str | bool | None) -> dict[str, Any]:
     """A shard without a file, or a server that tells no size, has size 0."""
-    if not _is_path(url):
+    if "/" not in url:
         return {"size": 0}
     try:
         fs, path = _file_system(_innermost(url), token)
@@ -209,15 +210,7 @@ def _local_info(url: str, token: str | bool | None) -> dict[str, Any]:
         return {"size": 0}
 
 
-def _is_path(url: str) -> bool:
-    return "/" in url
-
-
 def _sample_file(url: str, size: int, token: str | bool | None) -> str:
-    from datatrove.io import DataFolder
-
-    from datatrove_ckpt.readers.inputs import fingerprint
-
     fs, path = _file_system(_innermost(url), token)
     folder, _, name = path.rpartition("/")
     return fingerprint(DataFolder(folder or "/", fs=fs), name, size, whole=True)
@@ -255,10 +248,6 @@ def _hub_infos(
                 "blob_id": getattr(file, "blob_id", None),
             }
     return infos
-
-
-def _table_bytes(dataset: Any) -> int:
-    return int(dataset.data.nbytes)
 
 
 def _sample_rows(dataset: Any) -> str:

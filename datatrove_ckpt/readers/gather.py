@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from datatrove_ckpt.readers.samples import numbers_of_lists
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -179,18 +181,11 @@ def _lists(chunks: list[Any]) -> list[tuple[Any, Any]]:
     """For each chunk, the numbers of its lists, and where each list begins. Empty: these are no lists of numbers."""
     import pyarrow.types as types
 
-    kind = chunks[0].type
-    is_list = types.is_list(kind) or types.is_large_list(kind)
-    if not is_list or not (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)):
+    found = [] if types.is_fixed_size_list(chunks[0].type) else [numbers_of_lists(types, chunk) for chunk in chunks]
+    flat = [one for one in found if one is not None]
+    if len(flat) < len(chunks):
         return []
-    found = []
-    for chunk in chunks:
-        offsets = chunk.offsets.to_numpy()
-        numbers = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])
-        if chunk.null_count or numbers.null_count:
-            return []
-        found.append((numbers.to_numpy(), offsets - offsets[0]))
-    return found
+    return [(numbers, np.concatenate([[0], np.cumsum(lengths)])) for numbers, lengths in flat]
 
 
 def _length(offsets: Any) -> int:

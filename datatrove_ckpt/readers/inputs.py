@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import reduce
+from operator import xor
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
@@ -289,10 +291,7 @@ def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[s
     if current_index is None:
         yield f"the file {current!r}, which the position is in, is gone or has another name"
         return
-    groups = [int(before["groups"][at : at + 8], 16) for at in range(0, len(before["groups"]), 8)]
-    per_group = 1
-    while before["files"] > per_group * _GROUPS:
-        per_group *= 2
+    groups, per_group = _groups(before)
     entries = [(name, inputs.known_size(index)) for index, name in enumerate(inputs.names[:current_index])]
     group = _first_difference(entries, groups, per_group)
     low = group * per_group
@@ -310,13 +309,10 @@ def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[s
 
 def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
     """The parts of one sentence about files of which all matter, read or not."""
-    kept = before.get("groups", "")
-    groups = [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)]
-    per_group, low = min(len(entries) + 1, _TRIED), 0
-    if kept:
-        per_group = 1
-        while before["files"] > per_group * _GROUPS:
-            per_group *= 2
+    (groups, per_group), low = _groups(before), 0
+    if not groups:
+        per_group = min(len(entries) + 1, _TRIED)
+    else:
         low = min(_first_difference(entries, groups, per_group) * per_group, len(entries))
     for change, old in _single_changes(entries, low, per_group, before):
         if _total_hash(old) == before["all"]:
@@ -325,9 +321,17 @@ def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
     if per_group == 1 and (new := _new_files(entries, groups)):
         more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
         yield f"{', '.join(map(repr, new[:_NAMED]))}{more} {'are' if len(new) > 1 else 'is'} new; "
-    first = f"; the first difference is at {entries[low][0]!r}" if kept and low < len(entries) else ""
+    first = f"; the first difference is at {entries[low][0]!r}" if groups and low < len(entries) else ""
     yield f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
     yield f"{sum(size for _, size in entries)} bytes{first}"
+
+
+def _groups(before: State) -> tuple[list[int], int]:
+    """The hashes of the groups, as far as the state has them, and the number of files in each."""
+    kept, per_group = before.get("groups", ""), 1
+    while before["files"] > per_group * _GROUPS:
+        per_group *= 2
+    return [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)], per_group
 
 
 def _new_files(entries: _Entries, groups: list[int]) -> list[str]:
@@ -382,14 +386,9 @@ def _single_changes(entries: _Entries, low: int, per_group: int, before: State) 
 
 
 def _group_hash(entries: _Entries, low: int, per_group: int) -> int:
-    result = 0
-    for index, (name, size) in enumerate(entries[low : low + per_group], start=low):
-        result ^= _short_hash(_entry(index, name, size))
-    return result
+    group = enumerate(entries[low : low + per_group], start=low)
+    return reduce(xor, (_short_hash(_entry(index, *one)) for index, one in group), 0)
 
 
 def _total_hash(entries: _Entries) -> str:
-    result = 0
-    for index, (name, size) in enumerate(entries):
-        result ^= _entry(index, name, size)
-    return f"{result:016x}"
+    return f"{reduce(xor, (_entry(index, *one) for index, one in enumerate(entries)), 0):016x}"

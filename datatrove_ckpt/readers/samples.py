@@ -66,7 +66,7 @@ def _array(column: pa.ChunkedArray) -> Any:
 
     if _is_number(types, column.type) and not column.null_count:
         return np.array(column.to_numpy())
-    if column.num_chunks == 1 and (flat := _numbers_of_lists(types, column.chunk(0))) is not None:
+    if column.num_chunks == 1 and (flat := numbers_of_lists(types, column.chunk(0))) is not None:
         content, lengths = flat
         if (lengths == lengths[0]).all():
             return content.reshape(len(lengths), lengths[0]).copy()
@@ -124,7 +124,7 @@ def _chunk_values(chunk: pa.Array) -> list[Any]:
     kind = chunk.type
     if types.is_dictionary(kind):
         return _chunk_values(chunk.dictionary_decode())
-    if (flat := _numbers_of_lists(types, chunk)) is not None:
+    if (flat := numbers_of_lists(types, chunk)) is not None:
         return _token_rows(*flat)
     is_plain = (_is_number(types, kind) or types.is_boolean(kind)) and not chunk.null_count
     is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)
@@ -145,7 +145,7 @@ def _is_numbers(types: Any, kind: Any) -> bool:
     return is_list and _is_number(types, kind.value_type)
 
 
-def _numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
+def numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
     """The numbers of all lists, and the lengths of the lists. None: these are no lists of numbers, or some are None."""
     if not _is_numbers(types, chunk.type) or chunk.null_count or not len(chunk):
         return None

@@ -32,7 +32,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.deal import Even, Topology
-from datatrove_ckpt.torch.epoch import Epoch, LoadedTooLate
+from datatrove_ckpt.torch.epoch import Epoch
 from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.iterations import Handle, Iterations
 from datatrove_ckpt.torch.plan import Plan, Settings, Sharding, make_order, parse_window
@@ -44,7 +44,12 @@ from datatrove_ckpt.torch.streams import StreamEpoch, is_stream_state, start_sta
 Sample: TypeAlias = Any
 """Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
 
-Iteration: TypeAlias = Epoch | StreamEpoch | LoadedTooLate | Refused
+Iteration: TypeAlias = Epoch | StreamEpoch | Refused
+
+_LOADED_TOO_LATE = (
+    "A state was loaded into the dataset after the loader had started its workers, which have copies. Load it before "
+    "the first epoch, or make a new loader."
+)
 
 
 def text_and_id(document: Document) -> dict[str, str]:
@@ -211,7 +216,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         slot = Slot(self.rank, self.world_size, worker.id if worker else 0, worker.num_workers if worker else 1)
         number = worker.id if worker else None
         if self._next_state is None and number is not None and self._shared.loads > self._load_number >= 0:
-            self._running = LoadedTooLate()
+            self._running = Refused(ConfigError(_LOADED_TOO_LATE))
             return self._running
         state = self._take_state(number)
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from loguru import logger
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.samples import json_row, row_arrays, table_arrays
@@ -18,7 +18,7 @@ _CHUNK_BYTES, _CHUNK_ROWS = 2**21, 8192
 """The most that becomes Python objects together."""
 
 
-class Epoch:
+class Epoch(Iterator[Any]):
     """The samples of one worker.
 
     Args:
@@ -54,9 +54,6 @@ class Epoch:
         self._missing = plan.skipped  # a batch of rows goes on after them; one of arrays is smaller
         found = self._read() if columns is None else self._read_arrays() if arrays else self._read_columns()
         self.rest: Iterator[Any] = found if transform is None else map(transform, found)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if not self._is_used:
@@ -176,26 +173,6 @@ class Epoch:
             f"None of the {total} rows of {self._plan.slot} holds a document. Is text_key "
             f"({self._reader.text_key!r}) correct?"
         )
-
-
-class LoadedTooLate:
-    """The iteration of a worker that cannot see a state which was loaded. It is an error at the first sample.
-
-    Raised earlier, it would end the worker of a plain DataLoader, and its message would be lost.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        raise ConfigError(
-            "A state was loaded into the dataset after the loader had started its workers, which have copies. Load it "
-            "before the first epoch, or make a new loader."
-        )
-
-    def state(self) -> State:
-        """Raises the same."""
-        return dict(next(self))
 
 
 def _after(number: int, total: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from weakref import ref
 from datatrove_ckpt.errors import ConfigError
 
 
-class Handle:
+class Handle(Iterator[Any]):
     """What the caller of ``iter()`` gets, so that its dataset sees when nobody has it any more."""
 
     __slots__ = ("__weakref__", "_next", "_samples", "has_ended")
@@ -18,9 +18,6 @@ class Handle:
         self._samples = samples
         self._next: Callable[[], Any] | None = None  # before the first sample
         self.has_ended = False
-
-    def __iter__(self) -> Handle:
-        return self
 
     def __next__(self) -> Any:
         try:

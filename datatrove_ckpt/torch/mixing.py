@@ -139,7 +139,7 @@ class _Source:
         return kept | {"state": self.iterable.state_dict() if self.is_live else None}
 
 
-class Mixing:
+class Mixing(Iterator[Any]):
     """One pass of a ``Mix``."""
 
     def __init__(self, mix: Mix, epoch: int, draws: str, sources: list[_Source], drawn: int) -> None:
@@ -150,9 +150,6 @@ class Mixing:
         self._sources = sources
         self._drawn = drawn
         self._weigh()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         while not self.finished:

@@ -27,11 +27,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.readers.blocks import Block
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -42,19 +45,6 @@ _ROW_BYTES = 64
 """What a row counts in a window at least: its place in the order takes some, too."""
 _SHARE_COUNTS = (1, 2, 4, *(3 * 2**n for n in range(1, 14)))
 """Numbers with many divisors: workers that divide the number of shares read no block twice."""
-
-
-class AnyBlock(Protocol):
-    """``readers.blocks.Block``, or the like."""
-
-    @property
-    def file(self) -> int: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ class BlockTable:
 
     def __init__(
         self,
-        blocks: Iterable[AnyBlock],
+        blocks: Iterable[Block],
         streams: Iterable[int] = (),
         skip: int = 0,
         limit: int = -1,

@@ -91,7 +91,7 @@ class Pack(StatefulWrapper):
         return Packing(self, source, rest)
 
 
-class Packing:
+class Packing(Iterator[Any]):
     """One pass of a ``Pack``. Holds less than one sample, and what follows of one row."""
 
     def __init__(self, pack: Pack, source: Any, rest: dict[str, Tokens] | None) -> None:
@@ -105,9 +105,6 @@ class Packing:
         }
         self._start = 0  # how much of the first array is in samples already
         self._count = len(rest[pack.columns[0]]) if rest else 0
-
-    def __iter__(self) -> Iterator[dict[str, Tokens]]:
-        return self
 
     def __next__(self) -> dict[str, Tokens]:
         length = self._pack.length

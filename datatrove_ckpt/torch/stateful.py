@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.torch.iterations import Iterations
 
 if TYPE_CHECKING:
@@ -35,15 +35,11 @@ _UNSET = -1
 _REMEDY = "Restore the setting, or start the epoch again without the state."
 
 
-class Iteration(Protocol):
+class Iteration(Iterator[Any], Protocol):
     """One pass over a wrapper."""
 
     finished: bool
     """Whether the end was reached: the next state begins nothing."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __next__(self) -> Any: ...
 
     def state(self) -> State:
         """The position after the latest sample."""
@@ -210,16 +206,13 @@ class StatefulWrapper(_Iterable):
             )
 
 
-class _Ended:
+class _Ended(Iterator[Any]):
     """An iteration that was at its end when its state was saved."""
 
     finished = True
 
     def __init__(self, state: State) -> None:
         self._state = {key: state[key] for key in state if key not in _HEAD}
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         raise StopIteration
@@ -228,16 +221,13 @@ class _Ended:
         return self._state
 
 
-class Refused:
+class Refused(Iterator[Any]):
     """An iteration that may not begin. It is an error at the first sample: earlier, a worker could not report it."""
 
     finished = False
 
-    def __init__(self, error: CheckpointMismatch) -> None:
+    def __init__(self, error: CkptError) -> None:
         self._error = error
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         raise self._error

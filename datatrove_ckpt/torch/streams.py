@@ -21,7 +21,7 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.states import Slot
 
 
-class StreamEpoch:
+class StreamEpoch(Iterator[Any]):
     """One iteration over a share.
 
     Raises:
@@ -53,9 +53,6 @@ class StreamEpoch:
             self._reader.load_state_dict(position)
         self._documents = self._reader.shard(index, count, sharding)
         self._ended = self._is_used = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if not self._is_used:

@@ -25,7 +25,7 @@ from datatrove_ckpt.readers import (
     position_state,
     tables,
 )
-from datatrove_ckpt.readers.blocks import Block, BlockInput, index_input, read_block
+from datatrove_ckpt.readers.blocks import Block, BlockInput
 
 ROWS = [
     {"text": f"text {i}", "id": f"id {i}", "input_ids": list(range(i % 5)), "nested": {"a": i, "b": [{"c": str(i)}]}}
@@ -147,7 +147,7 @@ def test_each_row_is_in_one_block_in_the_order_of_the_files(reader: SeekingReade
         assert block.bytes >= block.rows
         ends[block.file] += block.rows
     assert [row for block in found for row in rows_of(found.read(block))] == ROWS
-    assert list(found) == index_input(reader)
+    assert list(found) == list(BlockInput(reader))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -164,20 +164,20 @@ def test_blocks_are_read_in_any_order_and_again(reader: SeekingReader, seed: int
 
 
 def test_blocks_do_not_depend_on_how_the_reader_was_used(reader: SeekingReader) -> None:
-    before = index_input(reader)
+    before = list(BlockInput(reader))
     list(reader.run())
-    assert index_input(reader) == before
-    assert rows_of(read_block(reader, before[3], ["id"])) == [
+    assert list(BlockInput(reader)) == before
+    assert rows_of(BlockInput(reader).read(before[3], ["id"])) == [
         {"id": f"id {i}"} for i in range(before[3].first, before[4].first)
     ]
 
 
 def test_large_rows_make_small_blocks(reader: SeekingReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = index_input(reader)
+    usual = list(BlockInput(reader))
     monkeypatch.setattr(blocks, "MAX_BYTES", max(block.bytes for block in usual) // 2)
-    assert len(index_input(reader)) > len(usual)
+    assert len(list(BlockInput(reader))) > len(usual)
     monkeypatch.setattr(blocks, "MAX_BYTES", 1)
-    assert {block.rows for block in index_input(reader)} == {1}
+    assert {block.rows for block in list(BlockInput(reader))} == {1}
 
 
 def test_a_copy_for_a_worker_opens_files_of_its_own(reader: SeekingReader) -> None:
@@ -275,11 +275,12 @@ def text_of(line: bytes) -> str | None:
 def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "to\n{"text": "b"}\n')
     reader = JsonlReader(tmp_path.as_posix())
-    assert rows_of(read_block(reader, index_input(reader)[0])) == [{"text": "a"}, None, {"text": "b"}]
+    found = BlockInput(reader)
+    assert rows_of(found.read(found[0])) == [{"text": "a"}, None, {"text": "b"}]
     assert reader.stats["damaged_lines"].total == 1
     strict = JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True)
     with pytest.raises(DamagedLine, match="the line at byte 14"):
-        read_block(strict, index_input(strict)[0])
+        BlockInput(strict).read(found[0])
 
 
 def test_a_key_that_some_lines_lack_is_none_there(tmp_path: Path) -> None:

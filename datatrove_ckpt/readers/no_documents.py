@@ -114,11 +114,11 @@ def first_row(reader: BaseDiskReader, name: str) -> FirstRow:
     with folder.open(name, "rb", compression=None) as file:
         magic = file.read(6)
         file.seek(0)
-        if magic.startswith((b"PAR1", b"ARROW1")):
+        if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):  # the last one: a stream of Arrow
             is_parquet = magic.startswith(b"PAR1")
             if not isinstance(reader, ParquetReader if is_parquet else IpcReader):
                 return FirstRow(table="Parquet" if is_parquet else "Arrow")
-            return FirstRow(row=_first_table_row(file, is_parquet))
+            return FirstRow(row=_first_table_row(file, magic))
         codec = codec_of(name, getattr(reader, "compression", "infer"))
         if codec is None or not magic:
             found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)
@@ -141,12 +141,15 @@ def _first_text_row(file: Any, reader: BaseDiskReader) -> FirstRow:
     return FirstRow(text=line.decode(errors="replace").strip())
 
 
-def _first_table_row(file: Any, is_parquet: bool) -> dict[str, Any] | None:
+def _first_table_row(file: Any, magic: bytes) -> dict[str, Any] | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if is_parquet:
-        batches: Any = pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=1)
+    batches: Any
+    if magic.startswith(b"PAR1"):
+        batches = pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=1)
+    elif magic.startswith(b"\xff"):
+        batches = pa.ipc.open_stream(file)
     else:
         table = pa.ipc.open_file(file)
         batches = (table.get_batch(number) for number in range(table.num_record_batches))

@@ -116,7 +116,7 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
         list(JsonlReader(tmp_path.as_posix(), **options).run())
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows"])
 @pytest.mark.parametrize("metadata", [True, False])
 def test_a_table_without_the_text_column_is_an_error_that_names_its_columns(
     tmp_path: Path, kind: str, metadata: bool
@@ -126,7 +126,7 @@ def test_a_table_without_the_text_column_is_an_error_that_names_its_columns(
         pq.write_table(table, tmp_path / "a.parquet")
         reader: SeekingReader = ParquetReader(tmp_path.as_posix(), read_metadata=metadata)
     else:
-        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        with (pa.ipc.new_stream if kind == "arrows" else pa.ipc.new_file)(tmp_path / "a.arrow", table.schema) as writer:
             writer.write_table(table)
         reader = IpcReader(tmp_path.as_posix())
     with pytest.raises(InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"):

@@ -10,15 +10,13 @@ it only with the batch, so it is read here: format/Message.fbs and format/File.f
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened, serialized
+from datatrove_ckpt.readers.block_files import BlockFile, FileIndex, Group, changed, check_columns, opened, serialized
 from datatrove_ckpt.readers.compressed import naming_damage
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
     return False
 
 
-class ArrowBlocks:
+class ArrowBlocks(BlockFile):
     """One Arrow file or stream. See ``block_files.BlockFile``.
 
     Args:
@@ -81,11 +79,10 @@ class ArrowBlocks:
         # Choosing columns copies them, also out of a mapped file. It pays where the others must be read, too.
         self._chooses = compressed or not folder.is_local()
         groups = tuple(Group(rows, size) for _, rows, size in self._batches)
-        self.index = FileIndex(groups, sequential=self._stream and dictionaries, schema=serialized(self._schema))
+        self.set_index(FileIndex(groups, self._stream and dictionaries, serialized(self._schema)))
         if known not in (None, self.index):
             self._source.close()
             raise changed(name)
-        self._starts = [0, *accumulate(group.rows for group in groups)]
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         """The rows of a part of a record batch."""
@@ -93,7 +90,7 @@ class ArrowBlocks:
 
         with naming_damage(self._name):
             check_columns(self._schema.names, columns, self._name)
-            number = bisect_right(self._starts, first) - 1
+            number, start = self.part_of(first)
             key = (number, tuple(columns) if columns is not None and self._chooses else None)
             if self._last[0] != key:
                 self._last = (None, None)  # not two batches at once
@@ -101,13 +98,8 @@ class ArrowBlocks:
             batch = self._last[1]
             if batch.num_rows != self.index.groups[number].rows:
                 raise changed(self._name)
-            table = pa.Table.from_batches([batch.slice(first - self._starts[number], rows)])
+            table = pa.Table.from_batches([batch.slice(start, rows)])
             return table if columns is None else table.select(list(columns))
-
-    def sample(self, rows: int) -> pa.Table:
-        """At most so many rows of the first record batch that has some."""
-        number = next(number for number, group in enumerate(self.index.groups) if group.rows)
-        return self.read(self._starts[number], min(rows, self.index.groups[number].rows), None)
 
     def let_go(self) -> None:
         """Lets go of the latest record batch."""

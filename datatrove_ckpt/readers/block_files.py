@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from itertools import accumulate
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from datatrove.io import DataFolder
 
@@ -43,21 +46,32 @@ class FileIndex:
     schema: bytes = field(default=b"", compare=False)  # its bytes may change with pyarrow's version
 
 
-class BlockFile(Protocol):
+class BlockFile(ABC):
     """One open file. ``index``: its parts."""
 
-    index: FileIndex
+    def set_index(self, index: FileIndex) -> None:
+        self.index, self._starts = index, [0, *accumulate(group.rows for group in index.groups)]
 
+    def part_of(self, row: int) -> tuple[int, int]:
+        """The part that has a row, and the row's number there."""
+        number = bisect_right(self._starts, row) - 1
+        return number, row - self._starts[number]
+
+    @abstractmethod
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> Rows:
         """So many rows from ``first`` on, all of the same part."""
 
     def sample(self, rows: int) -> Rows:
-        """At most so many rows of the file's beginning. It must have a row."""
+        """At most so many rows of the first part that has some."""
+        number = next(number for number, group in enumerate(self.index.groups) if group.rows)
+        return self.read(self._starts[number], min(rows, self.index.groups[number].rows), None)
 
-    def let_go(self) -> None:
+    def let_go(self) -> None:  # noqa: B027 (LineBlocks keeps what it has: the lines of one part)
         """Frees what is kept so that the next part can be read faster."""
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the file."""
 
 
 def serialized(schema: pa.Schema) -> bytes:

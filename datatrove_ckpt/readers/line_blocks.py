@@ -7,7 +7,6 @@ part; it stays open, so parts that are asked for in order are decompressed once.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import accumulate
@@ -16,7 +15,7 @@ from typing import IO
 import numpy as np
 import orjson
 
-from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns
+from datatrove_ckpt.readers.block_files import BlockFile, FileIndex, Group, changed, check_columns
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.rows import Row
@@ -30,7 +29,7 @@ def group_bytes() -> int:
     return _GROUP_BYTES
 
 
-class LineBlocks:
+class LineBlocks(BlockFile):
     """One JSONL file. See ``block_files.BlockFile``.
 
     Args:
@@ -46,30 +45,21 @@ class LineBlocks:
         self._at = 0  # offset in the content
         self._last: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
         self._part = b""
-        self.index = known or FileIndex(tuple(self._count()), sequential=not self._is_plain)
-        self._starts = [0, *accumulate(group.rows for group in self.index.groups)]
+        self.set_index(known or FileIndex(tuple(self._count()), sequential=not self._is_plain))
         self._offsets = [0, *accumulate(group.bytes for group in self.index.groups)]
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> list[Row | None]:
         """The rows of a part. A row without a column that is asked for has None there."""
-        number = bisect_right(self._starts, first) - 1
+        number, start = self.part_of(first)
         if self._last[0] != number:
             with nullcontext() if self._is_plain else naming_damage(self._name):
                 self._last = (number, self._lines(number))
-        start = first - self._starts[number]
         parsed = [self._row(line, number) for line in self._last[1][start : start + rows]]
         if columns is None:
             return parsed
         if not self._keys.issuperset(columns):
             self._check_keys(parsed, columns)
         return [row and {column: row.get(column) for column in columns} for row in parsed]
-
-    def sample(self, rows: int) -> list[Row | None]:
-        """At most so many rows of the first part."""
-        return self.read(0, min(rows, self.index.groups[0].rows), None)
-
-    def let_go(self) -> None:
-        """Keeps what it has: the lines of one part, and of a compressed file where it stands."""
 
     def close(self) -> None:
         """Closes the file."""

@@ -7,14 +7,12 @@ in order.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datatrove.io import DataFolder
 
-from datatrove_ckpt.readers.block_files import FileIndex, Group, changed, check_columns, opened, serialized
+from datatrove_ckpt.readers.block_files import BlockFile, FileIndex, Group, changed, check_columns, opened, serialized
 from datatrove_ckpt.readers.compressed import naming_damage
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ class _Cursor(NamedTuple):
     batches: Iterator[Any]
 
 
-class ParquetBlocks:
+class ParquetBlocks(BlockFile):
     """One Parquet file. See ``block_files.BlockFile``.
 
     Args:
@@ -58,11 +56,10 @@ class ParquetBlocks:
             self._source.close()
             raise
         parts = tuple(Group(group.num_rows, group.total_byte_size) for group in groups)
-        self.index = FileIndex(parts, schema=serialized(self._file.schema_arrow))
+        self.set_index(FileIndex(parts, schema=serialized(self._file.schema_arrow)))
         if known not in (None, self.index):
             self.close()
             raise changed(name)
-        self._starts = [0, *accumulate(group.rows for group in self.index.groups)]
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         """The rows of a part of a row group."""
@@ -70,8 +67,8 @@ class ParquetBlocks:
 
         with naming_damage(self._name):
             check_columns(self._file.schema_arrow.names, columns, self._name)
-            group = bisect_right(self._starts, first) - 1
-            cursor = self._seek(group, first - self._starts[group], None if columns is None else tuple(columns))
+            group, start = self.part_of(first)
+            cursor = self._seek(group, start, None if columns is None else tuple(columns))
             parts, wanted, rest = [], rows, cursor.rest
             while wanted:
                 batch = next(cursor.batches) if rest is None else rest

@@ -155,7 +155,7 @@ def age(state: RunState) -> str:
 def _ago(state: RunState) -> str:
     """How old the lines are that tell where the ranks that run stand, with a space before it; empty if they are new."""
     seconds = 0.0 if state.totals.as_of is None else state.read_at - state.totals.as_of
-    return f" as of {duration(seconds)} ago" if seconds >= 1 else ""
+    return f" as of {duration(round(seconds))} ago" if seconds >= 1 else ""
 
 
 def _share(state: RunState, style: Style) -> str:

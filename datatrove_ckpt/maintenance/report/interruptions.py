@@ -85,7 +85,7 @@ def _joined(group: list[Interruption]) -> Interruption:
         place,
         _sum(one.away for one in group),
         _sum(one.starting for one in group),
-        _sum(one.repeated for one in group),
+        None if any(one.repeated is None for one in group) else _sum(one.repeated for one in group),
         len(group),
     )
 

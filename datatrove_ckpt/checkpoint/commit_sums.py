@@ -15,16 +15,19 @@ from pathlib import Path
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.commits import ENDS, DocumentCounts
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.lines import BODY_AT, is_count, is_seconds, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
-_COUNTS = tuple(DocumentCounts.__dataclass_fields__)
+_COUNTS = tuple(DocumentCounts.__dataclass_fields__)[:7]  # without how answers ended, which is in "work"
+_ENDS = b'"%s":' % ENDS.encode()
 _LETTERS = b',"dead_letters_size":'
+_FILE = b'"xxh128":"'  # quotes in a name are escaped
 _DOCUMENT = re.compile(
     rb'\{"xxh":"[0-9a-f]{16}","ordinal":([0-9]+),"outcome":"(written|dropped|dead)","input":"[^"\\]*",'
-    rb'"requests":([0-9]{1,18}),"prompt_tokens":([0-9]{1,18}),"completion_tokens":([0-9]{1,18})[,}]'
+    rb'"requests":([0-9]{1,18}),"prompt_tokens":([0-9]{1,18}),"completion_tokens":([0-9]{1,18})'
+    rb'(?:,"ends":\[([0-9]{1,18}),([0-9]{1,18}),([0-9]{1,18})\])?[,}]'
 )
 
 
@@ -34,6 +37,7 @@ class CommitSums:
 
     Attributes:
         indices: the chunks that are committed.
+        files: number of their output files.
         unbroken: number of chunks from 0 on up to the first one without a commit.
         seconds: what the rank took until the last commit.
         at: Unix seconds of the last commit, if its line says it.
@@ -41,6 +45,7 @@ class CommitSums:
 
     counts: DocumentCounts = field(default_factory=DocumentCounts)
     indices: Collection[int] = ()
+    files: int = 0
     unbroken: int = 0
     seconds: float = 0.0
     at: float | None = None
@@ -80,7 +85,8 @@ def _sum(lines: list[bytes]) -> CommitSums | None:
     if set(map(tuple, tallies)) != {_COUNTS}:
         return None
     numbers = list(map(sum, zip(*(tally.values() for tally in tallies), strict=True)))
-    sums = CommitSums(DocumentCounts(*numbers), frozenset(indices))
+    numbers += map(sum, zip(*orjson.loads(b"[%s]" % b",".join(map(_ends, lines))), strict=True))
+    sums = CommitSums(DocumentCounts(*numbers), frozenset(indices), sum(line.count(_FILE) for line in lines))
     if len(sums.indices) != len(lines) or not all(map(is_count, [*numbers, min(indices), sum(indices)])):
         return None
     while sums.unbroken in sums.indices:
@@ -95,6 +101,12 @@ def _letters(line: bytes) -> int:
     """The commit's ``dead_letters_size``. Only fields of ours come after it."""
     at = line.rindex(_LETTERS) + len(_LETTERS)
     return int(line[at : line.index(b",", at)])
+
+
+def _ends(line: bytes) -> bytes:
+    """How many answers there are, were cut off and are empty; zeros if an earlier release made the commit."""
+    at = line.rfind(_ENDS, line.rindex(_LETTERS)) + len(_ENDS)
+    return line[at : line.index(b"]", at) + 1] if at >= len(_ENDS) else b"[0,0,0]"
 
 
 def _is_whole(line: bytes) -> bool:
@@ -123,5 +135,5 @@ def sum_journal(path: Path | str) -> DocumentCounts:
         ordinal, outcome, *numbers = head.groups()
         if ordinal not in known:  # a process that was fenced off may have finished it, too
             known.add(ordinal)
-            counts.count(outcome.decode(), *map(int, numbers))
+            counts.count(outcome.decode(), *(int(number or 0) for number in numbers))
     return counts

@@ -23,7 +23,10 @@ from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, is_seconds, may_be_torn, scan_lines, seal
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.formatting import plural
 
+ENDS = "ends"
+_LONGER = "raise max_tokens in default_generation_params, and model_max_context if prompt and answer do not fit"
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once. A larger gap between two chunks is not of our making."""
 
@@ -88,7 +91,11 @@ class OutputFile:
 
 @dataclass(slots=True)
 class DocumentCounts:
-    """Numbers of documents by outcome, and of their requests and tokens."""
+    """Numbers of documents by outcome, and of their requests, tokens and answers.
+
+    ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a text. Those of which an
+    earlier release did not note this are not among ``answers``.
+    """
 
     read: int = 0
     written: int = 0
@@ -97,16 +104,13 @@ class DocumentCounts:
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    answers: int = 0
+    cut_off: int = 0
+    empty: int = 0
 
-    def count(self, outcome: str, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Adds one document."""
-        self.read += 1
-        self.written += outcome == "written"
-        self.dropped += outcome == "dropped"
-        self.dead += outcome == "dead"
-        self.requests += requests
-        self.prompt_tokens += prompt_tokens
-        self.completion_tokens += completion_tokens
+    def count(self, outcome: str, *numbers: int) -> None:
+        """Adds one document. ``numbers``: from ``requests`` on."""
+        self.add(DocumentCounts(1, outcome == "written", outcome == "dropped", outcome == "dead", *numbers))
 
     def add(self, other: DocumentCounts) -> None:
         self.read += other.read
@@ -116,6 +120,26 @@ class DocumentCounts:
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
+        self.answers += other.answers
+        self.cut_off += other.cut_off
+        self.empty += other.empty
+
+    def add_retry(self, other: DocumentCounts) -> None:
+        """Adds what a retry did with documents that were read, and dead letters, before."""
+        self.add(other)
+        self.read -= other.read
+        self.dead -= other.read
+
+    @property
+    def odd_answers(self) -> str:
+        """A sentence, with a space before it, on answers that were cut off or are empty; "" if none is."""
+        answers, said = plural(self.answers, "answer"), []
+        if self.cut_off:
+            were = "was" if self.cut_off == 1 else "were"
+            said.append(f"{self.cut_off} of {answers} {were} cut off at max_tokens ({_LONGER})")
+        if self.empty:
+            said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
+        return f" {' and '.join(said)}." if said else ""
 
     def unsplit(self) -> WorkStats:
         """What an earlier release's commit tells of the work."""
@@ -157,6 +181,7 @@ class Commit:
         """Raises KeyError, TypeError or ValueError if the line holds no commit of this format."""
         data = orjson.loads(body)
         counts = DocumentCounts(**data.pop("tally"))
+        counts.answers, counts.cut_off, counts.empty = data.get("work", {}).get(ENDS, (0, 0, 0))
         data["files"] = [OutputFile(**file) for file in data["files"]]
         data["work"] = WorkStats.from_json(data["work"]) if "work" in data else counts.unsplit()
         data["seconds"] = Seconds.from_json(data.get("seconds", ()))
@@ -181,9 +206,13 @@ class Commit:
                 raise ValueError(f"a hash of {file.path!r} has another type")
 
     def to_json(self) -> bytes:
-        """Returns the body of the commit's line. On disk ``counts`` is called "tally", since version 0.1."""
+        """Returns the body of the commit's line. On disk ``counts`` is called "tally", since version 0.1.
+
+        How answers ended is in "work", where earlier releases pass over it.
+        """
         fields = asdict(self) | {"files": [file.to_json() for file in self.files]}
-        fields |= {"work": self.work.to_json(), "seconds": list(self.seconds)}
+        ends = [fields["counts"].pop(name) for name in ("answers", "cut_off", "empty")]
+        fields |= {"work": self.work.to_json() | {ENDS: ends}, "seconds": list(self.seconds)}
         return orjson.dumps({"tally" if name == "counts" else name: value for name, value in fields.items()})
 
 

@@ -40,6 +40,7 @@ _MAX_TEXT = 1000
 _MAX_KINDS = 64
 _MAX_BUCKET = 400  # 2^100
 _PROGRESS = b'"k":"progress"'
+_COUNTS = len(fields(DocumentCounts))
 
 
 class InputPosition(NamedTuple):
@@ -257,8 +258,8 @@ class Progress(_Record):
     @classmethod
     def read(cls, data: Json) -> Progress:
         in_flight, waiting, in_work = data["q"]
-        documents = DocumentCounts(*data["d"][:7])
-        numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:7])  # astuple is slow: it copies deeply
+        documents = DocumentCounts(*data["d"][:_COUNTS])
+        numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:_COUNTS])  # astuple is slow: it copies deeply
         if not all(is_count(number) for number in numbers):
             raise ValueError("a number is missing or negative")
         return cls(
@@ -366,6 +367,17 @@ def parse_line(line: bytes) -> Record | None:
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return record
+
+
+def parse_history(data: bytes) -> tuple[list[Record], int]:
+    """The records of a history, in the order in which they were written, and how many lines are damaged.
+
+    A torn last line is left out, and so are whole ones that are not known here.
+    """
+    lines = [line + b"\n" for line in data.split(b"\n")[:-1]]
+    found = [parse_line(line) for line in lines]
+    damaged = sum(record is None and unseal(line) is None for line, record in zip(lines, found, strict=True))
+    return [record for record in found if record is not None], damaged
 
 
 def is_progress_line(line: bytes) -> bool:

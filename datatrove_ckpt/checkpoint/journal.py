@@ -28,8 +28,8 @@ from datatrove_ckpt.errors import CheckpointCorrupt
 
 Outcome = Literal["written", "dropped", "dead"]
 
-Count = Callable[[Outcome, int, int, int], None]
-"""Counts a document: see ``DocumentCounts.count``."""
+Count = Callable[..., None]
+"""Counts a document from its outcome and ``Finished.numbers``: see ``DocumentCounts.count``."""
 
 JOURNAL_ADVICE = (
     "Restore the file from a copy, or move it away: its documents are then processed again, with the saved answers "
@@ -73,6 +73,8 @@ class Finished:
         work: the same of each rollout and request. None: an earlier release wrote the line; or there was one rollout
             with at most one request, which was answered, and its result was kept unless the document is dropped.
         seconds: what the rank took until the line was written, if the line says it.
+        ends: number of its answers, of those that were cut off, and of empty ones. Zeros: it has no answer, or an
+            earlier release wrote the line.
     """
 
     ordinal: int
@@ -84,6 +86,12 @@ class Finished:
     completion_tokens: int = 0
     work: Work | None = None
     seconds: Seconds | None = field(default=None, compare=False)
+    ends: tuple[int, ...] = (0, 0, 0)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """For ``DocumentCounts.count``."""
+        return self.requests, self.prompt_tokens, self.completion_tokens, *self.ends
 
     def to_line(self) -> bytes:
         fields: Json = {
@@ -94,6 +102,8 @@ class Finished:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
         }
+        if any(self.ends):
+            fields["ends"] = self.ends
         if self.work is not None:
             fields["work"] = list(self.work)
         if self.seconds is not None:
@@ -107,7 +117,8 @@ class Finished:
         """Raises KeyError, TypeError or ValueError if the line holds no finished document."""
         data = orjson.loads(head + b"}")
         numbers = [data[name] for name in ("ordinal", "requests", "prompt_tokens", "completion_tokens")]
-        if not all(is_count(number) for number in numbers) or data["outcome"] not in _OUTCOMES:
+        ends = tuple(data.get("ends", (0, 0, 0)))
+        if len(ends) != 3 or not all(map(is_count, (*numbers, *ends))) or data["outcome"] not in _OUTCOMES:
             raise ValueError("a number or the outcome is damaged")
         if not isinstance(data["input"], str) or not document.endswith(b"}"):
             raise ValueError("the document is damaged")
@@ -119,7 +130,7 @@ class Finished:
             seconds = Seconds.from_json(data["seconds"])
         ordinal, requests, prompt_tokens, completion_tokens = numbers
         fields = ordinal, data["outcome"], data["input"], document[:-1]
-        return cls(*fields, requests, prompt_tokens, completion_tokens, work, seconds)
+        return cls(*fields, requests, prompt_tokens, completion_tokens, work, seconds, ends)
 
 
 def read_finished(
@@ -161,7 +172,7 @@ class ChunkJournal:
 
     Args:
         end: the ordinal after the chunk's last document, if the journal may hold documents of an earlier attempt.
-        count: gets outcome, requests, prompt and completion tokens of each of these documents.
+        count: gets outcome and numbers of each of these documents.
 
     Raises:
         CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
@@ -191,7 +202,7 @@ class ChunkJournal:
                 self.recovered_dead += finished.outcome == "dead"
                 self.seconds = self.seconds.or_later(finished.seconds or NO_SECONDS)
                 if count is not None:
-                    count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+                    count(finished.outcome, *finished.numbers)
         if self.path.exists() and self.path.stat().st_size > size:
             files.disk.truncate(self.path, size)
 

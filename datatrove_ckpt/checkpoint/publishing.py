@@ -152,7 +152,7 @@ class _WrittenDocuments:
         self.counts, self.work, self.dead_letters = counts, work, dead_letters
         with closing(self._journal.read_in_order()) as documents:
             for finished in documents:
-                counts.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+                counts.count(finished.outcome, *finished.numbers)
                 work.count(finished)
                 if self._stopping.is_set():
                     raise Stopping

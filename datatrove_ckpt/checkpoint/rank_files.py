@@ -126,13 +126,9 @@ class RankFiles:
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
-            self._count_finished(group)
+            for finished in group:
+                self.finished.count(finished.outcome, *finished.numbers)
             self.unfinished.difference_update(finished.ordinal for finished in group)
-
-    def _count_finished(self, group: Iterable[Finished]) -> None:
-        count = self.finished.count
-        for finished in group:
-            count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
 
     @property
     def seconds_to_sync(self) -> float | None:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.history import read_history
-from datatrove_ckpt.checkpoint.history_records import WorkCounts
-from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, RETRIES, SHARD, rank_folder, rank_numbers, retry_number
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, rank_numbers
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.run_state import RunState
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.preflight.before_run import Checked
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 from datatrove_ckpt.runner import InferenceRunner
-
-_LAST_LINES = 1 << 14  # bytes of a history: its last progress line is there
 
 
 def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
     """The closing line, over all ranks, their retries and all attempts, with what was checked."""
     root = step.checkpoints_root
-    counts, files = _count(root)
+    state = read_run_state(Place(str(root), root, str(root)))
+    counts = _counts(state, root)
     skipped = SkippedLines()
     for rank in rank_numbers(root):
         record = ShardRecord.read(rank_folder(root, rank) / SHARD)
@@ -33,37 +32,54 @@ def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
             f"No row of the whole input is a document.{rows} Check text_key and the adapter of the reader, and "
             "start again with another checkpoints_local_dir and logging_dir."
         )
+    folder = step.output_writer.output_folder.resolve_paths("")
+    if not counts.read:
+        return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
+    work = f"{skipped}{counts.odd_answers}{_attempts(state)}"
     return (
-        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(files, 'file')} in "
-        f"{step.output_writer.output_folder.resolve_paths('')} "
-        f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
+        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(state.together.files, 'file')} in "
+        f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
-        f"{plural(counts.completion_tokens, 'completion token')}.{skipped}{_attempts(root, counts)}{_checked(checked)} "
+        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
         f"{_next_step(step, counts, command)}"
     )
 
 
-def _attempts(root: Path, counts: DocumentCounts) -> str:
+def _counts(state: RunState, root: Path) -> DocumentCounts:
+    """The documents by outcome, of all ranks and their retries.
+
+    Raises:
+        CheckpointCorrupt: a rank is damaged, or the commits contradict each other.
+    """
+    if damaged := [rank for rank in state.troubled if rank.state == "damaged"]:
+        raise CheckpointCorrupt(damaged[0].reason)
+    counts = state.together.counts
+    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+        raise CheckpointCorrupt(
+            f"The commits in {root} contradict each other: {plural(counts.read, 'document')} read, {counts.written} "
+            f"written, {counts.dropped} dropped, {plural(counts.dead, 'dead letter')}. Do not use the output before "
+            f"you have run: {_verify(root)}"
+        )
+    return counts
+
+
+def _attempts(state: RunState) -> str:
     """What all attempts sent, as a sentence with a space before it; empty if every rank had one, without a repetition.
 
     A history does not hold the last minute of an attempt that was killed.
     """
-    ranks = attempts = 0
-    sent = WorkCounts()
-    for folder in _folders(root):
-        history = read_history(folder / HISTORY, _LAST_LINES)
-        ranks += 1
-        attempts += max(1, history.last_attempt)
-        sent = sent.plus(history.last.total) if history.last is not None else sent
+    totals, ranks = state.together, len(state.ranks) + len(state.retries)
+    sent, attempts = totals.work, max(ranks, totals.attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
     at_least, again = "at least " if attempts > ranks else "", sent.retries + sent.resent
-    known = sent.known_sent(counts.requests)
+    known = sent.known_sent(totals.counts.requests)
+    were = "was" if known == 1 else "were"
     said = (
-        f" In {plural(attempts, 'attempt')} of {plural(ranks, 'task')}, {at_least}{plural(known, 'request')} "
-        f"{'was' if known == 1 else 'were'} sent{f', {again} of them again' if again else ''}"
+        f" In {plural(attempts, 'attempt')} of {plural(len(state.ranks), 'task')}, {at_least}"
+        f"{plural(known, 'request')} {were} sent{f', {again} of them again' if again else ''}"
     )
-    unused = sent.completion_tokens - counts.completion_tokens
+    unused = sent.completion_tokens - totals.counts.completion_tokens
     return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."
 
 
@@ -75,36 +91,6 @@ def _checked(checked: Checked) -> str:
     if checked.inputs:
         parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
     return f" Checked: {' and '.join(parts)}, none is gone or changed." if parts else ""
-
-
-def _count(root: Path) -> tuple[DocumentCounts, int]:
-    """The documents by outcome and the number of output files, of all ranks and their retries.
-
-    Raises:
-        CheckpointCorrupt: the commits contradict each other.
-    """
-    counts, files = DocumentCounts(), 0
-    for folder in _folders(root):
-        for commit in read_commits(folder / COMMITS).values():
-            counts.add(commit.counts)
-            files += len(commit.files)
-            if folder.parent != root:  # of a retry: they were read, and dead letters, before
-                counts.read -= commit.counts.read
-                counts.dead -= commit.counts.read
-    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
-        raise CheckpointCorrupt(
-            f"The commits in {root} contradict each other: {plural(counts.read, 'document')} read, {counts.written} "
-            f"written, {counts.dropped} dropped, {plural(counts.dead, 'dead letter')}. Do not use the output before "
-            f"you have run: {_verify(root)}"
-        )
-    return counts, files
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    """Those of all ranks, and of their retries."""
-    for parent in (root, *sorted(root.glob(RETRIES))):
-        if parent == root or retry_number(parent.name) is not None:
-            yield from (rank_folder(parent, rank) for rank in rank_numbers(parent))
 
 
 def _verify(checkpoints: Path | str) -> str:

@@ -100,22 +100,24 @@ def _full_disk(state: RunState) -> Iterator[str]:
 
 def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
     """The sums, a line for each topic that there is something to say about."""
-    totals = state.totals
+    totals = state.together
     yield f"{style.paint(state.what, '1')}: {_ranks(state)}; {age(state)}"
     yield _share(state, style)
-    yield _line("documents", _documents(totals))
+    yield _line("documents", _documents(totals) if totals.documents or not state.is_finished else "none in the input")
     if advice := _uneven(state):
         yield _line("reshard", advice)
     if totals.started is not None:
         yield _line("rate", _rate(totals))
         yield _line("tokens", _tokens(totals))
-        yield _line("requests", _requests(totals))
+        yield _line("requests", _requests(totals, _ago(state)))
         yield from _troubles_of_requests(totals)
         yield _line("attempts", _attempts(totals))
     else:
-        yield _line("requests", f"{_requests_of(totals):,} answered, {_sum_of_tokens(totals)}")
-    if totals.counts.dead or totals.unfinished.dead:
-        yield _line("dead", _dead(totals))
+        yield _line("requests", f"{totals.done.requests:,} answered, {_sum_of_tokens(totals)}")
+    if odd := totals.done.odd_answers:
+        yield _line("answers", odd.strip())
+    if totals.done.dead > 0:
+        yield _line("dead", _dead(state))
     if state.missing:
         yield _line("missing", f"not started: {_ranges(state.missing)}")
     if state.gone:
@@ -150,6 +152,12 @@ def age(state: RunState) -> str:
     return f"newest word {old} old" + (", read from a copy" if state.is_copy else "")
 
 
+def _ago(state: RunState) -> str:
+    """How old the lines are that tell where the ranks that run stand, with a space before it; empty if they are new."""
+    seconds = 0.0 if state.totals.as_of is None else state.read_at - state.totals.as_of
+    return f" as of {duration(round(seconds))} ago" if seconds >= 1 else ""
+
+
 def _share(state: RunState, style: Style) -> str:
     totals = state.totals
     share = 1.0 if state.is_finished else totals.position.share
@@ -166,7 +174,11 @@ def _share(state: RunState, style: Style) -> str:
         left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
         left += f", without {plural(totals.halted, 'rank')} at a halt" if totals.halted else ""
     bar = style.paint(style.bar(share), "32" if style.color else "")
-    return f"  {bar} {about}{percent(share)} of the input, {left}" if left != "finished" else f"  {bar} finished"
+    return (
+        f"  {bar} {about}{percent(share)} of the input{_ago(state)}, {left}"
+        if left != "finished"
+        else f"  {bar} finished"
+    )
 
 
 def _uneven(state: RunState) -> str:
@@ -222,21 +234,16 @@ def _tokens(totals: Totals) -> str:
 
 
 def _sum_of_tokens(totals: Totals) -> str:
-    prompt = totals.counts.prompt_tokens + totals.unfinished.prompt_tokens
-    completion = totals.counts.completion_tokens + totals.unfinished.completion_tokens
-    return f"{short(prompt)} prompt and {short(completion)} completion tokens"
+    done = totals.done
+    return f"{short(done.prompt_tokens)} prompt and {short(done.completion_tokens)} completion tokens"
 
 
-def _requests_of(totals: Totals) -> int:
-    return totals.counts.requests + totals.unfinished.requests
-
-
-def _requests(totals: Totals) -> str:
-    work, done = totals.work, _requests_of(totals)
+def _requests(totals: Totals, ago: str) -> str:
+    work, done = totals.work, totals.done.requests
     sent = f"{'at least ' * totals.work_is_at_least}{work.known_sent(done):,} sent"
     text = f"{done:,} of documents that are done; {sent}, {work.cached:,} answered from cache"
     if totals.states["running"]:
-        text += f"; {totals.in_flight:,} in flight, {totals.waiting:,} waiting"
+        text += f"; {totals.in_flight:,} in flight, {totals.waiting:,} waiting{ago}"
     return text
 
 
@@ -245,10 +252,13 @@ def _troubles_of_requests(totals: Totals) -> Iterator[str]:
     wasted = {
         "sent again after an error": work.retries,
         "sent again after their server died": work.resent,
-        "in flight when an attempt ended without a word": totals.lost_in_flight,
+        "in flight at the last lines of attempts that ended without a word": totals.lost_in_flight,
     }
-    if any(wasted.values()):
-        yield _line("wasted", ", ".join(f"{count:,} {what}" for what, count in wasted.items() if count))
+    said = [f"{count:,} {what}" for what, count in wasted.items() if count]
+    if totals.attempts_without_a_word and not totals.lost_in_flight:
+        said.append("not known what was in flight when attempts ended without a word")
+    if said:
+        yield _line("wasted", ", ".join(said))
     if work.restarts:
         yield _line("servers", _plural(work.restarts, "restart"))
     if work.errors:
@@ -267,9 +277,12 @@ def _attempts(totals: Totals) -> str:
     return f"{totals.attempts:,}" + (f", {silent:,} of which ended without a word" if silent else "")
 
 
-def _dead(totals: Totals) -> str:
-    dead = totals.counts.dead + totals.unfinished.dead
-    return f"{dead:,}" + (f": {_most(totals.dead_letters)}" if totals.dead_letters else "")
+def _dead(state: RunState) -> str:
+    """Those that are left. The causes of those that a retry has taken are not said."""
+    dead = state.together.done.dead
+    found = (state.totals.dead_letters, state.retried.dead_letters)
+    causes = next((_most(causes) for causes in found if 0 < causes.total() <= dead), "")
+    return f"{dead:,}" + (f": {causes}" if causes else "")
 
 
 def figure(value: float) -> str:

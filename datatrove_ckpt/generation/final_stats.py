@@ -51,12 +51,10 @@ class RankNumbers:
         self._add(folder, counts, work, seconds)
 
     def _add(self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds) -> None:
-        self.counts.add(counts)
+        is_retry = folder is not None and retry_number(folder.parent.name) is not None
+        self.counts.add_retry(counts) if is_retry else self.counts.add(counts)
         self.work.add(work)
         self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
-        if folder is not None and retry_number(folder.parent.name) is not None:
-            self.counts.read -= counts.read  # they were read, and dead letters, before
-            self.counts.dead -= counts.read
 
     def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
         """Sets the numbers of a step. ``checkpoint``: the one that was open, closed."""

@@ -42,6 +42,8 @@ from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 _PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+# An answer that calls a tool has no text.
+_CALLS = frozenset({"tool_calls", "function_call"})
 # They hold a JSON schema, and engines answer in the order of its properties: reasons before conclusions.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
@@ -128,6 +130,8 @@ class Requests:
         self.failed = 0
         self.tokens: list[int] = []
         """Prompt and completion tokens of each answer in turn."""
+        self.cut_off = self.empty = 0
+        """Of these answers, those that ended at max_tokens, and those without a text."""
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
@@ -170,7 +174,9 @@ class Requests:
         except InferenceError:
             self.failed += 1
             raise
-        usage = result.usage
+        usage, text, reason = result.usage, result.text, result.finish_reason
+        self.cut_off += reason == "length"
+        self.empty += reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
 
@@ -243,7 +249,9 @@ def summarize(
     # The usual case is a shorter line: see Finished.work
     usual = len(counts) == 1 and counts[0] <= 1 and len(tokens) == 2 * counts[0] and kept == (outcome == "written")
     work = None if usual and not failed else Work(kept, failed, counts, list(tokens))
-    return Finished(ordinal, outcome, fingerprint, document, sum(counts), sum(tokens[::2]), sum(tokens[1::2]), work)
+    ends = len(tokens) // 2, sum(each.cut_off for each in requests), sum(each.empty for each in requests)
+    took = sum(counts), sum(tokens[::2]), sum(tokens[1::2])
+    return Finished(ordinal, outcome, fingerprint, document, *took, work, ends=ends)
 
 
 @contextmanager

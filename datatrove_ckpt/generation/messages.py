@@ -72,7 +72,7 @@ class RankMessages:
             f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); {plural(counts.requests, 'request')}, "
             f"of which {self.progress.sent} {'was' if self.progress.sent == 1 else 'were'} sent in this run, "
             f"{plural(counts.prompt_tokens, 'prompt token')}, {plural(counts.completion_tokens, 'completion token')}."
-            f"{self.progress.skipped} {self._again(counts.dead)}"
+            f"{counts.odd_answers}{self.progress.skipped} {self._again(counts.dead)}"
         )
 
     def _again(self, dead: int) -> str:

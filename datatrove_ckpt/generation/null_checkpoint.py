@@ -118,7 +118,7 @@ class OpenNullCheckpoint:
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         self.raise_failure()
-        self.counts.count(finished.outcome, finished.requests, finished.prompt_tokens, finished.completion_tokens)
+        self.counts.count(finished.outcome, *finished.numbers)
         self.work.count(finished)
         if finished.outcome == "written":
             self._handed_over += len(finished.document)

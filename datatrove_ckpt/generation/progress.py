@@ -18,7 +18,7 @@ from datatrove_ckpt.generation.rank_history import RankHistory
 from datatrove_ckpt.generation.scheduler import Checkpoint
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
+from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress
 from datatrove_ckpt.process.screen import LogLines, Report, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.shard import SkippedLines
@@ -114,7 +114,7 @@ class Progress:
         if self._shutdown.is_requested:
             return "stopping"
         if self._client is None:
-            return "waiting for the server"
+            return WAITING
         silent = time.monotonic() - self._answered_at
         if self._client.stats.in_flight and silent >= _SILENCE_SECONDS:
             return f"no answer for {duration(silent)}"

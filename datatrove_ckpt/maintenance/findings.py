@@ -72,7 +72,7 @@ class Report:
         self.problems.append(_problem(kind, message, rank, chunk_index, path))
 
     def add_unfinished(
-        self, message: str, rank: RankFolder, chunk_index: int | None = None, path: str | None = None
+        self, message: str, rank: RankFolder | None = None, chunk_index: int | None = None, path: str | None = None
     ) -> None:
         self.unfinished.append(_problem("unfinished", message, rank, chunk_index, path))
 

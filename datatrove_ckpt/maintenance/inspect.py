@@ -124,7 +124,7 @@ class RankFolder:
         found, counts = dict[int, str](), DocumentCounts()
         for _, one in read_finished(journal_path(self.folder, chunk_index), found):
             if one is not None:
-                counts.count(one.outcome, one.requests, one.prompt_tokens, one.completion_tokens)
+                counts.count(one.outcome, *one.numbers)
         return found, counts
 
     @property

@@ -77,7 +77,7 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
     if quiet > (COPY_SECONDS if rank.is_copy else SILENT_SECONDS):
         rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {_process(rank)}"
         return
-    rank.in_flight, rank.waiting = last.in_flight, last.waiting
+    rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
     rank.rates = recent.rates() if len(recent.window) > 1 else _first_rates(rank, last, now)
     if last.position.total is not None and rank.rates.input > 0:
         rank.time_left = max(0, last.position.total - last.position.done) / rank.rates.input

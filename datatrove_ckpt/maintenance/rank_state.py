@@ -143,7 +143,7 @@ def _read(rank: RankState, found: _Files, limits: Limits) -> tuple[RecentHistory
         raise CheckpointCorrupt(f"{found.folder}: the commits need a closer look.")
     if documents is not None and sums.counts.read < documents:
         raise CheckpointCorrupt(f"{found.folder}: commits are missing.")
-    rank.counts, rank.chunks, rank.last_commit = sums.counts, len(sums.indices), sums.at
+    rank.counts, rank.chunks, rank.files, rank.last_commit = sums.counts, len(sums.indices), sums.files, sums.at
     if rank.last_commit is None and sums.indices and not rank.is_copy:
         rank.last_commit = _modified(found, layout.COMMITS)
     _count_unfinished(rank, found, journals, recent, sums)
@@ -267,6 +267,7 @@ def _look_closely(rank: RankState) -> None:
     rank.state = "finished" if summary.state == "finished" else "unfinished"
     rank.holder, rank.counts, rank.chunks = summary.holder, summary.counts, len(commits)
     rank.unfinished, rank.journals = summary.unfinished, len(summary.journals)
+    rank.files = sum(len(commit.files) for commit in commits.values())
     if summary.last_commit is not None:
         rank.last_commit = _seconds_of(rank.folder / layout.COMMITS)
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.history_records import InputPosition
@@ -27,6 +28,7 @@ from datatrove_ckpt.checkpoint.versions import settings_in
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.maintenance.inspect import no_checkpoint, not_permitted
 from datatrove_ckpt.maintenance.judge import find_left, find_slow
+from datatrove_ckpt.maintenance.rank_history import RATE_SECONDS
 from datatrove_ckpt.maintenance.rank_state import Limits, few, read_rank
 from datatrove_ckpt.maintenance.run_state import RankState, Rates, RunState, Totals
 from datatrove_ckpt.maintenance.where import Place
@@ -172,17 +174,19 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         totals.counts.add(rank.counts)
         totals.unfinished.add(rank.unfinished)
         totals.chunks += rank.chunks
+        totals.files += rank.files
         totals.unfinished_chunks += rank.journals
         totals.work = totals.work.plus(rank.work)
         totals.work_is_at_least = totals.work_is_at_least or rank.work_is_at_least
         totals.lost_in_flight += rank.lost_in_flight
-        totals.rates.add(rank.rates)
         totals.in_flight += rank.in_flight
         totals.waiting += rank.waiting
         totals.attempts += rank.number_of_attempts
         totals.attempts_without_a_word += sum(attempt.without_a_word for attempt in rank.attempts)
         totals.exact = totals.exact and rank.exact
         causes.update(rank.dead_letters)
+    totals.rates = _rates_now(ranks, now)
+    totals.as_of = min((rank.as_of for rank in ranks if rank.as_of is not None), default=None)
     totals.dead_letters = few(causes)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
@@ -191,6 +195,34 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     totals.average = _average(totals)
     _add_input(totals, ranks)
     return totals
+
+
+def _rates_now(ranks: list[RankState], now: float) -> Rates:
+    """Of the ranks that run; and, if one has begun in these minutes, of those that have finished meanwhile, too.
+
+    Else the rate of many short tasks would be that of the few that run, which have done nothing yet.
+    """
+    rates, since = Rates(), now - RATE_SECONDS
+    running = [(rank, rank.attempt) for rank in ranks if rank.state == "running" and rank.attempt is not None]
+    finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
+    finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
+    begun = max((attempt.started for _, attempt in running), default=since)
+    if begun <= since or not finished:
+        for rank, _ in running:
+            rates.add(rank.rates)
+        return rates
+    seconds = now - max(since, min(attempt.started for _, attempt in running + finished))
+    for rank, attempt in running:
+        rates.add(rank.rates, (now - max(attempt.started, since)) / seconds)
+    for rank, attempt in finished:
+        length = max(attempt.last_seen - attempt.started, 1e-3)
+        share = min(1.0, (attempt.last_seen - since) / length) * attempt.own / rank.documents
+        rates.add(_done(rank.counts, rank.position.done), share / seconds)
+    return rates
+
+
+def _done(counts: DocumentCounts, done: int) -> Rates:
+    return Rates(counts.read, counts.requests, counts.prompt_tokens, counts.completion_tokens, done)
 
 
 def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
@@ -215,14 +247,10 @@ def _average(totals: Totals) -> Rates:
     # Of an attempt that was killed at once, the documents are known, and not the time.
     if not seconds or (seconds < _FIRST_SECONDS and totals.attempts_without_a_word):
         return Rates()
-    documents, unfinished = totals.counts, totals.unfinished
-    return Rates(
-        documents=totals.documents / seconds,
-        requests=(documents.requests + unfinished.requests) / seconds,
-        prompt_tokens=(documents.prompt_tokens + unfinished.prompt_tokens) / seconds,
-        completion_tokens=(documents.completion_tokens + unfinished.completion_tokens) / seconds,
-        input=totals.position.done / seconds,
-    )
+    average = Rates()
+    for counts in (totals.counts, totals.unfinished):
+        average.add(_done(counts, 0), 1 / seconds)
+    return average
 
 
 def _add_input(totals: Totals, ranks: list[RankState]) -> None:

@@ -11,7 +11,7 @@ Times are Unix seconds, durations seconds, rates per second. None means: not kno
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -90,12 +90,12 @@ class Rates:
     input: float = 0.0
     """In the input's unit."""
 
-    def add(self, other: Rates) -> None:
-        self.documents += other.documents
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.input += other.input
+    def add(self, other: Rates, factor: float = 1.0) -> None:
+        self.documents += other.documents * factor
+        self.requests += other.requests * factor
+        self.prompt_tokens += other.prompt_tokens * factor
+        self.completion_tokens += other.completion_tokens * factor
+        self.input += other.input * factor
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class RankState:
         root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
         folder: its files, or a copy of them.
         trouble, reason: why it needs attention; None and "" if it does not.
-        counts, chunks: what is committed.
+        counts, chunks, files: what is committed.
         unfinished: the documents in journals of chunks that are not committed, by ``journals``.
         exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
         position: how much of its input is done.
@@ -116,7 +116,7 @@ class RankState:
         rates: of the last minutes, while it runs. ``has_rate``: of five minutes at least, so that it can be compared.
         seconds: what its attempts took together.
         downtime: seconds between attempts that were cut short and the ones after them.
-        in_flight, waiting: requests now, while it runs.
+        in_flight, waiting: requests at its last line, ``as_of``, while it runs.
         dead_letters: by cause; no more than were read.
         attempts: those that the history still names.
         number_of_attempts: all of them.
@@ -135,6 +135,7 @@ class RankState:
     reason: str = ""
     counts: DocumentCounts = field(default_factory=DocumentCounts)
     chunks: int = 0
+    files: int = 0
     unfinished: DocumentCounts = field(default_factory=DocumentCounts)
     journals: int = 0
     exact: bool = True
@@ -147,6 +148,7 @@ class RankState:
     downtime: float = 0.0
     in_flight: int = 0
     waiting: int = 0
+    as_of: float | None = None
     dead_letters: Counter[str] = field(default_factory=Counter)
     attempts: list[AttemptSummary] = field(default_factory=list)
     number_of_attempts: int = 0
@@ -196,6 +198,7 @@ class Totals:
         halted: ranks that are started and do not go on, if there is a time left.
         not_started: ranks that have no folder.
         attempts_without_a_word: among ``attempts``.
+        as_of: when the oldest of the lines was written that tell where the ranks that run stand.
     """
 
     states: Counter[str] = field(default_factory=Counter)
@@ -203,6 +206,7 @@ class Totals:
     counts: DocumentCounts = field(default_factory=DocumentCounts)
     unfinished: DocumentCounts = field(default_factory=DocumentCounts)
     chunks: int = 0
+    files: int = 0
     unfinished_chunks: int = 0
     position: InputPosition = field(default_factory=InputPosition)
     total_is_estimated: bool = False
@@ -222,6 +226,14 @@ class Totals:
     attempts_without_a_word: int = 0
     started: float | None = None
     exact: bool = True
+    as_of: float | None = None
+
+    @property
+    def done(self) -> DocumentCounts:
+        """Documents that are done, committed or not."""
+        found = replace(self.counts)
+        found.add(self.unfinished)
+        return found
 
     @property
     def documents(self) -> int:
@@ -265,6 +277,16 @@ class RunState:
     retried: Totals = field(default_factory=Totals)
 
     @property
+    def together(self) -> Totals:
+        """The sums with those of retries. Each document counts once: one that a retry has written is not dead."""
+        own, again = self.totals, self.retried
+        counts = replace(own.counts)
+        counts.add_retry(again.counts)
+        sums = {name: getattr(own, name) + getattr(again, name) for name in _TOGETHER}
+        at_least = own.work_is_at_least or again.work_is_at_least
+        return replace(own, counts=counts, work=own.work.plus(again.work), work_is_at_least=at_least, **sums)
+
+    @property
     def troubled(self) -> list[RankState]:
         """The ranks that need attention, the most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
@@ -276,4 +298,5 @@ class RunState:
         return bool(self.ranks) and not self.totals.not_started and set(self.totals.states) == {"finished"}
 
 
+_TOGETHER = ("chunks", "files", "attempts", "attempts_without_a_word", "lost_in_flight", "in_flight", "waiting")
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)

@@ -32,6 +32,7 @@ def to_json(state: RunState) -> Json:
         "newest_at": _time(state.newest),
         "age_seconds": None if state.newest is None else round(max(0.0, state.read_at - state.newest), 3),
         "is_finished": state.is_finished,
+        "delivered": _counts(state.together.counts),
         "totals": _totals(state.totals, state.tasks),
         "retried": _totals(state.retried, 0) if state.retries else None,
         "not_started": state.missing,
@@ -61,6 +62,7 @@ def _totals(totals: Totals, tasks: int) -> Json:
         "average": _rates(totals.average),
         "working_seconds": round(totals.working_seconds, 3),
         "time_left_seconds": _seconds(totals.time_left),
+        "as_of": _time(totals.as_of),
         "in_flight": totals.in_flight,
         "waiting": totals.waiting,
         "dead_letters": dict(totals.dead_letters.most_common()),
@@ -86,6 +88,7 @@ def _rank(rank: RankState) -> Json:
         "seconds": round(rank.seconds, 3),
         "downtime_seconds": round(rank.downtime, 3),
         "time_left_seconds": _seconds(rank.time_left),
+        "as_of": _time(rank.as_of),
         "in_flight": rank.in_flight,
         "waiting": rank.waiting,
         "dead_letters": dict(rank.dead_letters.most_common()),
@@ -111,7 +114,7 @@ _COUNTS = tuple(DocumentCounts.__dataclass_fields__)
 
 
 def _counts(counts: DocumentCounts) -> Json:
-    return {name: getattr(counts, name) for name in _COUNTS}  # asdict takes ten times as long
+    return {name: max(0, getattr(counts, name)) for name in _COUNTS}  # asdict takes ten times as long
 
 
 def _work(work: WorkCounts, lost_in_flight: int, is_at_least: bool) -> Json:

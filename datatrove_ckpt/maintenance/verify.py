@@ -38,6 +38,7 @@ from datatrove_ckpt.checkpoint.commits import Commit, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import FOLLOWED, follows, read_run
+from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.setting_values import comparable, same_value
@@ -270,16 +271,16 @@ def _check_number_of_ranks(report: Report) -> None:
     ranks = {rank.number: rank for rank in report.ranks if not rank.root}
     tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
     is_active = not {"running", "unfinished"}.isdisjoint(report.states.values())
-    is_dealt_out = (report.checkpoints / SHARES).exists()  # since then, ranks below the number of tasks may be new ones
-    for number in range(tasks):
-        missing = RankFolder("", number, rank_folder(report.checkpoints, number))
-        if number in ranks:
-            continue
-        if is_active or (is_dealt_out and not missing.last_chunk_file.exists()):
-            report.add_unfinished("is not started.", missing)
-        else:
-            message = f"{missing.folder} is missing: the rank never ran, or its checkpoint was removed. Run again."
-            report.add_problem("rank", message, missing, path=missing.folder)
+    missing = [number for number in range(tasks) if not rank_folder(report.checkpoints, number).exists()]
+    for number in () if is_active else list(missing):
+        rank = RankFolder("", number, rank_folder(report.checkpoints, number))
+        if rank.last_chunk_file.exists():  # it had committed chunks
+            missing.remove(number)
+            message = f"{rank.folder} is missing: its checkpoint was removed. Bring it back, or run again."
+            report.add_problem("rank", message, rank, path=rank.folder)
+    if missing:
+        have = "has" if len(missing) == 1 else "have"
+        report.add_unfinished(f"{len(missing)} of {plural(tasks, 'task')} {have} not started ({name_tasks(missing)}).")
     try:
         refuse_half_resharded(report.checkpoints)
     except CheckpointError as error:

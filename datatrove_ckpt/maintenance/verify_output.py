@@ -16,10 +16,10 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, rank_folder
 from datatrove_ckpt.errors import CheckpointError, OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
-from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
+from datatrove_ckpt.maintenance.inspect import RankFolder, name_place, summarise
 from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_lag import look_again, looks_for
@@ -217,6 +217,7 @@ class _Uncommitted:
         self._doubtful = {(summary.root, summary.rank) for summary in report.summaries if summary.may_lack_commits}
         self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
         self._ranks = {rank.key: rank for rank in report.ranks}
+        self._later: dict[tuple[str, int], tuple[str, set[str]]] = {}
         self._tasks = max((_tasks(rank) for rank in report.ranks if not rank.root), default=0)
         self._patterns = [
             output_pattern(template) for template in sorted({_template(rank) for rank in report.ranks} - {""})
@@ -234,7 +235,11 @@ class _Uncommitted:
             state = self._states.get(key)
             if state == "damaged":
                 return  # it may belong to a lost commit; the damage itself is reported
-            if state is None:
+            now, files = self._look_again(key)
+            if path in files:
+                return  # committed meanwhile
+            state = state or now
+            if not state:
                 if self._is_beyond_tasks(*key):
                     continue
                 place = name_place(*key)
@@ -250,6 +255,15 @@ class _Uncommitted:
                 self._report.add_unfinished(message, self._ranks[key], chunk_index, path)
                 return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+
+    def _look_again(self, key: tuple[str, int]) -> tuple[str, set[str]]:
+        """The state of a rank, and the files that it has committed: it may have gone on while others were looked at."""
+        root, number = key
+        rank = self._ranks.setdefault(key, RankFolder(*key, rank_folder(self._report.checkpoints / root, number)))
+        if key not in self._later and rank.folder.exists():
+            summary, commits = summarise(rank)
+            self._later[key] = summary.state, {file.path for commit in commits.values() for file in commit.files}
+        return self._later.get(key, ("", set()))
 
     def _is_beyond_tasks(self, root: str, number: int) -> bool:
         """Whether the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from datatrove_ckpt.formatting import duration, plural
 
+WAITING = "waiting for the server"
 _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _SAMPLE_SECONDS = 1.0
@@ -114,6 +115,7 @@ class RunProgress:
         self._paces: dict[int, _Pace] = {}
         self._work = {"finished": 0, "requests": 0, "tokens": 0}  # of this command
         self._gained = 0.0  # shares of ranks
+        self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
         self._samples = deque([_Sample(self.started, 0, 0, 0, 0.0)])
 
     # what ranks report -------------------------------------------------------------------------------------------
@@ -127,15 +129,20 @@ class RunProgress:
             self._paces.pop(rank, None)
         for name in self._work:
             self._work[name] += max(0, getattr(progress, name) - getattr(last, name))
-        now, before = progress.share, last.share
-        if now is not None and before is not None:  # else it has just become known where the rank stands
-            self._gained += max(0.0, now - before)
-        if now is not None:
-            self._paces.setdefault(rank, _Pace(self._clock(), now)).note(self._clock(), now)
+        if (share := progress.share) is not None:
+            self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
+            self._paces.setdefault(rank, _Pace(self._clock(), share)).note(self._clock(), share)
+
+    def _gain(self, rank: int, share: float, before: float) -> None:
+        """A short task reports too seldom to be seen at work, so what it had ``before`` its first share counts, too."""
+        known = self._shares.get(rank, before)
+        self._shares[rank] = max(known, share)
+        self._gained += self._shares[rank] - known
 
     def complete(self, rank: int) -> None:
         """A rank is complete."""
         self._done.add(rank)
+        self._gain(rank, 1.0, 0.0)
 
     def sample(self) -> None:
         """Notes the work so far, for the rates. Called once a second or more often."""
@@ -242,7 +249,8 @@ class RunProgress:
         if not self._last:
             return "starting"
         states = {progress.state for rank, progress in self._last.items() if rank not in self._done}
-        return states.pop() if len(states) == 1 else ""
+        state = states.pop() if len(states) == 1 else ""
+        return "" if state == WAITING and self.rates.documents else state  # short tasks that have just begun
 
     def line(self) -> str:
         """The text of a line in the log."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import xxhash
 
 from datatrove_ckpt.checkpoint import clock
-from datatrove_ckpt.checkpoint.history import parse_history
+from datatrove_ckpt.checkpoint.history_records import parse_history
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing.disks import (
@@ -215,8 +215,8 @@ def _state(folder: Path) -> str:
 
 def _shape(history: bytes) -> bytes:
     """What the next attempt does with a history depends on its last byte only. The numbers in it are for people."""
-    found = parse_history(history)
-    return repr((history[-1:], found.damaged, [record.KIND for record in found.records])).encode()
+    records, damaged = parse_history(history)
+    return repr((history[-1:], damaged, [record.KIND for record in records])).encode()
 
 
 def _rows(database: Path) -> bytes:

@@ -18,7 +18,6 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint import files, history_log, storage
 from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
-from datatrove_ckpt.checkpoint.history import read_history
 from datatrove_ckpt.checkpoint.history_records import End
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
@@ -28,6 +27,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, assert_same_output_after_disk_errors
 from datatrove_ckpt.testing.disks import EFFECTS, PowerLossDisk, copy_tree, disk_in_place
+from tests.histories import read_history
 from tests.jobs import documents, runner, the_first_last, writer
 
 pytestmark = pytest.mark.usefixtures("code_described_once", "names_follow_lives")

@@ -16,7 +16,6 @@ from loguru import logger
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import history_log
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.generation import rank_history
@@ -24,6 +23,7 @@ from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
+from tests.histories import History, read_history
 from tests.jobs import ask, documents, runner
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}

@@ -24,9 +24,9 @@ from typing import Any, Self
 
 import pytest
 
-from datatrove_ckpt.checkpoint.history import read_history
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.histories import read_history
 
 JOB = """
 import sys

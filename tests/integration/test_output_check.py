@@ -567,6 +567,49 @@ def test_the_closing_line_counts_ranks_only_and_the_tokens_of_retries(
     assert "with 0 prompt" not in said
 
 
+def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_cut_off_or_empty(
+    job: Path, call: Call, capfd: pytest.CaptureFixture[str], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(payload: Any, times: int) -> str:
+        number = payload["messages"][-1]["content"].count("x") - 1  # of "text"
+        server.finish_reason = "length" if number in (2, 3) else "tool_calls" if number == 5 else "stop"
+        return "" if number in (3, 5, 7) else "fine"
+
+    monkeypatch.setattr(server, "_answer", answer)
+    monkeypatch.setattr(server, "_status", lambda payload, times: 400 if "x" * 9 in str(payload) else None)
+    (job / "job.yaml").write_text((job / "job.yaml").read_text() + "          skip_bad_requests: true\n")
+    _, said = call("run", "job.yaml")
+    assert "2 of 9 answers were cut off at max_tokens (raise max_tokens in default_generation_params" in said
+    assert " and 2 of 9 answers are empty. " in said
+    monkeypatch.setattr(server, "_status", lambda payload, times: None)
+    _, said = call("run", "job.yaml", "--retry-dead-letters")
+    assert "10 of 10 documents" in said
+    assert "(0 dropped, 0 dead letters), for 11 requests" in said
+    assert "2 of 10 answers were cut off" in said
+    assert main(["status", "job.yaml"]) == 0
+    status = capfd.readouterr().out
+    assert "10 done; 10 (10 written, 0 dropped, 0 dead)" in status
+    assert "  requests   11 of documents that are done" in status
+    assert "2 of 10 answers were cut off" in status
+    assert "  dead " not in status
+    assert "  attempts   3\n" in status, "those of the retry, too"
+    assert main(["status", "job.yaml", "--json"]) == 0
+    found = orjson.loads(capfd.readouterr().out)
+    delivered = {"read": 10, "dead": 0, "answers": 10, "cut_off": 2, "empty": 2}
+    assert found["delivered"] == found["delivered"] | delivered
+    assert main(["report", "job.yaml", "-o", "page.html"]) == 0
+    assert "2 empty, of 9 answers" in (job / "page.html").read_text()
+
+
+def test_an_input_without_documents_is_said(job: Path, call: Call, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in (job / "input").iterdir():
+        path.write_text("")
+    _, said = call("run", "job.yaml")
+    assert said.startswith("There are no documents in the input, so there is no output in ")
+    assert main(["status", "job.yaml"]) == 0
+    assert "  documents  none in the input\n" in capfd.readouterr().out
+
+
 def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, call: Call) -> None:
     assert call("run", "job.yaml")[0] == 0
     retry = job / "checkpoints" / "retry-00001"

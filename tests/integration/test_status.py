@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -79,7 +80,7 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for(tmp_path
     states = "1 damaged, 1 failed, 1 lost, 1 interrupted, 1 unfinished, 5 running, 1 finished, 1 not started"
     assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); newest word ")
     assert " about " in lines[1]
-    assert "3: 3 HTTP 400: # tokens are too many" in text
+    assert "  dead " not in text, "a retry has written them"
     assert "retries    3 dead letters retried, 3 of them written" in text
     troubled = lines[lines.index("5 ranks need attention:") + 1 :]
     kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
@@ -97,6 +98,18 @@ def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Pat
     assert (found["totals"]["work"]["is_at_least"], found["ranks"][0]["work"]["is_at_least"]) == (True, True)
     done = found["totals"]["committed"]["requests"]
     assert f"{done} of documents that are done; at least {done} sent, 0 answered" in said(tmp_path)[1]
+
+
+def test_what_is_older_than_the_rest_says_so_and_what_was_lost_is_not_known(tmp_path: Path, said: Said) -> None:
+    now = time.time()
+    write_rank(tmp_path, 0, [start(now - 90), *minutes(now - 90, 1, 60, 3600)], chunks=9, tasks=2)
+    write_rank(tmp_path, 1, [start(now - 900), minute(now - 900, 0, in_flight=0)], tasks=2)
+    text = said(tmp_path)[1]
+    assert re.search(r" of the input as of 3\d s ago, about ", text)
+    assert re.search(r"4 in flight, 2 waiting as of 3\d s ago\n", text)
+    assert "  wasted     not known what was in flight when attempts ended without a word\n" in text
+    found = json.loads(said(tmp_path, "--json")[1])
+    assert found["totals"]["as_of"] == found["ranks"][0]["as_of"] == found["ranks"][0]["attempt"]["last_seen_at"]
 
 
 def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(

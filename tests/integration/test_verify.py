@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointCorrupt, DocumentFailed, OutputMismatch, StorageFailed
+from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
     CrashingDisk,
@@ -36,6 +37,7 @@ from datatrove_ckpt.testing import (
 )
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.jobs import documents, runner, writer
+from tests.rank_folders import write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., tuple[int, str]]
@@ -292,7 +294,7 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "rank": (
         lambda job: shutil.rmtree(job / "checkpoints" / "00000"),
-        ["rank 0: ", "/00000 is missing: the rank never ran", "00000_chunk_00002.jsonl is named by no commit"],
+        ["rank 0: ", "/00000 is missing: its checkpoint was removed", "00000_chunk_00002.jsonl is named by no commit"],
     ),
     "one too many": (
         lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
@@ -377,8 +379,40 @@ def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: F
     code, text = said("verify", tmp_path)
     assert code == 3
     assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
-    assert "rank 1: is not started." in text
+    assert "1 of 2 tasks has not started (task 1)." in text.splitlines()
     assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
+
+
+def test_of_a_healthy_run_one_line_says_how_many_tasks_have_not_started(tmp_path: Path, said: Said) -> None:
+    """Also while no task is at work, as between two short ones."""
+    (tmp_path / "output").mkdir()
+    for number in range(249):
+        write_rank(tmp_path / "checkpoints", number, finished=True, tasks=1000, output_folder=str(tmp_path / "output"))
+    code, text = said("verify", tmp_path)
+    assert (code, text.splitlines()[:-1]) == (
+        3,
+        ["751 of 1000 tasks have not started (tasks 249, 250, 251, 252, 253, ... (751 in all))."],
+    )
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again(
+    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    def run(rank: int, number: int) -> None:
+        runner(tmp_path, server, skip_bad_requests=True).run(documents(number), rank=rank, world_size=2)
+
+    def check(*arguments: Any, **options: Any) -> None:
+        run(1, 4)
+        check_output(*arguments, **options)
+
+    run(0, 4)
+    if not is_new:
+        run(1, 2)
+
+    monkeypatch.setattr("datatrove_ckpt.maintenance.verify.check_output", check)
+    code, text = said("verify", tmp_path)
+    assert code == (3 if is_new else 0), text
 
 
 def test_a_published_file_that_is_not_committed_yet_is_not_foreign(

@@ -18,7 +18,6 @@ from typing import Any
 import orjson
 import pytest
 
-from datatrove_ckpt.checkpoint.history import read_history
 from datatrove_ckpt.checkpoint.history_log import HistoryLog
 from datatrove_ckpt.checkpoint.history_records import Start
 from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder
@@ -27,6 +26,7 @@ from datatrove_ckpt.generation.export import exporter
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.generation.export.tracking import no_tracking_left
 from datatrove_ckpt.testing import FakeServer
+from tests.histories import read_history
 from tests.jobs import documents, runner
 from tests.pages import ROOT
 from tests.unit.test_metrics import waited_for

@@ -8,7 +8,6 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.history_records import (
     Buckets,
     End,
@@ -21,6 +20,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.lines import seal
+from tests.histories import History, read_history
 
 
 def progress(at: float = 0.0, attempt: int = 1) -> Progress:
@@ -118,31 +118,6 @@ def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:
     assert isinstance(found, ServerEvent)
     assert found.why.isprintable()
     assert len(found.why) == 1000
-
-
-def test_a_tail_starts_with_a_whole_line(tmp_path: Path) -> None:
-    path = written(tmp_path / "history.jsonl", records())
-    lines = [len(record.to_line()) for record in records()]
-    for tail in range(sum(lines) + 10):
-        history = read_history(path, tail)
-        whole = next(n for n in range(len(lines), -1, -1) if sum(lines[len(lines) - n :]) <= tail)
-        assert history.records == records()[len(lines) - whole :]
-        assert history.damaged == 0
-        assert history.is_whole == (tail >= sum(lines))
-
-
-def test_fewer_progress_lines_keep_the_first_and_the_last_of_each_attempt(tmp_path: Path) -> None:
-    content: list[Record] = []
-    for attempt in (1, 2):
-        content.append(Start(at=attempt * 1e6, attempt=attempt, host="h", pid=1))
-        content += [progress(attempt * 1e6 + minute * 60, attempt) for minute in range(500)]
-        content.append(End(at=attempt * 1e6 + 30_000, attempt=attempt, why="done"))
-    history = read_history(written(tmp_path / "history.jsonl", content), max_progress=100)
-    for found in history.attempts:
-        assert found.start is not None
-        assert found.end is not None
-        assert 45 <= len(found.progress) <= 55
-        assert [found.progress[0].at, found.progress[-1].at] == [found.number * 1e6, found.number * 1e6 + 499 * 60]
 
 
 def test_the_share_of_an_input_is_none_where_its_size_or_the_position_is_not_known() -> None:

@@ -10,7 +10,6 @@ import pytest
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history import read_history
 from datatrove_ckpt.checkpoint.history_log import MAX_BYTES, HistoryLog, thinned
 from datatrove_ckpt.checkpoint.history_records import (
     Buckets,
@@ -22,6 +21,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     Start,
     WorkCounts,
 )
+from tests.histories import read_history
 
 _MINUTES_OF_A_WEEK = 7 * 24 * 60
 

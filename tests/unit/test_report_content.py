@@ -96,7 +96,8 @@ def test_every_figure_is_one_of_the_state(found: Content) -> None:
         "totals.work.retries": 9,
         "totals.work.lost_in_flight": 16,
         "totals.attempts": 8,
-        "totals.committed.dead": 6,
+        "delivered.dead": 6,
+        "totals.committed.cut_off + totals.unfinished.cut_off": 0,
         "totals.tasks": 5,
     }
     assert found.figures[0].note == "25.0 % of the input"

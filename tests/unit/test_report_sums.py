@@ -23,8 +23,9 @@ from datatrove_ckpt.checkpoint.history_records import (
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance.report import timeline
 from datatrove_ckpt.maintenance.report.chunks import chunk_runs, expected_chunks
-from datatrove_ckpt.maintenance.report.content import Interruption
+from datatrove_ckpt.maintenance.report.content import Content, Interruption
 from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
+from datatrove_ckpt.maintenance.report.page import page
 from datatrove_ckpt.maintenance.report.prices import Prices, costs, gpus_in, money
 from datatrove_ckpt.maintenance.report.rank_log import RankLog, parse_log
 from datatrove_ckpt.maintenance.report.spreads import histograms
@@ -186,6 +187,17 @@ def test_an_attempt_that_still_runs_is_no_interruption_and_one_that_nothing_foll
     assert list(interruptions("0", history, is_running=True)) == []
     (found,) = interruptions("0", history, is_running=False)
     assert (found.away, found.starting, found.repeated) == (None, None, 3)
+
+
+def test_what_was_in_flight_when_an_attempt_was_killed_is_not_0_because_its_last_line_has_none() -> None:
+    idle, busy = log_of([start(1, 0), line(1, 0, 0)]), log_of([start(1, 0), line(1, 60, 5, in_flight=3)])
+    ended = log_of([start(1, 0), line(1, 60, 5), End(at=T + 60, attempt=1, why="stopped", what="SIGTERM")])
+    found = [next(interruptions(str(rank), log, is_running=False)) for rank, log in enumerate((idle, busy, ended))]
+    assert [one.repeated for one in found] == [None, 3, 0]
+    assert [one.repeated for one in together(found)] == [None, 0], "two were killed in one minute"
+    told = page(Content("folder", "", "lost", T, "1", interruptions=found))
+    assert "it is not known how many requests were sent again" in told
+    assert '<td class="n">not known</td>' in told
 
 
 def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None:

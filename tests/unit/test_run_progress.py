@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datatrove_ckpt.process.run_progress import RankProgress, RunProgress, bar, percent
+from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress, bar, percent
 
 
 class Clock:
@@ -140,7 +140,7 @@ def test_a_line_has_everything(clock: Clock) -> None:
 
 def test_a_rank_that_reads_nothing_yet_has_not_begun(clock: Clock) -> None:
     progress = RunProgress(ranks=2, clock=clock)
-    progress.update(0, rank(5, 50))
+    progress.update(0, rank(5, 50, finished=0))
     progress.update(1, RankProgress(1, 70, state="waiting for the server"))
     assert (progress.share, progress.is_estimated) == (0.25, True)
     clock.now += 10
@@ -163,12 +163,26 @@ def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> N
 
 def test_ranks_in_other_units_are_taken_for_equal(clock: Clock) -> None:
     progress = RunProgress(ranks=2, clock=clock)
-    progress.update(0, rank(5, 50))
+    progress.update(0, rank(5, 50, finished=0))
     progress.update(1, RankProgress(1, 1, done=1, total=10, unit="rows"))
     assert progress.share == pytest.approx(0.3)
     clock.now += 10
     progress.update(0, RankProgress(1, 5, 5, 10, 50, done=600, total=1000, unit="bytes"))
     assert progress.seconds_left == pytest.approx((1 - 0.35) / (0.1 / 10 / 2))
+
+
+@pytest.mark.parametrize("lasts", [0.5, 2.0])
+def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(clock: Clock, lasts: float) -> None:
+    """A task of half a second reports where it begins and where it ends, and nothing between."""
+    progress = RunProgress(ranks=1000, clock=clock)
+    for number in range(100):
+        progress.update(number, RankProgress(1, 0, state=WAITING))
+        assert progress.state == ("" if number else WAITING), "the others finish documents meanwhile"
+        clock.now += lasts
+        progress.update(number, rank(10, 100))
+        progress.complete(number)
+        progress.sample()
+    assert progress.seconds_left == pytest.approx(900 * lasts, rel=0.05)
 
 
 def test_a_slow_rank_alone_decides_when_the_run_ends(clock: Clock) -> None:

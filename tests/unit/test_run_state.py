@@ -380,6 +380,18 @@ def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
     assert state.newest == T + 11 * MIN
 
 
+def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path: Path, hold: Hold) -> None:
+    for number in range(100):
+        at = T + number // 2 * 4
+        history = [start(at), minute(at, 0, 10), minute(at + 4, 10, 10), done(at + 4)]
+        write_rank(tmp_path, number, history, chunks=1, finished=True, tasks=1000)
+    for number in (100, 101):
+        hold(write_rank(tmp_path, number, [start(T + 199, host=HERE), minute(T + 199, 0)], tasks=1000))
+    totals = read(tmp_path, T + 200).totals
+    assert (totals.rates.documents, totals.rates.requests) == pytest.approx((5.0, 10.0))
+    assert totals.time_left == pytest.approx(9000 / 5)
+
+
 def test_the_last_rank_decides_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
     for number, per_minute in enumerate((60, 6)):
         history = [start(T, host=HERE), *minutes(T, 6, per_minute, 3600)]
@@ -496,12 +508,18 @@ def test_very_many_ranks_are_read_by_several_processes(tmp_path: Path) -> None:
 
 def test_the_sums_over_commits_are_those_of_the_commits(tmp_path: Path) -> None:
     path = tmp_path / "commits.jsonl"
-    lines = [seal(commit(index, 10 + index, dead=1, letters=5 * index).to_json()) for index in (0, 1, 3)]
+    made = [commit(index, 10 + index, dead=1, letters=5 * index) for index in (0, 1, 3)]
+    made[1].counts.answers, made[1].counts.cut_off, made[1].counts.empty = 7, 2, 1
+    old = orjson.loads(made[2].to_json())
+    del old["work"]["ends"]  # as an earlier release writes it
+    lines = [seal(line) for line in (made[0].to_json(), made[1].to_json(), orjson.dumps(old))]
     path.write_bytes(b"".join(lines) + b'{"xxh":"torn')
     sums, commits = sum_commits(path), read_commits(path)
     assert sums is not None
     assert (set(sums.indices), sums.unbroken) == (set(commits), 2)
-    assert sums.counts.read == sum(one.counts.read for one in commits.values())
+    assert (sums.counts.answers, sums.counts.cut_off, sums.counts.empty) == (7, 2, 1)
+    for name in ("read", "answers", "cut_off", "empty"):
+        assert getattr(sums.counts, name) == sum(getattr(one.counts, name) for one in commits.values())
     assert sums.counts.dead == 3
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint.history import parse_history
-from datatrove_ckpt.checkpoint.history_records import End, Progress, Record
+from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, parse_history
 from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder, rank_numbers
 
 POINT_SECONDS = 60.0
@@ -211,10 +210,10 @@ class JobHistories:
         end = data.rfind(b"\n") + 1
         self._read[rank] = status.st_ino, offset + end
         if same:
-            return parse_history(data[:end]).records
+            return parse_history(data[:end])[0]
         start = data.find(b"\n") + 1 if offset else 0
         newest = self._newest.get(rank, 0.0)
-        records = [record for record in parse_history(data[start:end]).records if record.at > newest]
+        records = [record for record in parse_history(data[start:end])[0] if record.at > newest]
         if offset and records:
             self.whole_from = max(self.whole_from, records[0].at)
         return records

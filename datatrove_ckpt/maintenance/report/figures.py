@@ -22,17 +22,19 @@ def figures(run: RunState) -> Iterator[Figure]:
     yield _time(run)
     work = totals.work
     for key, label in (("prompt_tokens", "Prompt tokens"), ("completion_tokens", "Completion tokens")):
-        number = getattr(totals.counts, key) + getattr(totals.unfinished, key)
+        number = getattr(totals.done, key)
         now = getattr(totals.rates if _runs(totals) else totals.average, key)
         yield Figure(_both(key), label, number, short(number), f"{compact(now)} per second")
-    requests = totals.counts.requests + totals.unfinished.requests
+    requests = totals.done.requests
     yield Figure(_both("requests"), "Requests", requests, short(requests), _per_document(totals, requests))
     share = percent(min(1.0, work.cached / requests)) if requests else "0 %"
     yield Figure("totals.work.cached", "From the cache", work.cached, short(work.cached), f"{share} of all answers")
     yield _retries(totals)
-    lost = totals.lost_in_flight
-    why = "requests in flight when an attempt was killed"
-    yield Figure("totals.work.lost_in_flight", "Sent again", lost, short(lost), why)
+    yield _answers(totals)
+    lost, silent = totals.lost_in_flight, totals.attempts_without_a_word
+    why = "in flight at the last lines of attempts that were killed"
+    text = "not known" if silent and not lost else short(lost)
+    yield Figure("totals.work.lost_in_flight", "Sent again", lost, text, why)
     yield _attempts(totals)
     yield _dead(run)
     yield _ranks(run)
@@ -84,6 +86,15 @@ def _retries(totals: Totals) -> Figure:
     return Figure("totals.work.retries", "Retries", retries, short(retries), plural(restarts, "server restart"), tone)
 
 
+def _answers(totals: Totals) -> Figure:
+    done = totals.done
+    tone = "warning" if done.cut_off or done.empty else ""
+    text, note = short(done.cut_off), f"{short(done.empty)} empty, of {short(done.answers)} answers"
+    if done.read and not done.answers:  # an earlier release did not note it
+        text, note = "not known", ""
+    return Figure(_both("cut_off"), "Cut-off answers", done.cut_off, text, note, tone)
+
+
 def _attempts(totals: Totals) -> Figure:
     silent = totals.attempts_without_a_word
     note = f"{silent} ended without a word" if silent else "none ended without a word"
@@ -93,11 +104,11 @@ def _attempts(totals: Totals) -> Figure:
 
 
 def _dead(run: RunState) -> Figure:
-    dead = run.totals.counts.dead
+    dead = run.together.counts.dead
     note = plural(len(run.totals.dead_letters), "cause") if dead else "every document was processed"
     if run.retries:
         note += f"; {grouped(run.retried.counts.written)} written by retries"
-    return Figure("totals.committed.dead", "Dead letters", dead, grouped(dead), note, "warning" if dead else "")
+    return Figure("delivered.dead", "Dead letters", dead, grouped(dead), note, "warning" if dead else "")
 
 
 def _ranks(run: RunState) -> Figure:

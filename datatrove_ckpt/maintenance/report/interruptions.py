@@ -85,7 +85,7 @@ def _joined(group: list[Interruption]) -> Interruption:
         place,
         _sum(one.away for one in group),
         _sum(one.starting for one in group),
-        _sum(one.repeated for one in group),
+        None if any(one.repeated is None for one in group) else _sum(one.repeated for one in group),
         len(group),
     )
 
@@ -111,8 +111,12 @@ def _sum(values: Iterable[Number | None]) -> Number | None:
 
 
 def _in_flight(attempt: AttemptLog) -> int | None:
-    """Requests that were in flight at its last line. Those are sent again."""
-    return attempt.minutes[-1].in_flight if attempt.minutes else None
+    """Requests that were in flight at its last line. Those are sent again.
+
+    None: its last line knows of none, but came before it was killed.
+    """
+    known = attempt.minutes[-1].in_flight if attempt.minutes else None
+    return known or (known if attempt.end is not None else None)
 
 
 def _until_ready(attempt: AttemptLog) -> float | None:

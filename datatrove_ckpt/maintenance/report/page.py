@@ -8,6 +8,7 @@ from importlib.resources import files
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.report import rank_charts, tables, time_charts
 from datatrove_ckpt.maintenance.report.content import Content, Figure, RankRow, Series
+from datatrove_ckpt.maintenance.report.interruptions import NO_WORD
 from datatrove_ckpt.maintenance.report.markup import Markup, element, joined, name, raw, shortened, void
 from datatrove_ckpt.maintenance.report.scales import clock, grouped, percent
 from datatrove_ckpt.maintenance.report.small_charts import histogram, share_bar
@@ -161,7 +162,9 @@ def _interruptions(content: Content) -> Markup:
     found = content.interruptions
     worst = sorted(found, key=lambda one: one.seconds, reverse=True)[:_MAX_INTERRUPTIONS]
     known = [one.repeated for one in found if one.repeated is not None]
-    again = f", and {plural(sum(known), 'request')} sent again" if known else ""
+    again = f", and {plural(sum(known), 'request')} sent again" if sum(known) else ""
+    if any(one.repeated is None and one.why == NO_WORD for one in found):
+        again = ", and it is not known how many requests were sent again"
     lost = duration(sum(one.seconds for one in found))
     what = f"{plural(sum(one.ranks for one in found), 'interruption')} cost {lost} of ranks' time{again}."
     what += " Times of several ranks are their sums. " + _NO_WORD

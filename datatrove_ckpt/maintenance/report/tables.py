@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.maintenance.report.content import Cause, Interruption, RankRow
+from datatrove_ckpt.maintenance.report.interruptions import NO_WORD
 from datatrove_ckpt.maintenance.report.markup import Markup, element, name
 from datatrove_ckpt.maintenance.report.scales import clock, grouped, percent
 from datatrove_ckpt.maintenance.report.small_charts import inline_bar
@@ -33,7 +34,7 @@ def _interruption(one: Interruption, longest: float) -> list[str]:
         name(one.place, 80),
         "none yet" if one.away is None else duration(one.away),
         "" if one.starting is None else duration(one.starting),
-        "" if one.repeated is None else grouped(one.repeated),
+        ("not known" if one.why == NO_WORD else "") if one.repeated is None else grouped(one.repeated),
         inline_bar([(one.away or 0.0, "slow"), (one.starting or 0.0, "s0")], longest),
     ]
 

@@ -1,0 +1,74 @@
+"""A rank's history as tests look at it: by attempts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint.history_records import (
+    End,
+    Progress,
+    Record,
+    ServerEvent,
+    Spread,
+    Start,
+    parse_history,
+)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What the history has of one attempt. Each part may be missing: killed, damaged, or left out to bound the size."""
+
+    number: int
+    start: Start | None = None
+    servers: list[ServerEvent] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    spread: Spread | None = None
+    end: End | None = None
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    @property
+    def last(self) -> Progress | None:
+        return self.progress[-1] if self.progress else None
+
+
+@dataclass(slots=True)
+class History:
+    records: list[Record] = field(default_factory=list)
+    damaged: int = 0
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """In ascending order of their numbers."""
+        found: dict[int, Attempt] = {}
+        for record in self.records:
+            attempt = found.setdefault(record.attempt, Attempt(record.attempt, first_at=record.at))
+            attempt.last_at = max(attempt.last_at, record.at)
+            match record:
+                case Start():
+                    attempt.start = record
+                case ServerEvent():
+                    attempt.servers.append(record)
+                case Progress():
+                    attempt.progress.append(record)
+                case Spread():
+                    attempt.spread = record
+                case End():
+                    attempt.end = record
+        return [found[number] for number in sorted(found)]
+
+    @property
+    def last(self) -> Progress | None:
+        """The newest progress line."""
+        return next((record for record in reversed(self.records) if isinstance(record, Progress)), None)
+
+    @property
+    def last_attempt(self) -> int:
+        return max((record.attempt for record in self.records), default=0)
+
+
+def read_history(path: Path) -> History:
+    """A missing file has no records."""
+    return History(*parse_history(path.read_bytes())) if path.exists() else History()

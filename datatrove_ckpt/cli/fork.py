@@ -18,6 +18,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, compare
 from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
@@ -108,22 +109,22 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, run, place)
     if not arguments.no_answers and is_made(new.folder, source):
-        print(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
-        print(_what_next(new))
+        say(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
+        say(_what_next(new))
         return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
     with _quiet(), built(place.folder, source, new.folder, why) as (found, folder):
         state = read_run_state(replace(place, mirror=None))
         for line in _costs(place.what, run, found, state, new, arguments):
-            print(line)
+            say(line)
         if arguments.dry_run:
-            print("Nothing was done (--dry-run).")
+            say("Nothing was done (--dry-run).")
             return 0
         if new.mirror is not None:
             upload(folder, new.mirror)
         put_in_place(folder, new.folder)
-    print(_what_next(new))
+    say(_what_next(new))
     return 0
 
 

@@ -17,10 +17,13 @@ from importlib import import_module
 
 from datatrove_ckpt.cli.parsers import make_parser, split_overrides, takes_overrides
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.process.task_errors import safe_log
+from datatrove_ckpt.redaction import log_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
+    safe_log()
     given = list(sys.argv[1:] if argv is None else argv)
     rest, overrides = split_overrides(given)
     parser = make_parser()
@@ -48,5 +51,5 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
 def fail(error: BaseException, code: int) -> int:
     """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print("\n".join([f"error: {error}", *notes]), file=sys.stderr)
+    print("\n".join(map(log_text, [f"error: {error}", *notes])), file=sys.stderr)
     return code

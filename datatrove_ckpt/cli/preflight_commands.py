@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.preflight.doctor import examine
@@ -31,12 +31,12 @@ def doctor(arguments: argparse.Namespace) -> int:
     code = 1 if problems else 0
     if arguments.json:
         content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
-        print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
+        print_json(content)
     else:
         warnings = sum(check.state == "warning" for check in checks)
         found = plural(problems, "problem") if problems else "no problem"
         total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
-        print("\n".join([*map(str, checks), total]))
+        say("\n".join([*map(str, checks), total]))
     return code
 
 
@@ -61,7 +61,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")
     if arguments.json:
         content = {"config": arguments.config, "mtbf": arguments.mtbf, "runners": [asdict(one) for one in advice]}
-        print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
+        print_json(content)
     else:
-        print("\n\n".join("\n".join(describe(one)) for one in advice))
+        say("\n\n".join("\n".join(describe(one)) for one in advice))
     return 0

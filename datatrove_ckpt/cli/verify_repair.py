@@ -17,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.rank_sums import number_of_tasks, sum_counts, totals
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
@@ -42,7 +42,7 @@ def verify(arguments: argparse.Namespace) -> int:
         text = orjson.dumps(_as_json(report, arguments.full, code), option=orjson.OPT_INDENT_2).decode()
     else:
         text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
-    write_out(f"{place.said(text)}\n")
+    say(place.said(text))
     return code
 
 
@@ -121,18 +121,18 @@ def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None 
     _check_config(report, mirrored or place)
     plan = make_plan(report, logging_dir)
     for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)):
-        print(place.said(line))
+        say(place.said(line))
     if not plan.ranks and not plan.markers:
-        print("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
+        say("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
     elif arguments.dry_run:
-        print("Nothing was done (--dry-run).")
+        say("Nothing was done (--dry-run).")
     else:
         if mirrored is not None:
             repair_mirror.check_idle(mirrored, plan.ranks)
         carry_out(plan, report, logging_dir)
         if mirrored is not None:
             repair_mirror.upload(place, plan.ranks)
-        print(_what_next(plan, logging_dir, retired_ranks(place.folder)))
+        say(_what_next(plan, logging_dir, retired_ranks(place.folder)))
     return 1 if plan.left else 0
 
 

@@ -1,8 +1,8 @@
 """The errors of a rank that ends, as scripts for datatrove's runner expect them.
 
 Such a script catches datatrove's ``InferenceError`` when a document fails, and its ``ServerError`` when the server
-does. ``errors.py`` imports nothing, and so cannot inherit from them. These subclasses have the same names, and inherit
-from both sides.
+does. ``errors.py`` imports nothing of datatrove, and so cannot inherit from them. These subclasses have the same names,
+and inherit from both sides.
 
 Pickled, which sends it to another process, an error keeps its message and the text of ``error``; document and payload
 stay behind, because not every document can be pickled, and a payload may hold a secret.
@@ -18,7 +18,7 @@ from datatrove.pipeline.inference import types
 
 from datatrove_ckpt import errors
 from datatrove_ckpt.generation.user_frames import cut_own_frames
-from datatrove_ckpt.process.task_errors import quiet_task_errors
+from datatrove_ckpt.process.task_errors import safe_log
 
 
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):
@@ -86,7 +86,7 @@ class raised_for_scripts:
     """
 
     def __enter__(self) -> None:
-        quiet_task_errors()
+        safe_log()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

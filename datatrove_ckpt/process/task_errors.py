@@ -8,7 +8,8 @@ The record in which datatrove says that a task has failed gets our error as its 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,18 @@ def safe_log() -> None:
     theirs = getattr(getattr(logger, "_core", None), "patcher", None)
     if not (isinstance(theirs, partial) and theirs.func is _patch):
         logger.configure(patcher=partial(_patch, theirs))
+
+
+@contextmanager
+def log_disabled(*packages: str) -> Iterator[None]:
+    """Disables the log of packages, whose lines are about a copy, or one for each file."""
+    for name in packages:
+        logger.disable(name)
+    try:
+        yield
+    finally:
+        for name in packages:
+            logger.enable(name)
 
 
 def say_errors_later(yes: bool) -> None:

@@ -17,8 +17,10 @@ from datatrove.data import Document
 from datatrove.pipeline.inference import types
 
 from datatrove_ckpt import errors
+from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.generation.user_frames import cut_own_frames
 from datatrove_ckpt.process.task_errors import safe_log
+from datatrove_ckpt.redaction import redact
 
 
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):
@@ -91,6 +93,8 @@ class raised_for_scripts:
         if not isinstance(error, errors.CkptError):
             return
         cut_own_frames(error)
+        for cause in errors.causes(error):  # what a script does not catch, Python prints
+            cause.args = tuple(printable(redact(part)) if isinstance(part, str) else part for part in cause.args)
         if (raised := _RAISED.get(type(error))) is not None:
             raise raised(str(error)) from error.__cause__
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -90,7 +91,9 @@ def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
     if on_document_error == "stop":
         with pytest.raises(DocumentFailed) as failed:
             executor.run()
-        assert "\x1b" not in str(failed.value)
+        uncaught = "".join(traceback.format_exception(failed.value))
+        assert "canary-of" not in uncaught
+        assert "\x1b" not in uncaught
     else:
         executor.run()
         assert list(tmp_path.rglob("dead_letters.jsonl"))

@@ -17,17 +17,18 @@ from importlib import import_module
 
 from datatrove_ckpt.cli.parsers import make_parser, split_overrides, takes_overrides
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import log_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    safe_log()
     given = list(sys.argv[1:] if argv is None else argv)
     rest, overrides = split_overrides(given)
     parser = make_parser()
     arguments = parser.parse_args(rest)
+    from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
+
+    safe_log()
     arguments.command = shlex.join(["datatrove-ckpt", *given])
     if overrides:
         if not takes_overrides(arguments):

@@ -32,14 +32,40 @@ CkptError
     └── RequestPoisoned        this request kills servers, even if it is the only one in flight
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
-above. This module imports nothing, so every room may import it.
+above. This module imports ``formatting`` only, so every room may import it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from datatrove_ckpt.formatting import printable
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and everything that it was raised from or made of, exception groups included. Each once."""
+    waiting: list[Any] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop(0)
+        if isinstance(found, list | tuple):
+            waiting += found
+        elif isinstance(found, BaseException) and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            parts = getattr(found, "error", None), getattr(found, "exceptions", None)  # of datatrove, and of a group
+            waiting += [found.__cause__ or found.__context__, found.args, *parts]
+
 
 class CkptError(Exception):
-    """Base of every error of this package. Raised itself, it means that tasks of a cluster are not complete."""
+    """Base of every error of this package. Raised itself, it means that tasks of a cluster are not complete.
+
+    Messages quote servers, documents and files. Python prints them when a script ends with one.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(CkptError, ValueError):
@@ -205,7 +231,7 @@ class RequestRejected(RequestError):
         self.body = body
         self.remembered = remembered
         note = " (an earlier attempt got this answer; retry_errors=True asks again)" if remembered else ""
-        super().__init__(f"BadRequestError: HTTP {status}{note}: {body}")
+        super().__init__(f"BadRequestError: HTTP {status}{note}: {' '.join(body.split())}")
 
     def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool]]:
         return type(self), (self.status, self.body, self.remembered)

@@ -1,57 +1,89 @@
-"""Secrets: which names mean one, and values that no log, file, pickle or traceback shows.
+"""Secrets: which names and values are one, and values that no log, file, pickle or traceback shows.
 
 loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value of each name on
 each line of a traceback, so a key in a plain ``str`` or a plain ``dict`` ends in a log file one day. The classes here
-print ``***``. Names are judged in one place, ``names_secret``: storage options, YAML keys, flags of servers and
-constants of a rollout all use it.
+print ``***``.
+
+One classifier decides, with two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be one;
+refusing a job costs more, so ``is_surely_secret``, which says what no pickle takes along, is exact. It never finds
+more than ``is_secret``. What ``is_secret`` finds is hashed in ``run.json``, and old ones fit if it never finds less.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import re
 import secrets
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import orjson
 import xxhash
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import printable
 
 HIDDEN = "***"
 MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 """The environment variable with the key that seals mirrors. Servers do not get it."""
-# Characters of a secret that a Redactor looks for: of one that we send, and of one in the environment.
-_MIN_GIVEN, _MIN_FROM_ENV = 4, 8
+_OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
+# Characters of a secret that a Redactor looks for: of one that we send, and of one that was found.
+_MIN_GIVEN, _MIN_FOUND = 4, 8
 
-_SECRET_NAME = re.compile(
-    r"(^|[._ ])(\w*_)?(api_?key|key|(?<!per_)token|secret|password|passwd|credentials?)$", re.IGNORECASE
+_SURE_NAME = re.compile(
+    r"(^|[._ ])(api_?key|(secret|private|access|account|auth|signing|encryption|client)_?(key|token)|session_token|"
+    r"(hf|hub|github|gitlab|slack|openai|bearer|refresh)_?token|secret|passw|password|passwd|pwd|passphrase|"
+    r"authorization|credentials?)s?$",
+    re.IGNORECASE,
 )
+_SECRET_NAME = re.compile(r"(^|[._ ])(key|(?<!per_)token)$", re.IGNORECASE)
+_MAYBE_NAME = re.compile(r"secret|passw|credential|cookie|keys?$|tokens?$", re.IGNORECASE)
 _SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE)
 # Keys of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq and Slack; HTTP's two schemes.
 _SECRET_VALUE = re.compile(
     r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
     r"xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
 )
-_HASH = re.compile("hash [0-9a-f]{32}")
+# A digit inside tells a key from the name of a function (hf_hub_download) and from a sentence ("basic understanding").
+_SURE_VALUE = re.compile(
+    r"\b(?=[\w-]*\d)(sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|"
+    r"github_pat_\w{20,}|gsk_\w{12,}|xox[a-z]-[\w-]{10,})|\b(?i:bearer|basic)\s+(?=\S*\d)[\w.+/=~-]{16,}"
+)
+# A user alone is a token with http (https://TOKEN@host), and a name elsewhere (sftp://me@host, abfs://container@host).
+_SURE_URL = re.compile(
+    r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@|\b([\w.-]+\+)?https?://[^\s/?#@{}$<]+@", re.IGNORECASE
+)
+_URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
+_PLACEHOLDER = re.compile(
+    r"[A-Z][A-Z_]*|\$\{?\w+\}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|hash (scrypt-)?[0-9a-f]{32}"
+)
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_RUN = re.compile(r"[A-Za-z0-9+=]+")
+_HASH = re.compile("hash (scrypt-)?([0-9a-f]{32})")
 _MIN_GUESSED = 8  # characters of a value that only may be a secret, by its name
+_MIN_SURE, _MIN_RUN = 4, 12
+_LOOKED_AT = 300  # characters of a prompt: a request that fails must not cost more than one that does not
 # Storage options that hold a secret although their names do not end like one.
 _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
 
 
+@functools.lru_cache(1024)
 def names_secret(name: str) -> bool:
     """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not "max_tokens".
 
     Exact, because what it says is acted on: such a storage option is refused, such a constant of a rollout is hashed.
     """
-    return _SECRET_NAME.search(name.replace("-", "_")) is not None
+    name = name.replace("-", "_")
+    return _SECRET_NAME.search(name) is not None or _SURE_NAME.search(name) is not None
 
 
+@functools.lru_cache(1024)
 def may_name_secret(name: str) -> bool:
     """Whether a value with this name is not to be shown: as ``names_secret``, and every name that holds such a word.
 
@@ -60,38 +92,40 @@ def may_name_secret(name: str) -> bool:
     return names_secret(name) or _SECRET_WORD.search(name) is not None
 
 
-def without_secrets(name: str, value: Any) -> Any:
-    """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
+def is_surely_secret(name: str, value: Any) -> bool:
+    """Whether a text is a secret that no pickle takes along, by its dotted name or its form.
 
-    A secret is a value with the name of one, everything inside "headers", and a text that has the form of a key. What
-    has been replaced before stays as it is.
+    What only sounds like one is not: "text_key", "eos_token", the name of a variable.
     """
-    if is_secret(name, value):
-        return hashed(value)
-    if isinstance(value, dict):
-        return {key: without_secrets(f"{name}.{key}", part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(name, part) for part in value]
-    return value
+    if isinstance(value, bytes | bytearray):
+        value = bytes(value).decode("latin-1")
+    if not isinstance(value, str):
+        return False
+    if _SURE_VALUE.search(value) or _SURE_URL.search(value):
+        return True
+    last = name.replace("-", "_").rpartition(".")[2]
+    if _PLACEHOLDER.fullmatch(value) or not value.isprintable():
+        return False
+    if _SURE_NAME.search(last):
+        return len(value) >= _MIN_SURE and not value.startswith(("<", "[", "{", "/"))
+    return _MAYBE_NAME.search(last) is not None and " " not in value and _is_by_chance(value)
 
 
-def holds_secret(name: str, value: Any) -> bool:
-    """Whether plain values are a secret, or hold one. Objects, which nobody can look into, count as holding none."""
-    if isinstance(value, dict):
-        return is_secret(name, value) or any(holds_secret(f"{name}.{key}", part) for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return is_secret(name, value) or any(holds_secret(name, part) for part in value)
-    return isinstance(value, str | bytes) and is_secret(name, value)
+def _is_by_chance(value: str) -> bool:
+    if _UUID.search(value):
+        return True
+    runs = [run for run in _RUN.findall(value) if len(run) >= _MIN_RUN]
+    return any(re.search("[0-9]", run) and re.search("[A-Za-z]", run) for run in runs) and value[0] not in "<[{/"
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether a value is a secret, by its dotted name or its form. A dict or list may hold some although it is none."""
-    if names_secret(name):
+    """Whether a value is not to be shown. A dict or list may hold a secret although it is none."""
+    if names_secret(name) or is_surely_secret(name, value):
         return True
     if not isinstance(value, str):
         return False
     outer, _, last = name.rpartition(".")
-    if outer.lower().endswith("headers") or last.lower() == "authorization":
+    if outer.lower().endswith("headers") or _HASH.fullmatch(value):
         return True
     # "keyword": "short" and "key_prompt": "Name the key." are none.
     guessed = may_name_secret(last) and len(value) >= _MIN_GUESSED and value.isprintable() and " " not in value
@@ -99,11 +133,67 @@ def is_secret(name: str, value: Any) -> bool:
     return (guessed and not named) or _SECRET_VALUE.search(value) is not None or holds_credentials(value)
 
 
-def hashed(value: Any) -> str:
-    """The hash that stands for a secret."""
-    if isinstance(value, str) and _HASH.fullmatch(value):
-        return value
-    return f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))}"
+def holds_credentials(url: str) -> bool:
+    """Whether a text holds a URL with a user or a password (``https://user:password@host``), or half a URL."""
+    return _URL.search(url) is not None
+
+
+def secrets_among(name: str, value: Any) -> Iterator[Any]:
+    """The secrets in plain values. Of a long text the start is looked at. Objects hold none."""
+    if is_secret(name, value[:_LOOKED_AT] if isinstance(value, str) else value):
+        yield value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from secrets_among(f"{name}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from secrets_among(name, part)
+
+
+def environment_secrets(is_one: Callable[[str, str], bool]) -> dict[str, str]:
+    """The secrets of this process's environment by variable. A path or a placeholder is none, whatever its name."""
+    return {name: value for name, value in os.environ.items() if _is_in_environment(is_one, name, value)}
+
+
+@functools.lru_cache(1024)
+def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str) -> bool:
+    if len(value) < _MIN_FOUND or value.startswith(("/", "<")) or _PLACEHOLDER.fullmatch(value):
+        return False
+    return name.startswith(_OUR_VARIABLES) or is_one(name, value)
+
+
+def without_secrets(name: str, value: Any) -> Any:
+    """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
+
+    What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.
+    """
+    if is_secret(name, value):
+        return hashed(name, value)
+    if isinstance(value, dict):
+        return {key: without_secrets(f"{name}.{key}", part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(name, part) for part in value]
+    return value
+
+
+def hashed(name: str, value: Any) -> str:
+    """The hash that stands for a secret: slow, and another one for each field, so that no list of words breaks it.
+
+    It has no key: ranks on many nodes, and the copies in a mirror, must come to the same text. It is made of the
+    unsalted hash that releases up to 0.5 kept, so that what they kept can be compared.
+    """
+    kept = _HASH.fullmatch(value) if isinstance(value, str) else None
+    if kept is not None and kept[1]:
+        return kept[0]
+    digest = kept[2] if kept else xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+    return f"hash scrypt-{_slow_hash(name.rpartition('.')[2], digest)}"
+
+
+@functools.cache
+def _slow_hash(name: str, digest: str) -> str:
+    """Takes 50 ms and 16 MB, once for each password of a process; 6 ms for what is none, or chance."""
+    cost = 2**14 if _SURE_NAME.search(name.replace("-", "_")) else 2**11
+    return hashlib.scrypt(digest.encode(), salt=name.encode(), n=cost, r=8, p=1, dklen=16).hex()
 
 
 class Veil:
@@ -208,23 +298,47 @@ class HiddenBytes(bytes):
 class Redactor:
     """Replaces secrets in text that comes from outside: servers quote the key or the URL that they were sent.
 
-    Also replaces the values of environment variables with the name of a secret (HF_TOKEN), which a server's log may
-    show. A very short value is left, because it is not secret, and text would become unreadable without it.
+    Also replaces the secrets of this process's environment (HF_TOKEN), and what ``note_sent`` has noted. A very short
+    value is left, because it is not secret, and text would become unreadable without it.
     """
 
-    __slots__ = ("_secrets",)
+    __slots__ = ("_given",)
 
     def __init__(self, *values: str) -> None:
         given = {value.removeprefix("Bearer ") for value in values}
-        found = {value for name, value in os.environ.items() if names_secret(name) and len(value) >= _MIN_FROM_ENV}
-        # The longest first: one may be a part of another.
-        secrets_ = sorted({value for value in given if len(value) >= _MIN_GIVEN} | found, key=len, reverse=True)
-        self._secrets = tuple(map(Key, secrets_))
+        self._given = tuple(Key(value) for value in given if len(value) >= _MIN_GIVEN)
 
     def __call__(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret.reveal(), HIDDEN)
+        found = [*map(Key.reveal, self._given), *environment_secrets(is_secret).values(), *_sent]
+        for secret in sorted(found, key=len, reverse=True):  # one may be a part of another
+            text = text.replace(secret, HIDDEN)
         return text
+
+
+redact = Redactor()
+"""For whatever is logged or kept."""
+
+
+def log_text(text: str) -> str:
+    """What foreign text becomes before it is logged or printed: no secret, no control character, no line of its own.
+
+    A server's answer, a file's name or an exception may hold line breaks, so each further line is indented.
+    """
+    return printable(redact(text)).replace("\n", "\n  ")
+
+
+_sent: dict[str, None] = {}  # in the order in which they were noted
+_MOST_SENT = 200
+
+
+def note_sent(payload: object) -> None:
+    """Notes the secrets of a payload, such as its ``extra_headers``: errors may quote them. Keeps the latest 200."""
+    for secret in secrets_among("payload", payload):
+        for text in (secret, secret.partition(" ")[2]) if isinstance(secret, str) else ():  # after "Bearer "
+            if len(text) >= _MIN_FOUND and not _PLACEHOLDER.fullmatch(text):
+                _sent[text] = None
+    while len(_sent) > _MOST_SENT:
+        del _sent[next(iter(_sent))]
 
 
 class frames_cut:
@@ -282,12 +396,6 @@ class EnvironmentSecret:
 
     def __repr__(self) -> str:
         return HIDDEN
-
-
-def holds_credentials(url: str) -> bool:
-    """Whether the URL names a user or a password (``https://user:password@host``)."""
-    parts = urlsplit(url) if "://" in url else None
-    return parts is not None and bool(parts.username or parts.password)
 
 
 def check_no_secrets(folder: Any, where: str) -> None:

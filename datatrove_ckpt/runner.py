@@ -60,6 +60,7 @@ from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
+from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.readers.steps import StepRecord
 from datatrove_ckpt.redaction import Veiled
@@ -157,6 +158,7 @@ class InferenceRunner(CarriesCode, PipelineStep):
         keep_answers: bool = False,
     ) -> None:
         super().__init__()
+        safe_log()
         self.rollout_fn = rollout_fn
         self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
         self.output_writer = with_our_uploads(output_writer)

@@ -168,6 +168,7 @@ def log() -> Iterator[list[str]]:
     """What was logged, as lines of text, instead of on the terminal."""
     lines: list[str] = []
     logger.remove()
+    logger._core.patcher = None  # type: ignore[attr-defined]  # ours is for a whole process, and a test for itself
     handler = logger.add(lines.append, format="{level} {message}")
     yield lines
     with suppress(ValueError):  # datatrove's executors set up logging of their own

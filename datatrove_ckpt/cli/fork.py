@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, compare
 from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
@@ -37,6 +35,7 @@ from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place, is_config
+from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -82,7 +81,7 @@ def fork(arguments: argparse.Namespace) -> int:
 def _new_run(arguments: argparse.Namespace) -> NewRun:
     if not is_config(arguments.new):
         return NewRun(Path(arguments.new))
-    with _quiet():
+    with log_disabled("datatrove", "datatrove_ckpt"):
         executor = make_executor(argparse.Namespace(config=arguments.new, overrides=arguments.overrides))
     steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner) and step.checkpoints_local_dir]
     if len(steps) != 1:
@@ -108,22 +107,22 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, run, place)
     if not arguments.no_answers and is_made(new.folder, source):
-        print(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
-        print(_what_next(new))
+        say(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
+        say(_what_next(new))
         return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
-    with _quiet(), built(place.folder, source, new.folder, why) as (found, folder):
+    with log_disabled("datatrove", "datatrove_ckpt"), built(place.folder, source, new.folder, why) as (found, folder):
         state = read_run_state(replace(place, mirror=None))
         for line in _costs(place.what, run, found, state, new, arguments):
-            print(line)
+            say(line)
         if arguments.dry_run:
-            print("Nothing was done (--dry-run).")
+            say("Nothing was done (--dry-run).")
             return 0
         if new.mirror is not None:
             upload(folder, new.mirror)
         put_in_place(folder, new.folder)
-    print(_what_next(new))
+    say(_what_next(new))
     return 0
 
 
@@ -278,16 +277,3 @@ def _what_next(new: NewRun) -> str:
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
         "a logging_dir of its own."
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables the log: it is about the other run, or about a copy of it."""
-    names: tuple[Any, ...] = ("datatrove", "datatrove_ckpt")
-    for name in names:
-        logger.disable(name)
-    try:
-        yield
-    finally:
-        for name in names:
-            logger.enable(name)

@@ -17,6 +17,7 @@ from importlib import import_module
 
 from datatrove_ckpt.cli.parsers import make_parser, split_overrides, takes_overrides
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.redaction import log_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest, overrides = split_overrides(given)
     parser = make_parser()
     arguments = parser.parse_args(rest)
+    from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
+
+    safe_log()
     arguments.command = shlex.join(["datatrove-ckpt", *given])
     if overrides:
         if not takes_overrides(arguments):
@@ -48,5 +52,5 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
 def fail(error: BaseException, code: int) -> int:
     """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print("\n".join([f"error: {error}", *notes]), file=sys.stderr)
+    print("\n".join(map(log_text, [f"error: {error}", *notes])), file=sys.stderr)
     return code

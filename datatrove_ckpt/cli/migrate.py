@@ -10,18 +10,16 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import orjson
-
 from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.os_errors import explain
 from datatrove_ckpt.cli.overrides import make_executor
-from datatrove_ckpt.cli.preflight_commands import quiet
-from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.preflight.migration.findings import LACKS, NOT_PROVED, Chunk, Findings, Left, Rank
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
+from datatrove_ckpt.process.task_errors import log_disabled
 
 _SHOWN = 5
 _SHOWN_RANKS = 20
@@ -39,7 +37,7 @@ def migrate(arguments: argparse.Namespace) -> int:
         arguments.any_text,
     )
     try:
-        with quiet():
+        with log_disabled("datatrove", "datatrove_ckpt"):
             findings = take_over(migration, arguments.dry_run)
     except ConfigError:
         raise
@@ -50,10 +48,9 @@ def migrate(arguments: argparse.Namespace) -> int:
             raise
         return fail(explained, 1)
     if arguments.json:
-        text = orjson.dumps({"dry_run": arguments.dry_run, **findings.to_json()}, option=orjson.OPT_INDENT_2).decode()
+        print_json({"dry_run": arguments.dry_run, **findings.to_json()})
     else:
-        text = "\n".join([*_lines(findings), *_closing(findings, arguments)])
-    write_out(f"{text}\n")
+        say("\n".join([*_lines(findings), *_closing(findings, arguments)]))
     return 0
 
 

@@ -7,49 +7,34 @@ on the command line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
-import orjson
-from loguru import logger
-
 from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.preflight.doctor import examine
 from datatrove_ckpt.preflight.plan import advise, describe
+from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     executor = make_executor(arguments)
-    with quiet():
+    with log_disabled("datatrove", "datatrove_ckpt"):
         checks = examine(executor, arguments.documents_per_second)
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0
     if arguments.json:
         content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
-        print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
+        print_json(content)
     else:
         warnings = sum(check.state == "warning" for check in checks)
         found = plural(problems, "problem") if problems else "no problem"
         total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
-        print("\n".join([*map(str, checks), total]))
+        say("\n".join([*map(str, checks), total]))
     return code
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Disables the log: readers log each file that they read."""
-    logger.disable("datatrove")
-    logger.disable("datatrove_ckpt")
-    try:
-        yield
-    finally:
-        logger.enable("datatrove")
-        logger.enable("datatrove_ckpt")
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -61,7 +46,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")
     if arguments.json:
         content = {"config": arguments.config, "mtbf": arguments.mtbf, "runners": [asdict(one) for one in advice]}
-        print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
+        print_json(content)
     else:
-        print("\n\n".join("\n".join(describe(one)) for one in advice))
+        say("\n\n".join("\n".join(describe(one)) for one in advice))
     return 0

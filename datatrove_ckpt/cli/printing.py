@@ -1,4 +1,4 @@
-"""Standard output: what it takes, and that nobody may read it to its end."""
+"""Standard output: what it takes, and that nobody may read it to its end. No foreign text speaks to the terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import orjson
 
+from datatrove_ckpt.formatting import printable
+from datatrove_ckpt.redaction import redact
+
 
 def print_json(content: dict[str, Any]) -> None:
     """Prints one JSON object."""
-    write_out(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
+    say(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
 
 
 def takes_unicode() -> bool:
@@ -20,10 +23,18 @@ def takes_unicode() -> bool:
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
 
 
-def write_out(text: str) -> bool:
-    """Prints the text. Returns False if nobody reads on (``status | head``): the rest is dropped without a word."""
+def say(text: str) -> None:
+    """Prints the text, and a line break."""
+    write_out(f"{text}\n")
+
+
+def write_out(text: str, raw: bool = False) -> bool:
+    """Prints the text, without secrets and control characters unless it is ``raw``.
+
+    Returns False if the reader has gone (``status | head``): the rest is dropped without a word.
+    """
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(text if raw else printable(redact(text)))
         sys.stdout.flush()
     except BrokenPipeError:
         # What is left in the buffer would fail again when Python ends.

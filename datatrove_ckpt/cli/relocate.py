@@ -11,6 +11,7 @@ import shlex
 
 from datatrove_ckpt.checkpoint.commits import repair_command
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural
@@ -44,19 +45,19 @@ def _relocate(arguments: argparse.Namespace, place: Place, mirrored: Place | Non
     report = checks.verify(place.folder, output, not arguments.sizes_only, place.given)
     plan = plan_relocation(report, is_mirror=mirrored is not None)
     if plan.obstacles:
-        print(place.said(_obstacles(plan, place)))
+        say(place.said(_obstacles(plan, place)))
         return 1
     for line in _describe(plan, arguments.sizes_only):
-        print(place.said(line))
+        say(place.said(line))
     if plan.is_done:
         return 0
     if arguments.dry_run:
-        print("Nothing was done (--dry-run).")
+        say("Nothing was done (--dry-run).")
         return 0
     carry_out(plan)
     if mirrored is not None:
         repair_mirror.upload(place, plan.ranks)
-    print(_what_next(place, plan))
+    say(_what_next(place, plan))
     return 0
 
 

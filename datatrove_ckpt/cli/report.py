@@ -32,7 +32,7 @@ def report(arguments: argparse.Namespace) -> int:
         content = gather(state, prices, place.config)
     text = page(content).encode()
     if target == "-":
-        write_out(text.decode())
+        write_out(text.decode(), raw=True)
     else:
         _write(Path(target), text)
         number = plural(len(state.ranks), "rank")

@@ -13,6 +13,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
 from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural
@@ -34,10 +35,10 @@ def reshard_run(arguments: argparse.Namespace) -> int:
     arguments.overrides = [*overrides, f"executor.tasks={before}"]
     found = reshard(make_executor(arguments), arguments.tasks, arguments.dry_run)
     for line in describe(found, arguments.dry_run):
-        print(line)
+        say(line)
     if not arguments.dry_run:
         again = ["datatrove-ckpt", "run", arguments.what, *(f"--{one.removeprefix('--')}" for one in overrides)]
-        print(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
+        say(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
     return 0
 
 

@@ -23,13 +23,14 @@ from datatrove_ckpt.cli.interruption import Interruption
 from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.os_errors import explain
 from datatrove_ckpt.cli.overrides import read_config
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CkptError, ConfigError, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
-from datatrove_ckpt.process.task_errors import own_error
+from datatrove_ckpt.process.task_errors import own_error, say_errors_later
 from datatrove_ckpt.remote_errors import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -114,6 +115,8 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
         if own is None:
             raise
         return fail(_with_command(own, arguments), 1)
+    finally:
+        say_errors_later(False)
     return 0
 
 
@@ -122,14 +125,14 @@ def _execute(executor: Any, steps: list[InferenceRunner], command: str) -> None:
     kept = [step for step in steps if step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
-        print(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
+        say(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
         return
     marked = _marked(executor) if isinstance(executor, RayPipelineExecutor) and not executor.skip_completed else {}
     executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
     _refuse_what_is_left(executor, marked)
     checked = check_after_run(executor)
     for step in kept:
-        print(closing_line(step, command, checked))
+        say(closing_line(step, command, checked))
 
 
 def _name_flags(executor: Any) -> None:

@@ -7,17 +7,15 @@ mistake on the command line; 3 (verify) no problem found, but not finished.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import asdict
 
 import orjson
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.rank_sums import number_of_tasks, sum_counts, totals
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
@@ -28,6 +26,7 @@ from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.where import Place, output_folder_of
+from datatrove_ckpt.process.task_errors import log_disabled
 
 # verify --------------------------------------------------------------------------------------------------------------
 
@@ -42,7 +41,7 @@ def verify(arguments: argparse.Namespace) -> int:
         text = orjson.dumps(_as_json(report, arguments.full, code), option=orjson.OPT_INDENT_2).decode()
     else:
         text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
-    write_out(f"{place.said(text)}\n")
+    say(place.said(text))
     return code
 
 
@@ -101,18 +100,8 @@ def repair(arguments: argparse.Namespace) -> int:
     with place_of(arguments, trusted=True) as place:
         if not place.is_copy:
             return _repair(arguments, place)
-        with _quiet(), repair_mirror.restored(place) as copy:
+        with log_disabled("datatrove_ckpt.mirror"), repair_mirror.restored(place) as copy:
             return _repair(arguments, copy, place)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables the log: what is restored to be repaired is nothing to report."""
-    logger.disable("datatrove_ckpt.mirror")
-    try:
-        yield
-    finally:
-        logger.enable("datatrove_ckpt.mirror")
 
 
 def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None = None) -> int:
@@ -123,18 +112,18 @@ def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None 
     _check_config(report, mirrored or place)
     plan = make_plan(report, logging_dir)
     for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)):
-        print(place.said(line))
+        say(place.said(line))
     if not plan.ranks and not plan.markers:
-        print("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
+        say("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
     elif arguments.dry_run:
-        print("Nothing was done (--dry-run).")
+        say("Nothing was done (--dry-run).")
     else:
         if mirrored is not None:
             repair_mirror.check_idle(mirrored, plan.ranks)
         carry_out(plan, report, logging_dir)
         if mirrored is not None:
             repair_mirror.upload(place, plan.ranks)
-        print(_what_next(plan, logging_dir, retired_ranks(place.folder)))
+        say(_what_next(plan, logging_dir, retired_ranks(place.folder)))
     return 1 if plan.left else 0
 
 

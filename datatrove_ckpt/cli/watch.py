@@ -190,15 +190,15 @@ class _Terminal:
         if self._keys is not None:
             self._modes = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys, termios.TCSANOW)
-        write_out(_ENTER)
+        write_out(_ENTER, raw=True)
 
     def _leave(self) -> None:
-        write_out(_LEAVE)
+        write_out(_LEAVE, raw=True)
         if self._keys is not None and self._modes is not None:
             termios.tcsetattr(self._keys, termios.TCSANOW, self._modes)
 
     def draw(self, lines: list[str]) -> None:
-        write_out(_BEGIN + "\r\n".join(f"{line}\x1b[K" for line in lines) + _END)
+        write_out(_BEGIN + "\r\n".join(f"{line}\x1b[K" for line in lines) + _END, raw=True)
 
     def wait(self, seconds: float) -> bool:
         """Waits for so long, or until there is something to do. Returns whether it is time to end."""

@@ -12,6 +12,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.carried_secrets import secrets_in
 from datatrove_ckpt.generation.run_identity import CodeIdentity, check_stable, code_identity
+from datatrove_ckpt.redaction import Veiled
 
 
 class CarriesCode:
@@ -22,7 +23,7 @@ class CarriesCode:
     output_writer: Any
     checkpoints_local_dir: str | None
     accept_changes: bool
-    _code_when_made: CodeIdentity | dict[str, Any]
+    _code_when_made = Veiled()  # a CodeIdentity, or the dict of 0.1.0: executor.json does not even show its hashes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

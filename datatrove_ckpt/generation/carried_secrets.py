@@ -6,7 +6,7 @@ wherever it sits: attributes of classes and objects, default arguments, closures
     a value                                           is a secret
     with the form of a key (sk-..., hf_..., AKIA...)  always
     of an environment variable like HF_TOKEN          always
-    a URL with a user or a password                   always
+    a URL with a password, or with http and a user    always
     with a name like password, api_key, client_secret if it is no placeholder and no name of a variable
     with another name like key or token               if it looks like chance: "text_key" and "eos_token" are carried
 """
@@ -14,8 +14,6 @@ wherever it sits: attributes of classes and objects, default arguments, closures
 from __future__ import annotations
 
 import functools
-import os
-import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -24,26 +22,7 @@ from typing import Any
 import dill  # type: ignore[import-untyped]
 
 from datatrove_ckpt.generation.run_identity import CodeIdentity
-from datatrove_ckpt.redaction import Veil, names_secret
-
-# A digit inside tells a key from the name of a function (hf_hub_download) and from a sentence ("basic understanding").
-_KEY_FORM = re.compile(
-    r"\b(?=[\w-]*\d)(sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|"
-    r"github_pat_\w{20,}|gsk_\w{12,}|xox[a-z]-[\w-]{10,})|\b(?i:bearer|basic)\s+(?=\S*\d)[\w.+/=~-]{16,}"
-)
-_CREDENTIALS = re.compile(r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@", re.IGNORECASE)
-_SURE_NAME = re.compile(
-    r"(^|[._ ]|\w_)(api_?key|(secret|private|access|account|auth|signing|encryption|client)_?(key|token)|session_token|"
-    r"(hf|hub|github|gitlab|slack|openai|bearer|refresh)_?token|secret|passw|password|passwd|pwd|passphrase|"
-    r"authorization|credentials?)s?$",
-    re.IGNORECASE,
-)
-_MAYBE_NAME = re.compile(r"secret|passw|credential|cookie|keys?$|tokens?$", re.IGNORECASE)
-_VARIABLE = re.compile(r"[A-Z][A-Z_]*|\$\{?\w+\}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|hash [0-9a-f]{32}")
-_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
-_RUN = re.compile(r"[A-Za-z0-9+=]+")
-_MIN_SURE, _MIN_RUN, _MIN_FROM_ENV = 4, 12, 8
-_OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
+from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
 
 
 class _Sink:
@@ -72,7 +51,7 @@ def secrets_in(name: str, value: Any) -> list[str]:
     if _holds(name, value):
         return [name]
     look = _Look(name)
-    sink = _Sink(_of_environment())
+    sink = _Sink({value.encode(): variable for variable, value in environment_secrets(is_surely_secret).items()})
     pickler = dill.Pickler(sink)
     pickler.persistent_id = look  # called with each object that is written
     pickler.dump(value)
@@ -80,41 +59,6 @@ def secrets_in(name: str, value: Any) -> list[str]:
     if not places:
         places = {f"the value of the environment variable {variable}": None for variable in sink.found}
     return list(places)
-
-
-def is_secret(name: str, value: Any) -> bool:
-    """Whether a text is a secret that no pickle takes along. See the table above."""
-    if isinstance(value, bytes | bytearray):
-        value = bytes(value).decode("latin-1")
-    if not isinstance(value, str):
-        return False
-    if _KEY_FORM.search(value) or _CREDENTIALS.search(value):
-        return True
-    last = name.replace("-", "_").rpartition(".")[2]
-    if _VARIABLE.fullmatch(value) or not value.isprintable():
-        return False
-    if _SURE_NAME.search(last):
-        return len(value) >= _MIN_SURE and not value.startswith(("<", "[", "{", "/"))
-    return _MAYBE_NAME.search(last) is not None and " " not in value and _is_by_chance(value)
-
-
-def _is_by_chance(value: str) -> bool:
-    if _UUID.search(value):
-        return True
-    runs = [run for run in _RUN.findall(value) if len(run) >= _MIN_RUN]
-    return any(re.search("[0-9]", run) and re.search("[A-Za-z]", run) for run in runs) and value[0] not in "<[{/"
-
-
-def _of_environment() -> dict[bytes, str]:
-    """The secrets of this process's environment, with the names of their variables."""
-    found = {}
-    for name, value in os.environ.items():
-        if len(value) < _MIN_FROM_ENV or value.startswith(("/", "<")) or _VARIABLE.fullmatch(value):
-            continue
-        # SSH_KEY may name a file, and SORT_KEY a column.
-        if name.startswith(_OUR_VARIABLES) or is_secret(name, value) or (names_secret(name) and _is_by_chance(value)):
-            found[value.encode()] = name
-    return found
 
 
 class _Look:
@@ -135,7 +79,7 @@ class _Look:
             return
         self._objects[id(thing)] = thing
         if isinstance(thing, str | bytes | bytearray):
-            self._unnamed |= is_secret("", thing)
+            self._unnamed |= is_surely_secret("", thing)
         elif isinstance(thing, dict):
             owner = self._owners.get(id(thing), self._name)
             if owner and not _is_of_module(thing):
@@ -192,10 +136,10 @@ def _holds(name: str, value: Any) -> bool:
     """Whether a value is a secret, or a collection of texts that would be one under this name."""
     if isinstance(value, dict):  # what has the form of a key is found inside it
         parts = [part for part in value.values() if isinstance(part, str | bytes)]
-        return any(is_secret(name, part) and not is_secret("", part) for part in parts)
+        return any(is_surely_secret(name, part) and not is_surely_secret("", part) for part in parts)
     if isinstance(value, list | tuple | set | frozenset):
-        return any(isinstance(part, str | bytes) and is_secret(name, part) for part in value)
-    return is_secret(name, value)
+        return any(isinstance(part, str | bytes) and is_surely_secret(name, part) for part in value)
+    return is_surely_secret(name, value)
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

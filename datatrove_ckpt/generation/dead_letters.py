@@ -35,9 +35,10 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
-from datatrove_ckpt.formatting import safe_repr, safe_text
+from datatrove_ckpt.formatting import printable, safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import as_read as encode_as_read
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.redaction import redact
 
 
 class Letter(TypedDict):
@@ -57,7 +58,7 @@ class Letter(TypedDict):
 def cause_of(error: BaseException) -> str:
     """What happened, in one line."""
     cause = error.error if isinstance(error, InferenceError) else error
-    text = safe_text(cause)
+    text = printable(redact(safe_text(cause)))
     return text if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {text}"
 
 
@@ -90,7 +91,7 @@ def dead_letter(
         "attempts": earlier["attempts"] + 1 if earlier else 1,
         "position": earlier["position"] if earlier else position,
         "payload_hashes": payload_hashes,
-        "traceback": safe_text("".join(traceback.format_exception(error))),
+        "traceback": printable(redact(safe_text("".join(traceback.format_exception(error))))),
     }
     return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
 

@@ -9,7 +9,7 @@ A failure of the server is never a document's: it stops the rank (``Scheduler.fa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 from datatrove.data import Document
@@ -26,6 +26,7 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
     TooManyDeadLetters,
     UnexpectedExit,
+    causes,
 )
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
@@ -127,7 +128,7 @@ class Failures:
         )
 
     def _is_letter(self, error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
-        if self._kept and any(isinstance(cause, RequestPoisoned) for cause in _causes(error)):
+        if self._kept and any(isinstance(cause, RequestPoisoned) for cause in causes(error)):
             return True
         if self._skip_bad_requests and is_bad_request(error, rejections):
             return True
@@ -145,7 +146,7 @@ def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) 
     a document that contains the word when the server fails for it. Here the word in the midst of a text counts only if
     the server has indeed rejected a request of the document.
     """
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, RequestRejected):
             return True
         text = safe_text(cause.error if isinstance(cause, InferenceError) else cause)
@@ -157,31 +158,6 @@ def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) 
 
 
 _WORD = "BadRequestError"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything that it was raised from or made of, exception groups included."""
-    waiting, seen = [error], set[int]()
-    while waiting:
-        cause = waiting.pop(0)
-        if cause is None or id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        yield cause
-        waiting += [cause.__cause__ or cause.__context__, *_exceptions(cause.args)]
-        if isinstance(cause, BaseExceptionGroup):
-            waiting += cause.exceptions
-        if isinstance(cause, InferenceError):
-            waiting += _exceptions([cause.error])
-
-
-def _exceptions(values: Iterable[object]) -> list[BaseException]:
-    """Those of the values that are exceptions, and those in the values that are lists of them."""
-    found: list[BaseException] = []
-    for value in values:
-        parts = value if isinstance(value, list | tuple) else [value]
-        found += [part for part in parts if isinstance(part, BaseException)]
-    return found
 
 
 def _named(doc_id: str, slot: ChunkSlot) -> str:
@@ -218,7 +194,7 @@ _TOO_LONG = re.compile(
 
 def _way_out(error: BaseException) -> str:
     """What to do about a rejected request, as sentences that end with a blank."""
-    rejected = next((cause for cause in _causes(error) if isinstance(cause, RequestRejected)), None)
+    rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
         return ""
     way = (

@@ -38,6 +38,7 @@ from datatrove_ckpt.inference.client.transport import REJECTED
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
@@ -127,6 +128,7 @@ class Requests:
     def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
         self.count = 0
         self.last_hash = ""
+        self.last_payload: Payload = {}
         self.failed = 0
         self.tokens: list[int] = []
         """Prompt and completion tokens of each answer in turn."""
@@ -155,7 +157,7 @@ class Requests:
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
             body = _as_json(payload)
             key = key._replace(payload_hash=payload_hash(body))
-        self.last_hash = key.payload_hash
+        self.last_hash, self.last_payload = key.payload_hash, payload
         self.count += 1
         cached = await self._answers.cached()
         answer = cached.get(key) or find(cached, key, config, given, payload)
@@ -170,7 +172,7 @@ class Requests:
         except RequestRejected as error:
             self.failed += 1
             self._answers.rejections.append(error)
-            raise InferenceError(None, error, payload=payload) from error
+            raise _failed(error, payload) from error
         except InferenceError:
             self.failed += 1
             raise
@@ -198,14 +200,14 @@ class Requests:
             raise
         except RequestPoisoned as error:
             rank.observer.request_failed()
-            raise InferenceError(None, error, payload=payload) from error
+            raise _failed(error, payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
             rank.observer.request_failed()
             # The rank stops, whatever the rollout does with the error that it sees.
             rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
-            raise InferenceError(None, error, payload=payload) from error
+            raise _failed(error, payload) from error
         rank.observer.answered(completion)
         await self._keep(key, Answer(_to_json(completion), None))
         return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
@@ -276,7 +278,14 @@ def _as_json(payload: Payload) -> bytes:
     try:
         return trim(orjson.dumps(fields, option=option))
     except TypeError as error:
-        raise InferenceError(None, error, payload=payload) from error
+        raise _failed(error, payload) from error
+
+
+def _failed(error: Exception, payload: Payload) -> InferenceError:
+    """datatrove's error. Its text, which ends in logs and dead letters, shows the payload without its secrets."""
+    failed = InferenceError(None, error, payload=shown("payload", payload))
+    failed.payload = payload
+    return failed
 
 
 def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:

@@ -1,8 +1,8 @@
 """The errors of a rank that ends, as scripts for datatrove's runner expect them.
 
 Such a script catches datatrove's ``InferenceError`` when a document fails, and its ``ServerError`` when the server
-does. ``errors.py`` imports nothing, and so cannot inherit from them. These subclasses have the same names, and inherit
-from both sides.
+does. ``errors.py`` imports nothing of datatrove, and so cannot inherit from them. These subclasses have the same names,
+and inherit from both sides.
 
 Pickled, which sends it to another process, an error keeps its message and the text of ``error``; document and payload
 stay behind, because not every document can be pickled, and a payload may hold a secret.
@@ -17,8 +17,10 @@ from datatrove.data import Document
 from datatrove.pipeline.inference import types
 
 from datatrove_ckpt import errors
+from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.generation.user_frames import cut_own_frames
-from datatrove_ckpt.process.task_errors import quiet_task_errors
+from datatrove_ckpt.process.task_errors import safe_log
+from datatrove_ckpt.redaction import redact
 
 
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):
@@ -72,11 +74,8 @@ class ServerRefused(errors.ServerRefused, _OfServer):
     """See ``errors.ServerRefused``."""
 
 
-_RAISED: dict[type[errors.CkptError], type[_OfServer]] = {
-    errors.ServerStartFailed: ServerStartFailed,
-    errors.ServerDied: ServerDied,
-    errors.ServerUnavailable: ServerUnavailable,
-    errors.ServerRefused: ServerRefused,
+_RAISED: dict[type, type[_OfServer]] = {
+    raised.__bases__[0]: raised for raised in (ServerStartFailed, ServerDied, ServerUnavailable, ServerRefused)
 }
 
 
@@ -86,7 +85,7 @@ class raised_for_scripts:
     """
 
     def __enter__(self) -> None:
-        quiet_task_errors()
+        safe_log()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -94,6 +93,8 @@ class raised_for_scripts:
         if not isinstance(error, errors.CkptError):
             return
         cut_own_frames(error)
+        for cause in errors.causes(error):  # what a script does not catch, Python prints
+            cause.args = tuple(printable(redact(part)) if isinstance(part, str) else part for part in cause.args)
         if (raised := _RAISED.get(type(error))) is not None:
             raise raised(str(error)) from error.__cause__
 

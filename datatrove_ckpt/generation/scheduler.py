@@ -42,6 +42,7 @@ from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown, StopState
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 
 Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Callable[[], Awaitable[None]]]]]
@@ -273,6 +274,7 @@ class Scheduler:
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()
+            note_sent([request.last_payload for request in requests])
             hashes = [request.last_hash for request in requests]
             letter = self._failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
             return self._finished(source, slot, "dead", letter, requests)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 import datatrove_ckpt
+from datatrove_ckpt.errors import causes
 
 _PACKAGE = str(Path(datatrove_ckpt.__file__).parent)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -35,17 +36,8 @@ def raised_at(error: BaseException) -> str:
 
 def cut_own_frames(error: BaseException) -> None:
     """Removes our own frames from the tracebacks of an error of ours and of its causes. The user's frames stay."""
-    error.__traceback__ = None
-    seen, waiting = {id(error)}, [error]
-    while waiting:
-        cause = waiting.pop()
-        found = [cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)]
-        found += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
-        for other in found:
-            if other is not None and id(other) not in seen:
-                seen.add(id(other))
-                waiting.append(other)
-                other.__traceback__ = _after_ours(other.__traceback__)
+    for cause in causes(error):
+        cause.__traceback__ = None if cause is error else _after_ours(cause.__traceback__)
 
 
 def _after_ours(trace: TracebackType | None) -> TracebackType | None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles
+from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles, causes
 
 # The lifeline pipe, the handle of the process, one connection for health and one for metrics.
 _PER_SERVER = 4
@@ -139,20 +139,12 @@ def enough_open_files(requests: int, servers: int) -> Iterator[None]:
     except TooManyOpenFiles:
         raise
     except Exception as error:
-        if any(is_caused_by_limit(cause) for cause in _causes(error)):
+        if any(is_caused_by_limit(cause) for cause in causes(error)):
             first = str(error).partition("\n")[0].rstrip(".")
             raise limit_reached(
                 first if isinstance(error, CkptError) else f"{type(error).__name__}: {first}"
             ) from error
         raise
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        yield error
-        seen.append(error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _open_now() -> int:

@@ -23,7 +23,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest
 
-from datatrove_ckpt.redaction import holds_credentials, names_secret
+from datatrove_ckpt.redaction import secrets_among
 
 STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
 """Packages of datatrove whose steps look at one document at a time."""
@@ -103,7 +103,7 @@ def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The values that JSON can express, without secrets. A long value is replaced by its hash."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if name.startswith("_") or names_secret(name) or _holds_secret(value):
+        if name.startswith("_") or any(True for _ in secrets_among(name, value)):
             continue
         try:
             data = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_SORT_KEYS)
@@ -155,14 +155,3 @@ def _names(steps: Sequence[StepRecord]) -> str:
 def _name(module: str, qualname: str) -> str:
     # The package alone: a module may move from one release to the next.
     return f"{module.partition('.')[0]}.{qualname}"
-
-
-def _holds_secret(value: object) -> bool:
-    if isinstance(value, str):
-        try:
-            return holds_credentials(value)
-        except ValueError:  # no URL
-            return True
-    if isinstance(value, dict):
-        return any(names_secret(str(name)) or _holds_secret(part) for name, part in value.items())
-    return isinstance(value, list | tuple) and any(map(_holds_secret, value))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
-from loguru import logger
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
@@ -98,5 +97,4 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
         assert set(server.asked.values()) == {1}
     assert versions(tmp_path) == BY_ID
     sys.modules.pop("users_rollouts", None)
-    logger.configure(patcher=lambda record: None)
     DataFolder.clear_instance_cache()

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import yaml
 from datatrove.io import DataFolder
-from loguru import logger
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
@@ -55,7 +54,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     DataFolder.clear_instance_cache()  # it knows folders by relative names
     yield tmp_path
-    logger.configure(patcher=lambda record: None)
     DataFolder.clear_instance_cache()
 
 

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datatrove.io import DataFolder
-from loguru import logger
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
@@ -56,7 +55,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path / "here")
     DataFolder.clear_instance_cache()
     yield tmp_path / "here"
-    logger.configure(patcher=lambda record: None)
     DataFolder.clear_instance_cache()
 
 

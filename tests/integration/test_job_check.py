@@ -16,7 +16,6 @@ import pytest
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
-from loguru import logger
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.cli.main import main
@@ -90,7 +89,6 @@ def run(
         Path(f"input/{task}.jsonl").write_text("\n".join(rows))
     Path("job.yaml").write_text(JOB.format(url=server.url))
     yield Command(capsys, server)
-    logger.configure(patcher=lambda record: None)
     DataFolder.clear_instance_cache()
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
-from loguru import logger
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.cli.main import main
@@ -51,7 +50,6 @@ def cluster(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         monkeypatch.setenv(name, value)
     yield slurm
     slurm.cancel_all()
-    logger.configure(patcher=lambda record: None)  # which the command sets
     DataFolder.clear_instance_cache()
 
 

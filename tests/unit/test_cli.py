@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from datatrove.executor import RayPipelineExecutor
 from datatrove.io import DataFolder
-from loguru import logger
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
@@ -81,7 +80,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     Path("job.yaml").write_text(JOB)
     Path("my_steps.py").write_text(STEPS)
     yield lambda *arguments: main(["run", "job.yaml", *arguments])
-    logger.configure(patcher=lambda record: None)
     DataFolder.clear_instance_cache()
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
-from loguru import logger
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.yaml_config import MASK
@@ -78,7 +77,6 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return capsys.readouterr().out
 
     yield dry_run
-    logger.configure(patcher=lambda record: None)
     DataFolder.clear_instance_cache()
 
 

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import dill
+import orjson
 import pytest
+import xxhash
 from datatrove.data import Document
 from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt import InferenceRunner, redaction
+from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_hash
 from datatrove_ckpt.generation.run_identity import code_identity
@@ -641,6 +644,7 @@ def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_
         step = secret_runner(tmp_path, server)
         text = json.dumps(step, cls=ExecutorJSONEncoder)
         assert "s3cret" not in text
+        assert "hash scrypt" not in text  # nothing reads it there
         assert "s3cret" not in repr(step.config)
         assert step.config.model_name_or_path in text
         with pytest.raises(ConfigError, match="Authorization") as refused:
@@ -653,9 +657,9 @@ def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_
         assert copy.shared_context == SECRETS
 
 
-@pytest.mark.parametrize("version", [None, 2])
+@pytest.mark.parametrize(("version", "as_kept"), [(None, "plain"), (2, "plain"), (2, "fast hash")])
 def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
-    tmp_path: Path, version: int | None
+    tmp_path: Path, version: int | None, as_kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = run_json(tmp_path).parent.parent / "job.json"
     with FakeServer() as server:
@@ -667,6 +671,11 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
         secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
         secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
         secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
+        if as_kept == "fast hash":
+            with monkeypatch.context() as patch:
+                fast = lambda name, value: f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value))}"  # noqa: E731
+                patch.setattr(redaction, "hashed", fast)
+                secrets = fields_without_secrets(secrets)
         old = {"format": 1, **identity.fields, **secrets}
         run_json(tmp_path).write_text(json.dumps(old))
         job.write_text(json.dumps(old))

@@ -16,10 +16,10 @@ PACKAGE = Path(datatrove_ckpt.__file__).parent
 
 # Lowest first: a room may import what stands above it, and of that only what its row names.
 ROOMS = {
-    "errors": "",
     "formatting": "",
+    "errors": "formatting",
     "backoff": "",
-    "redaction": "errors",
+    "redaction": "errors formatting",
     "remote_errors": "formatting redaction",
     "config": "errors redaction",
     "documents": "errors formatting",

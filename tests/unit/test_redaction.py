@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import orjson
 import pytest
+import xxhash
 
 from datatrove_ckpt.redaction import (
     HiddenBytes,
@@ -10,8 +14,13 @@ from datatrove_ckpt.redaction import (
     Key,
     Veil,
     holds_credentials,
+    is_secret,
+    is_surely_secret,
+    log_text,
     may_name_secret,
     names_secret,
+    note_sent,
+    redact,
     without_secrets,
 )
 
@@ -58,6 +67,67 @@ def test_a_user_or_password_in_a_url_is_found(url: str, held: bool) -> None:
 def test_messages_hide_every_name_that_holds_such_a_word(name: str) -> None:
     assert may_name_secret(name)
     assert not may_name_secret("max-num-batched-tokens")
+
+
+H, R = "hidden", "refused"  # what is refused is hidden, too
+VERDICTS: list[tuple[str, Any, str | None]] = [
+    ("password", "correct", R), ("passwd", "hunter2", R), ("pwd", "hunter2", R), ("passphrase", "hunter2", R),
+    ("db.pwd", "hunter2", R), ("hf_token", "abcd1234", R), ("hf_tokens", "abcd1234", R), ("api_key", "s3cret", R),
+    ("x-api-key", "s3cret", R), ("apikey", "s3cret", R), ("authorization", "s3cret", R), ("credentials", "s3cret", R),
+    ("client_secret", "s3cret", R), ("aws_secret_access_key", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", R),
+    ("anything", "sk-proj-abcdefghijklmnopqrstuvwxyzABCDEFGHIJK1234", R), ("anything", "AKIAIOSFODNN7EXAMPLE", R),
+    ("anything", "hf_abcdefghijklmnopqrstuvwxyz012345", R), ("anything", "ghp_" + "a1" * 12, R),
+    ("anything", "call it with Bearer abcdef0123456789", R), ("token", b"defaulttok3n99999", R),
+    ("key", "550e8400-e29b-41d4-a716-446655440000", R), ("cookie", "a1b2c3d4e5f6a7b8", R),
+    ("anything", "https://me:pw@host/v1", R), ("anything", "https://TOKEN@host", R),
+    ("anything", "see git+https://t0ken@host/x", R), ("anything", "postgres://u:p@db", R),
+    ("anything", "sftp://me@host/x", H), ("anything", "abfs://container@account.dfs.core.windows.net/x", H),
+    ("url", "https://${USER}:${PASSWORD}@host", H), ("url", "http://[x", H), ("api_key", "EMPTY", H),
+    ("api_key", None, H), ("token", "HF_TOKEN", H), ("key", "text", H), ("metadata_key", "rollout_results", H),
+    ("eos_token", "<|im_end|>", H), ("mask_token", "[MASK1234567890]", H), ("config.headers.X-Team", "blue", H),
+    ("tokenizer_key", "meta-llama/Llama-3.1-8B", H), ("cache_key", "fineweb-rewrite-v2-2024", H),
+    ("hftoken", "s3cret-s3cret", R), ("anything", "sk-s3crets3cret", H), ("KEYWORD", "description", H),
+    ("chars_per_token", "3.5", None), ("max_tokens", 4, None), ("tokenizer", "gpt2-gpt2-gpt2", None),
+    ("prompt", "Bearer of bad news, a basic understanding of 2 things", H), ("keyword", "short", None),
+    ("code", "from huggingface_hub import hf_hub_download", H), ("url", "https://host:80/a@b", None),
+    ("secret_prompt", "Never tell them.", None), ("api_key_env", "MY_PROVIDERS", None), ("stop", ["a"], None),
+    ("folder", "hf://datasets/org/name@main/data", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "verdict"), VERDICTS)
+def test_one_classifier_with_two_thresholds(name: str, value: Any, verdict: str | None) -> None:
+    assert is_secret(name, value) == (verdict is not None)
+    assert is_surely_secret(name, value) == (verdict == R)
+
+
+def test_the_hash_of_a_secret_is_slow_and_one_of_an_earlier_release_becomes_it() -> None:
+    fast = f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps('hunter2'))}"
+    hidden = without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"})
+    assert without_secrets("shared_context", {"password": fast, "api_key": fast}) == hidden
+    assert len({fast, *hidden.values()}) == 3  # no list of words fits both fields
+    assert hidden["password"].startswith("hash scrypt-")
+
+
+def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_SERVICE_PASSPHRASE", "quite-ordinary")
+    monkeypatch.setenv("SORT_KEY", "/quite/ordinary")
+    note_sent({"extra_headers": {"Authorization": "Bearer s3cret-s3cret"}, "tools": [{"api_key": "t00l-t00l"}]})
+    said = "quite-ordinary /quite/ordinary s3cret-s3cret t00l-t00l"
+    assert redact(said) == "*** /quite/ordinary *** ***"
+
+
+def test_payloads_of_a_long_run_take_no_more_memory() -> None:
+    for number in range(500):
+        note_sent({"headers": {"X-Request-Id": f"{number:010}"}})
+    assert redact("0000000007 0000000499") == "0000000007 ***"
+
+
+def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own() -> None:
+    text = "a\r\n2026-01-01 | ERROR | b\x1b]0;c\x07\x1b[2J\x9b1m\u202ed\u2028e\rf\x7f\t\ud800é"
+    assert log_text(text) == (
+        "a\n  2026-01-01 | ERROR | b\\u001b]0;c\\u0007\\u001b[2J\\u009b1m\\u202ed\\u2028e\\u000df\\u007f\t\\ud800é"
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
 from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
@@ -60,7 +59,6 @@ def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         Path("bin", name).chmod(0o755)
     Path("documents/a.jsonl").write_text('{"text": "Rain falls.", "id": "rain"}\n')
     yield tmp_path
-    logger.configure(patcher=lambda record: None)
     DataFolder.clear_instance_cache()
 
 

@@ -11,7 +11,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, Preempted
-from datatrove_ckpt.process.task_errors import quiet_task_errors
+from datatrove_ckpt.process.task_errors import safe_log
 
 
 class Ends(PipelineStep):
@@ -26,10 +26,9 @@ class Ends(PipelineStep):
 
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     """What a task says on the terminal, and in its log, when a step raises this error."""
-    monkeypatch.setattr(logger._core, "patcher", None)  # type: ignore[attr-defined]  # as before the first rank
-    quiet_task_errors()
+    safe_log()
 
     def run(error: Exception) -> tuple[str, str]:
         with pytest.raises(type(error)):
@@ -60,8 +59,17 @@ def test_errors_of_others_stay_as_they_are(said: Any) -> None:
         assert "Traceback" in text
 
 
-def test_a_patcher_that_somebody_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = lambda record: None  # noqa: E731
-    monkeypatch.setattr(logger._core, "patcher", theirs)  # type: ignore[attr-defined]
-    quiet_task_errors()
-    assert logger._core.patcher is theirs  # type: ignore[attr-defined]
+def test_no_foreign_text_forges_a_line_or_moves_the_cursor(said: Any) -> None:
+    for error in (CheckpointMismatch("a\n2026 | ERROR | forged\x1b[2J"), ValueError("a\n2026 | ERROR | forged\x1b[2J")):
+        for text in said(error):
+            assert "\n2026 |" not in text
+            assert "\x1b[2J" not in text
+            assert "  2026 | ERROR | forged\\u001b[2J" in text
+
+
+def test_a_patcher_that_somebody_has_set_comes_first(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    monkeypatch.setattr(logger._core, "patcher", lambda record: record.update(message="theirs\x1b"))  # type: ignore[attr-defined]
+    safe_log()
+    safe_log()
+    logger.info("said")
+    assert log == ["INFO theirs\\u001b\n"]

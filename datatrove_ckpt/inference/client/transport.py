@@ -11,6 +11,7 @@ import os
 from typing import Protocol
 
 import aiohttp
+import orjson
 
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
@@ -18,7 +19,7 @@ from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, Redactor, frames_cut
+from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, Redactor, frames_cut, note_sent
 
 _CONNECT_TIMEOUT = 30.0  # seconds
 # Seconds. uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We close them first: a request
@@ -127,6 +128,7 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
         return response.body
     if 200 <= response.status < 300:
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
+    note_sent(orjson.loads(body))
     raise _error(response, url, model, transport.redact)
 
 
@@ -134,11 +136,12 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
     status = response.status
     # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
+    if status in REJECTED:
+        return RequestRejected(status, text)
+    text = " ".join(text.split())
     if status in _RETRIED or status >= 500:
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
-    if status in REJECTED:
-        return RequestRejected(status, text)
     return ServerRefused(
         f"{url} answered HTTP {status} for model {model!r}. {_hint(status)} The server's answer: {text or '(empty)'}"
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import orjson
 from datatrove.pipeline.base import PipelineStep
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
@@ -35,6 +34,7 @@ from datatrove_ckpt.preflight.reshard.output import remove_output, unfinished_fi
 from datatrove_ckpt.preflight.reshard.ready import check_all_here, check_fork, check_retries, refuse_retried
 from datatrove_ckpt.preflight.reshard.scan import RankInput, Scanner
 from datatrove_ckpt.process.open_files import allow_open_files
+from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
 from datatrove_ckpt.readers.parts import divide, joined
@@ -233,7 +233,7 @@ class _Reshard:
         self._report = Resharded(self._before, tasks)
 
     def run(self, locks: _HeldLocks, dry_run: bool) -> Resharded:
-        with _quiet():
+        with log_disabled("datatrove_ckpt.readers"):
             ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
         staging = Staging(self._root)
         try:
@@ -333,7 +333,7 @@ class _Reshard:
         return not getattr(self._reader, "stream", False)
 
     def _cut(self, part: Part, ends: Sequence[int]) -> list[Part]:
-        with _quiet():
+        with log_disabled("datatrove_ckpt.readers"):
             pieces = divide(self._reader, self._inputs, self._index[part.name], part, ends)
         self._report.cuts += len(pieces) - 1
         return pieces
@@ -346,13 +346,3 @@ class _Reshard:
         size = self._inputs.size(index)
         content = "" if self._reader._may_grow(part.name) else self._inputs.fingerprint(index, size, whole=True)
         return part._replace(size=size, hash=content)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables the log: readers log each file that they read."""
-    logger.disable("datatrove_ckpt.readers")
-    try:
-        yield
-    finally:
-        logger.enable("datatrove_ckpt.readers")

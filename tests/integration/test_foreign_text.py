@@ -1,0 +1,108 @@
+"""What a server, a payload or a rollout says reaches logs, dead letters and the terminal as text, without secrets."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.errors import DocumentFailed
+from tests.jobs import documents, writer
+
+SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
+PAYLOAD = {"messages": [{"role": "user", "content": "x"}], "extra_headers": {"Authorization": SENT}}
+FORGED = "\n2026-11-22 12:00:00.000 | SUCCESS | all is well\x1b]0;title\x07\x1b[2J\u202e\u2028"
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """Answers 400 to each request, with what it was sent and what a terminal would obey."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(200, b'{"data": [{"id": "fake"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(400, f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+async def lets_out(document: Document, generate: Any) -> Any:
+    await generate(PAYLOAD)
+
+
+async def quotes(document: Document, generate: Any) -> Any:
+    try:
+        await generate(PAYLOAD)
+    except InferenceError as error:
+        assert error.payload is not None
+        assert error.payload["extra_headers"]["Authorization"] == SENT  # the rollout sees what it has sent
+        raise ValueError(f"{FORGED} {error} {PAYLOAD} {os.environ['SOME_PASSPHRASE']}") from error
+
+
+async def sends_nothing(document: Document, generate: Any) -> Any:
+    raise InferenceError(document, FORGED, payload=PAYLOAD)
+
+
+@pytest.mark.parametrize("rollout", [lets_out, quotes, sends_nothing])
+@pytest.mark.parametrize("on_document_error", ["stop", "dead_letter"])
+def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
+    tmp_path: Path,
+    url: str,
+    rollout: Any,
+    on_document_error: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SOME_PASSPHRASE", IN_ENVIRONMENT)
+    step = InferenceRunner(
+        rollout,
+        InferenceConfig("endpoint", "fake", endpoint_url=url),
+        writer(tmp_path),
+        checkpoints_local_dir=str(tmp_path / "checkpoints"),
+        on_document_error=on_document_error,
+    )
+    executor = LocalPipelineExecutor([documents(1), step], logging_dir=str(tmp_path / "logs"))
+    if on_document_error == "stop":
+        with pytest.raises(DocumentFailed) as failed:
+            executor.run()
+        uncaught = "".join(traceback.format_exception(failed.value))
+        assert "canary-of" not in uncaught
+        assert "\x1b" not in uncaught
+    else:
+        executor.run()
+        assert list(tmp_path.rglob("dead_letters.jsonl"))
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    captured = capfd.readouterr()
+    said = [captured.out, captured.err, *(text.decode() for path, text in written.items() if path.suffix == ".log")]
+    assert len(said) == 3
+    assert [path for path, text in written.items() if b"canary-of" in text] == []
+    for text in said:
+        assert "canary-of" not in text
+        assert set(text).isdisjoint("\x1b\x07\u202e\u2028")
+        assert "\n2026-11-22 12:00:00.000" not in text

@@ -180,7 +180,7 @@ def hashed(name: str, value: Any) -> str:
     """The hash that stands for a secret: slow, and another one for each field, so that no list of words breaks it.
 
     It has no key: ranks on many nodes, and the copies in a mirror, must come to the same text. It is made of the
-    unsalted hash that releases up to 0.5 kept, so that what they kept can be compared.
+    unsalted hash that earlier releases kept, so that what they kept can be compared.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
     if kept is not None and kept[1]:

@@ -41,8 +41,8 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
-_PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-# They hold a JSON schema, and engines answer in the order of its properties: reasons before conclusions.
+_PAYLOAD = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+# Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
 
@@ -144,13 +144,19 @@ class Requests:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
         config = self._rank.config
-        given, payload = payload, {**config.default_generation_params, **payload, "model": config.model_name_or_path}
-        body, key = self._identified(payload)
+        # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
+        given, payload = payload, {**payload, "model": config.model_name_or_path}
+        for name, value in config.default_generation_params.items():
+            payload.setdefault(name, value)
+        digest = _digest(payload)
+        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
+        self._occurrences[digest] += 1
         if config.seed is not None and "seed" not in payload:
             slot = self._answers.slot
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
-            body = _as_json(payload)
-            key = key._replace(payload_hash=payload_hash(body))
+            key = key._replace(payload_hash=_digest(payload))
+        # Before any await: the rollout may change a list in its payload while it waits for the answer.
+        body = trim(orjson.dumps(payload, option=_PAYLOAD))
         self.last_hash = key.payload_hash
         self.count += 1
         cached = await self._answers.cached()
@@ -173,14 +179,6 @@ class Requests:
         usage = result.usage
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
-
-    def _identified(self, payload: Payload) -> tuple[bytes, AnswerKey]:
-        """The payload as JSON, and which request of its rollout it is."""
-        body = _as_json(payload)
-        digest = payload_hash(body)
-        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
-        self._occurrences[digest] += 1
-        return body, key
 
     async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> InferenceResult:
         rank = self._rank
@@ -256,17 +254,17 @@ def _storage_failures(rank: RankContext) -> Iterator[None]:
         raise
 
 
-def _as_json(payload: Payload) -> bytes:
-    """The same bytes for equal payloads: keys are sorted, unless their order matters.
+def _digest(payload: Payload) -> str:
+    """The same for equal payloads, whatever the order of their keys.
 
     Raises:
-        InferenceError: JSON cannot express it.
+        InferenceError: JSON cannot express the payload.
     """
-    option, fields = _PAYLOAD, payload
+    option, fields = _PAYLOAD | orjson.OPT_SORT_KEYS, payload
     if not _WITH_SCHEMA.isdisjoint(payload):
-        option, fields = _PAYLOAD ^ orjson.OPT_SORT_KEYS, dict(sorted(payload.items()))
+        option, fields = _PAYLOAD, dict(sorted(payload.items()))
     try:
-        return trim(orjson.dumps(fields, option=option))
+        return payload_hash(orjson.dumps(fields, option=option))
     except TypeError as error:
         raise InferenceError(None, error, payload=payload) from error
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -230,20 +229,6 @@ def runner(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> In
     settings = config("endpoint", endpoint_url=server.url)
     writer = JsonlWriter(str(folder / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
     return InferenceRunner(rollout, settings, writer, checkpoints_local_dir=str(folder / "checkpoints"), **changes)
-
-
-def test_the_properties_of_a_schema_reach_the_server_in_their_order(tmp_path: Path) -> None:
-    """Engines generate them in that order: a reason that comes after the answer is no reason."""
-    bodies: list[bytes] = []
-
-    def one(payload: dict[str, Any], times: int) -> str:
-        bodies.append(orjson.dumps(payload))  # the server keeps the order in which keys came
-        return GOOD
-
-    with FakeServer(one) as server:
-        runner(tmp_path, server, PromptRollout(json_schema=SCHEMA)).run([Document(text="x", id="1")])
-    (body,) = bodies
-    assert list(json.loads(body)["response_format"]["json_schema"]["schema"]["properties"]) == ["why", "answer"]
 
 
 def test_an_invalid_answer_stops_the_rank_or_becomes_a_dead_letter(tmp_path: Path) -> None:

@@ -6,16 +6,19 @@ raised here have no cause attached, because the frames of their causes hold head
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
-from typing import Protocol
+from functools import partial
+from typing import Any, TypeAlias
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
 from datatrove_ckpt.inference.client.http1 import Response
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, is_silent
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, Redactor, frames_cut
@@ -36,37 +39,32 @@ _STREAMED_SIZE = 1 << 20
 _WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
-class Transport(Protocol):
-    """Sends bodies to one URL, and keeps its connections open.
+class _Connection(ResponseHandler):
+    """Closes as the connections of ``plain.py`` do. aiohttp takes a late response for that to the next request."""
 
-    Attributes:
-        redact: hides the secrets that it sends.
-    """
+    def __init__(self, owner: AiohttpTransport) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self._owner = owner
+        self._is_asked = False
 
-    redact: Redactor
+    def set_response_params(self, **params: Any) -> None:
+        self._is_asked = True
+        super().set_response_params(**params)
 
-    async def post(self, body: bytes) -> Response:
-        """Raises OSError, TimeoutError or aiohttp.ClientError."""
-        ...
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        status = data[0].code
+        if not self._is_asked:
+            self.close()
+            self._owner.unasked += status != 408
+            return
+        self._is_asked = status < 200
+        if status >= 300:
+            self.force_close()
+        super().feed_data(data, size)
 
-    async def close(self) -> None: ...
-
-
-def make_transport(url: HiddenUrl, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
-    """The cheapest transport that can serve this URL.
-
-    Args:
-        timeout: seconds for one exchange.
-        proxied: the environment names a proxy for this URL.
-    """
-    headers = api_key.headers() if api_key is not None else None
-    if _is_plain(url, proxied):
-        return PlainTransport(url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE)
-    return AiohttpTransport(url, headers, timeout, proxied)
-
-
-def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
-    return url.reveal().scheme == "http" and not url.has_credentials and not proxied
+    def is_connected(self) -> bool:
+        # Asked before a connection is used again.
+        return super().is_connected() and is_silent(self.transport.get_extra_info("socket").fileno())  # type: ignore[union-attr]
 
 
 class AiohttpTransport:
@@ -74,11 +72,14 @@ class AiohttpTransport:
 
     def __init__(self, url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool) -> None:
         self._url = url
+        self.unasked = 0
         self.redact = url.redactor(headers)
         # Not given to the session, which would show them among its attributes.
         self._headers = HiddenDict({"Content-Type": "application/json", **(headers or {})})
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
+        connector._factory = partial(_Connection, self)  # type: ignore[assignment]
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
+            connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
             read_bufsize=_READ_BUFFER,
@@ -102,6 +103,26 @@ class AiohttpTransport:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+Transport: TypeAlias = PlainTransport | AiohttpTransport
+
+
+def make_transport(url: HiddenUrl, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
+    """The cheapest transport that can serve this URL.
+
+    Args:
+        timeout: seconds for one exchange.
+        proxied: the environment names a proxy for this URL.
+    """
+    headers = api_key.headers() if api_key is not None else None
+    if _is_plain(url, proxied):
+        return PlainTransport(url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE)
+    return AiohttpTransport(url, headers, timeout, proxied)
+
+
+def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
+    return url.reveal().scheme == "http" and not url.has_credentials and not proxied
 
 
 async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) -> bytes:

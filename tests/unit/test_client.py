@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import re
@@ -27,7 +28,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import transport
+from datatrove_ckpt.inference.client import http1, transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
@@ -774,6 +775,18 @@ def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_ne
         writer.write(http(200, chat("right")))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("limit", [1 << 28, 10])
+def test_an_answer_that_is_compressed_or_too_long_is_refused(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MB of zeros is 1 kB; decompressed for the client, less than 1 MB has become 4 GB."""
+    monkeypatch.setattr(http1, "MAX_BODY_BYTES", limit)
+    body = chat() if limit == 10 else gzip.compress(bytes(1 << 20))
+    encoding = ["Content-Encoding: gzip"] if limit > 10 else []
+    outcome = Outcome(answer(http(200, body, *encoding)), server_patience_seconds=1.0)
+    assert isinstance(outcome.result, ServerUnavailable)
+    assert ("compressed, which was not requested" if encoding else "the body is longer than") in str(outcome.result)
+    assert b"\r\nAccept-Encoding: identity\r\n" in outcome.server.requests[0][0]
 
 
 def test_a_slot_is_free_while_its_request_sleeps() -> None:

@@ -16,8 +16,9 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
+from datatrove_ckpt.inference.client import http1
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
-from datatrove_ckpt.inference.client.http1 import Response
+from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, is_silent
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
@@ -36,6 +37,7 @@ REJECTED = frozenset({400, 413, 414, 422, 431})
 _SHOWN_BODY = 2000  # characters
 # Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
 _STREAMED_SIZE = 1 << 20
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
 _WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
@@ -75,7 +77,7 @@ class AiohttpTransport:
         self.unasked = 0
         self.redact = url.redactor(headers)
         # Not given to the session, which would show them among its attributes.
-        self._headers = HiddenDict({"Content-Type": "application/json", **(headers or {})})
+        self._headers = HiddenDict({"Content-Type": "application/json", **UNCOMPRESSED, **(headers or {})})
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
         connector._factory = partial(_Connection, self)  # type: ignore[assignment]
         self._session = aiohttp.ClientSession(
@@ -83,6 +85,7 @@ class AiohttpTransport:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
             read_bufsize=_READ_BUFFER,
+            auto_decompress=False,
             # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
             # aiohttp reads the environment in a thread per request. So we ask for that only where a proxy applies.
             trust_env=proxied,
@@ -94,12 +97,12 @@ class AiohttpTransport:
             self._url.reveal(), data=data, headers=self._headers, allow_redirects=False
         ) as response:
             try:
-                answer = await response.read()
+                answer = await read_body(response)
             except (aiohttp.ClientError, OSError, TimeoutError):
                 if response.status < 300:
                     raise
-                answer = b""  # the status alone decides, and it is known
-            return Response(response.status, HiddenBytes(answer), response.headers.get("Retry-After", ""))
+                answer = HiddenBytes()  # the status alone decides, and it is known
+            return Response(response.status, answer, response.headers.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._session.close()
@@ -123,6 +126,22 @@ def make_transport(url: HiddenUrl, api_key: Key | None, timeout: float, proxied:
 
 def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
     return url.reveal().scheme == "http" and not url.has_credentials and not proxied
+
+
+async def read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
+    """The body of a response that aiohttp does not decompress: less than 1 MB may become gigabytes.
+
+    Raises:
+        RemoteProtocolError: it is compressed or too long.
+    """
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RemoteProtocolError(http1.COMPRESSED)
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > http1.MAX_BODY_BYTES:
+            raise RemoteProtocolError(http1.too_long())
+    return HiddenBytes(body)
 
 
 async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) -> bytes:

@@ -293,9 +293,10 @@ class CompletionClient:
             raise AttemptLost
         if target.transport is not None and target.transport.unasked >= _MAX_UNASKED:
             raise ServerRefused(
-                f"{target.url} has sent an answer without a request {target.transport.unasked} times. So it, or a gateway "
-                "before it, sends answers late, and a late answer may be taken for that to the next request. Let the "
-                "requests bypass the gateway (endpoint_url), or raise its timeout, and run the same command again."
+                f"{target.url} has sent an answer without a request {target.transport.unasked} times. So it, or a "
+                "gateway before it, sends answers late, and a late answer may be taken for that to the next request. "
+                "Let the requests bypass the gateway (endpoint_url), or raise its timeout, and run the same command "
+                "again."
             )
         attempt = target.start_attempt(request)
         self.stats.in_flight += 1

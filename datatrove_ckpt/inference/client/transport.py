@@ -170,11 +170,16 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
     raise _error(response, url, model, transport.redact)
 
 
+def may_pass(status: int) -> bool:
+    """Whether the same request may get another status later."""
+    return status in _RETRIED or status >= 500
+
+
 def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
     # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
-    if status in _RETRIED or status >= 500:
+    if may_pass(status):
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
     if status in REJECTED:

@@ -43,6 +43,7 @@ from datatrove_ckpt.generation.run_identity import run_identity
 from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
 from datatrove_ckpt.generation.shared_context import SharedContext, shared_arguments
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
+from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.servers.multi_node import follow_head
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import check_servers, connect
@@ -158,6 +159,9 @@ class InferenceRunner(CarriesCode, PipelineStep):
     ) -> None:
         super().__init__()
         self.rollout_fn = rollout_fn
+        if not hasattr(config, "server_type"):
+            kind = type(config).__name__
+            raise ConfigError(f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}.")
         self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
         self.output_writer = with_our_uploads(output_writer)
         self.shared_context = shared_context

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
@@ -21,6 +21,7 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_h
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import trim
 from datatrove_ckpt.errors import (
+    ConfigError,
     RequestFailed,
     RequestPoisoned,
     RequestRejected,
@@ -32,6 +33,7 @@ from datatrove_ckpt.generation.datatroves_answers import find
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.seeds import request_seed
+from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import REJECTED
@@ -133,7 +135,21 @@ class Requests:
         self._rollout_idx = rollout_idx
         self._occurrences: Counter[str] = Counter()
 
-    async def __call__(self, payload: Payload, /) -> InferenceResult:
+    def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, InferenceResult]:
+        """Checks what no later request of the rollout would do right, as long as the caller is known."""
+        wrong = ""
+        if not isinstance(payload, Mapping):
+            example = '{"messages": [{"role": "user", "content": document.text}]}'
+            wrong = f"generate takes a payload, a dict such as {example}, and not a {type(payload).__name__}"
+        elif payload.get("stream"):
+            wrong = "the payload asks for a stream, and answers are read as a whole: remove stream"
+        if wrong and not self._rank.shutdown.aborted:
+            error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
+            self._rank.shutdown.abort(error)
+            raise error
+        return self._answered(payload)
+
+    async def _answered(self, payload: Payload) -> InferenceResult:
         """Returns the cached answer, or sends the payload.
 
         Raises:

@@ -5,10 +5,11 @@ Frames of this package tell a user nothing: what an error of ours means is in it
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import datatrove_ckpt
 
@@ -23,14 +24,22 @@ def raised_at(error: BaseException) -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    frames = list(_frames(error.__traceback__))
-    if not frames or _is_ours(frames[-1]):
+    places = [(frame.tb_frame.f_code, frame.tb_lineno) for frame in _frames(error.__traceback__)]
+    if not places or _is_ours(places[-1][0]):
         return ""
-    others = [frame for frame in frames if not _is_ours(frame)]
-    own = [frame for frame in others if not frame.tb_frame.f_code.co_filename.startswith(_INSTALLED)]
-    place = (own or others)[-1]
-    code = place.tb_frame.f_code
-    return f", in {_shown(code.co_filename)}, line {place.tb_lineno} ({code.co_name})"
+    others = [place for place in places if not _is_ours(place[0])]
+    own = [place for place in others if not place[0].co_filename.startswith(_INSTALLED)]
+    return _place(*(own or others)[-1])
+
+
+def called_at() -> str:
+    """The place in the user's code that has called ours, as ", in job.py, line 9 (rollout)"; "" if a library has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_INSTALLED):
+        return ""
+    return _place(frame.f_code, frame.f_lineno)
 
 
 def cut_own_frames(error: BaseException) -> None:
@@ -50,7 +59,7 @@ def cut_own_frames(error: BaseException) -> None:
 
 def _after_ours(trace: TracebackType | None) -> TracebackType | None:
     """What follows the last of our frames at the beginning; the last one itself if nothing follows."""
-    while trace is not None and trace.tb_next is not None and _is_ours(trace):
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return trace
 
@@ -61,10 +70,11 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _is_ours(frame: TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGE)
 
 
-def _shown(name: str) -> str:
-    path, here = Path(name), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else name
+def _place(code: CodeType, line: int) -> str:
+    path, here = Path(code.co_filename), Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return f", in {shown}, line {line} ({code.co_name})"

@@ -72,11 +72,8 @@ class ServerRefused(errors.ServerRefused, _OfServer):
     """See ``errors.ServerRefused``."""
 
 
-_RAISED: dict[type[errors.CkptError], type[_OfServer]] = {
-    errors.ServerStartFailed: ServerStartFailed,
-    errors.ServerDied: ServerDied,
-    errors.ServerUnavailable: ServerUnavailable,
-    errors.ServerRefused: ServerRefused,
+_RAISED: dict[type, type[_OfServer]] = {
+    kind.__bases__[0]: kind for kind in (ServerStartFailed, ServerDied, ServerUnavailable, ServerRefused)
 }
 
 

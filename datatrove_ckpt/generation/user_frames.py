@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import CodeType, TracebackType
 
 import datatrove_ckpt
 
@@ -24,7 +24,7 @@ def raised_at(error: BaseException) -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    places = [(frame.tb_frame.f_code, frame.tb_lineno) for frame in _frames(error.__traceback__)]
+    places = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     if not places or _is_ours(places[-1][0]):
         return ""
     others = [place for place in places if not _is_ours(place[0])]
@@ -34,12 +34,10 @@ def raised_at(error: BaseException) -> str:
 
 def called_at() -> str:
     """The place in the user's code that has called ours, as ", in job.py, line 9 (rollout)"; "" if a library has."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_INSTALLED):
-        return ""
-    return _place(frame.f_code, frame.f_lineno)
+    for frame, line in walk_stack(sys._getframe()):
+        if not _is_ours(frame.f_code):
+            return "" if frame.f_code.co_filename.startswith(_INSTALLED) else _place(frame.f_code, line)
+    return ""
 
 
 def cut_own_frames(error: BaseException) -> None:
@@ -62,12 +60,6 @@ def _after_ours(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return trace
-
-
-def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def _is_ours(code: CodeType) -> bool:

@@ -195,13 +195,11 @@ def _session(urls: Sequence[HiddenUrl]) -> aiohttp.ClientSession:
 def _listed(body: bytes) -> list[str] | None:
     """The names in the answer to GET /v1/models; None if it lists none."""
     try:
-        content = orjson.loads(memoryview(body))  # orjson takes no subclass of bytes
-    except orjson.JSONDecodeError:
+        data = orjson.loads(memoryview(body))["data"]  # orjson takes no subclass of bytes
+        found = [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
+        return found if isinstance(data, list) else None
+    except (ValueError, TypeError, KeyError):
         return None
-    data = content.get("data") if isinstance(content, dict) else None
-    if not isinstance(data, list):
-        return None
-    return [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
 
 
 def _with_environment(url: str) -> HiddenUrl:

@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.generation_params import warn_of_unknown
 from datatrove_ckpt.documents import trim
 from datatrove_ckpt.errors import (
     ConfigError,
@@ -66,18 +67,15 @@ class RequestObserver(Protocol):
 class RankContext(Protocol):
     """What a request needs from its rank. See ``Scheduler``."""
 
-    @property
-    def config(self) -> InferenceConfig: ...
+    config: InferenceConfig
+    client: asyncio.Future[CompletionClient]
+    drain: Drain
+    shutdown: Shutdown
+
     @property
     def checkpoint(self) -> AnswerStore: ...
     @property
     def observer(self) -> RequestObserver: ...
-    @property
-    def client(self) -> asyncio.Future[CompletionClient]: ...
-    @property
-    def drain(self) -> Drain: ...
-    @property
-    def shutdown(self) -> Shutdown: ...
     async def wait_for_storage(self) -> None: ...
 
 
@@ -164,6 +162,7 @@ class Requests:
         given, payload = payload, {**payload, "model": config.model_name_or_path}
         for name, value in config.default_generation_params.items():
             payload.setdefault(name, value)
+        warn_of_unknown(payload)
         digest = _digest(payload)
         key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
         self._occurrences[digest] += 1

@@ -33,14 +33,14 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exp
 from datatrove_ckpt.generation.failures import Failures, OnDocumentError, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.messages import RankMessages
-from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_mirror import open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
 from datatrove_ckpt.generation.rank_share import open_source
 from datatrove_ckpt.generation.run_identity import run_identity
-from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
+from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.shared_context import SharedContext, shared_arguments
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
 from datatrove_ckpt.generation.user_frames import called_at
@@ -276,7 +276,7 @@ class InferenceRunner(CarriesCode, PipelineStep):
         rank: int,
         world_size: int,
         preemption: Preemption,
-        unopened: Openable,
+        unopened: CheckpointManager | NullCheckpoint,
         output: ChunkOutput | None,
     ) -> None:
         numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -33,6 +33,8 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.datatroves_answers import find
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
+from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.seeds import request_seed
 from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.answers import Completion
@@ -49,33 +51,16 @@ _PAYLOAD = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
 
-class AnswerStore(Protocol):
-    """Where answers are kept. See ``OpenCheckpoint``."""
-
-    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
-    def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
-
-
-class RequestObserver(Protocol):
-    """Gets a call when a request ends."""
-
-    def answered(self, completion: Completion) -> None: ...
-    def request_failed(self) -> None: ...
-    def from_cache(self) -> None: ...
-
-
 class RankContext(Protocol):
     """What a request needs from its rank. See ``Scheduler``."""
 
     config: InferenceConfig
+    checkpoint: Checkpoint
+    observer: Progress
     client: asyncio.Future[CompletionClient]
     drain: Drain
     shutdown: Shutdown
 
-    @property
-    def checkpoint(self) -> AnswerStore: ...
-    @property
-    def observer(self) -> RequestObserver: ...
     async def wait_for_storage(self) -> None: ...
 
 

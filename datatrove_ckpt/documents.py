@@ -81,7 +81,7 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
     except orjson.JSONEncodeError as error:
         # An integer beyond 64 bits, or a key that is no string: so rare that a check in advance is not worth it.
         if isinstance(error.__cause__, NoForm):
-            raise NoForm(*error.__cause__.args) from None
+            raise NoForm(*error.__cause__.args) from error.__cause__.__cause__
         return trim(orjson.dumps(wrap_deep(fields, other)))
     # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
     if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
@@ -237,7 +237,8 @@ class _Encoder:
 def _refuse(value: object) -> NoReturn:
     if isinstance(value, np.ndarray):
         raise NoForm(f"a numpy array of type {value.dtype}")
-    raise NoForm(f"{_shorten(value)} of type {type(value).__qualname__}")
+    cause = value if isinstance(value, BaseException) else None
+    raise NoForm(f"{_shorten(value)} of type {type(value).__qualname__}") from cause
 
 
 def as_plain(value: object) -> object:

@@ -33,16 +33,17 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exp
 from datatrove_ckpt.generation.failures import Failures, OnDocumentError, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.messages import RankMessages
-from datatrove_ckpt.generation.null_checkpoint import NullCheckpoint
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_mirror import open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
 from datatrove_ckpt.generation.rank_share import open_source
 from datatrove_ckpt.generation.run_identity import run_identity
-from datatrove_ckpt.generation.scheduler import Checkpoint, Openable, Scheduler
+from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.shared_context import SharedContext, shared_arguments
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
+from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.servers.multi_node import follow_head
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import check_servers, connect
@@ -160,6 +161,9 @@ class InferenceRunner(CarriesCode, PipelineStep):
         super().__init__()
         safe_log()
         self.rollout_fn = rollout_fn
+        if not hasattr(config, "server_type"):
+            kind = type(config).__name__
+            raise ConfigError(f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}.")
         self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
         self.output_writer = with_our_uploads(output_writer)
         self.shared_context = shared_context
@@ -274,7 +278,7 @@ class InferenceRunner(CarriesCode, PipelineStep):
         rank: int,
         world_size: int,
         preemption: Preemption,
-        unopened: Openable,
+        unopened: CheckpointManager | NullCheckpoint,
         output: ChunkOutput | None,
     ) -> None:
         numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)

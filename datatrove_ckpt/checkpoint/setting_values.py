@@ -1,7 +1,7 @@
 """When two values of a setting are the same: as JSON, with two rules of its own.
 
-The order of keys does not matter, except in a JSON schema: engines answer in the order of its properties, and requests
-keep it. True is not 1, because a request says ``true``; 1 is 1.0.
+The order of keys does not matter, except in a JSON schema and inside of a parameter of requests: engines answer in the
+order of a schema's properties, and requests keep it. True is not 1, because a request says ``true``; 1 is 1.0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def comparable(name: str, value: Any) -> bytes:
     Args:
         value: anything that JSON can express.
     """
-    return orjson.dumps(_plain(value, _is_ordered(name)))
+    return orjson.dumps(_plain(name, value))
 
 
 def same_value(name: str, old: Any, new: Any) -> bool:
@@ -30,16 +30,13 @@ def same_value(name: str, old: Any, new: Any) -> bool:
     return comparable(name, old) == comparable(name, new)
 
 
-def _is_ordered(name: str) -> bool:
-    return any(part in name for part in _ORDERED)
-
-
-def _plain(value: Any, ordered: bool) -> Any:
+def _plain(name: str, value: Any, ordered: bool = False) -> Any:
     if isinstance(value, dict):
-        names = value if ordered else sorted(value)
-        return {name: _plain(value[name], ordered or _is_ordered(name)) for name in names}
+        ordered = ordered or any(part in name for part in _ORDERED)
+        inside = ordered or name.endswith("params")
+        return {key: _plain(key, value[key], inside) for key in (value if ordered else sorted(value))}
     if isinstance(value, list):
-        return [_plain(one, ordered) for one in value]
+        return [_plain(name, one, ordered) for one in value]
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value

@@ -19,6 +19,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.errors import (
     CkptError,
+    DocumentNotSerializable,
     RequestError,
     RequestFailed,
     RequestPoisoned,
@@ -104,6 +105,8 @@ class Failures:
             TooManyDeadLetters: this would be a dead letter beyond the limit.
             CkptError: the rollout let one out, and the rule says that it stops the rank.
         """
+        if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
+            error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)
         document, name = source.document, _named(source.id, slot)
         cause = f"{cause_of(error).removesuffix('.')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.generation.scheduler import Checkpoint
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 
 

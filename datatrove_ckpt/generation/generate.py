@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
@@ -19,8 +19,10 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.generation_params import warn_of_unknown
 from datatrove_ckpt.documents import trim
 from datatrove_ckpt.errors import (
+    ConfigError,
     RequestFailed,
     RequestPoisoned,
     RequestRejected,
@@ -31,7 +33,10 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.datatroves_answers import find
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
+from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.seeds import request_seed
+from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import REJECTED
@@ -42,43 +47,23 @@ from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
-_PAYLOAD = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_PAYLOAD = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
-# They hold a JSON schema, and engines answer in the order of its properties: reasons before conclusions.
+# Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
-
-
-class AnswerStore(Protocol):
-    """Where answers are kept. See ``OpenCheckpoint``."""
-
-    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None: ...
-    def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None: ...
-
-
-class RequestObserver(Protocol):
-    """Gets a call when a request ends."""
-
-    def answered(self, completion: Completion) -> None: ...
-    def request_failed(self) -> None: ...
-    def from_cache(self) -> None: ...
 
 
 class RankContext(Protocol):
     """What a request needs from its rank. See ``Scheduler``."""
 
-    @property
-    def config(self) -> InferenceConfig: ...
-    @property
-    def checkpoint(self) -> AnswerStore: ...
-    @property
-    def observer(self) -> RequestObserver: ...
-    @property
-    def client(self) -> asyncio.Future[CompletionClient]: ...
-    @property
-    def drain(self) -> Drain: ...
-    @property
-    def shutdown(self) -> Shutdown: ...
+    config: InferenceConfig
+    checkpoint: Checkpoint
+    observer: Progress
+    client: asyncio.Future[CompletionClient]
+    drain: Drain
+    shutdown: Shutdown
+
     async def wait_for_storage(self) -> None: ...
 
 
@@ -139,7 +124,21 @@ class Requests:
         self._rollout_idx = rollout_idx
         self._occurrences: Counter[str] = Counter()
 
-    async def __call__(self, payload: Payload, /) -> InferenceResult:
+    def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, InferenceResult]:
+        """Checks what no later request of the rollout would do right, as long as the caller is known."""
+        wrong = ""
+        if not isinstance(payload, Mapping):
+            example = '{"messages": [{"role": "user", "content": document.text}]}'
+            wrong = f"generate takes a payload, a dict such as {example}, and not a {type(payload).__name__}"
+        elif payload.get("stream"):
+            wrong = "the payload asks for a stream, and answers are read as a whole: remove stream"
+        if wrong and not self._rank.shutdown.aborted:
+            error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
+            self._rank.shutdown.abort(error)
+            raise error
+        return self._answered(payload)
+
+    async def _answered(self, payload: Payload) -> InferenceResult:
         """Returns the cached answer, or sends the payload.
 
         Raises:
@@ -150,13 +149,20 @@ class Requests:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
         config = self._rank.config
-        given, payload = payload, {**config.default_generation_params, **payload, "model": config.model_name_or_path}
-        body, key = self._identified(payload)
+        # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
+        given, payload = payload, {**payload, "model": config.model_name_or_path}
+        for name, value in config.default_generation_params.items():
+            payload.setdefault(name, value)
+        warn_of_unknown(payload)
+        digest = _digest(payload)
+        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
+        self._occurrences[digest] += 1
         if config.seed is not None and "seed" not in payload:
             slot = self._answers.slot
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
-            body = _as_json(payload)
-            key = key._replace(payload_hash=payload_hash(body))
+            key = key._replace(payload_hash=_digest(payload))
+        # Before any await: the rollout may change a list in its payload while it waits for the answer.
+        body = trim(orjson.dumps(payload, option=_PAYLOAD))
         self.last_hash, self.last_payload = key.payload_hash, payload
         self.count += 1
         cached = await self._answers.cached()
@@ -181,14 +187,6 @@ class Requests:
         self.empty += reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
-
-    def _identified(self, payload: Payload) -> tuple[bytes, AnswerKey]:
-        """The payload as JSON, and which request of its rollout it is."""
-        body = _as_json(payload)
-        digest = payload_hash(body)
-        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
-        self._occurrences[digest] += 1
-        return body, key
 
     async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> InferenceResult:
         rank = self._rank
@@ -266,17 +264,17 @@ def _storage_failures(rank: RankContext) -> Iterator[None]:
         raise
 
 
-def _as_json(payload: Payload) -> bytes:
-    """The same bytes for equal payloads: keys are sorted, unless their order matters.
+def _digest(payload: Payload) -> str:
+    """The same for equal payloads, whatever the order of their keys.
 
     Raises:
-        InferenceError: JSON cannot express it.
+        InferenceError: JSON cannot express the payload.
     """
-    option, fields = _PAYLOAD, payload
+    option, fields = _PAYLOAD | orjson.OPT_SORT_KEYS, payload
     if not _WITH_SCHEMA.isdisjoint(payload):
-        option, fields = _PAYLOAD ^ orjson.OPT_SORT_KEYS, dict(sorted(payload.items()))
+        option, fields = _PAYLOAD, dict(sorted(payload.items()))
     try:
-        return trim(orjson.dumps(fields, option=option))
+        return payload_hash(orjson.dumps(fields, option=option))
     except TypeError as error:
         raise _failed(error, payload) from error
 

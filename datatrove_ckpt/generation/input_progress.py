@@ -10,23 +10,11 @@ which is exact before the first and after the last document, and grows all the t
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from datatrove_ckpt.checkpoint.history_records import InputPosition
-from datatrove_ckpt.readers.extent import Reached
+from datatrove_ckpt.generation.prefetch import DocumentSource
 
 
-class ReadInput(Protocol):
-    """See ``DocumentSource``."""
-
-    @property
-    def handed_over(self) -> int: ...
-    @property
-    def is_at_end(self) -> bool: ...
-    def reached(self) -> Reached: ...
-
-
-def input_position(source: ReadInput, first: int, finished: int) -> InputPosition:
+def input_position(source: DocumentSource, first: int, finished: int) -> InputPosition:
     """How much of the input is done.
 
     Args:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from loguru import logger
 
 from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import Progress
-from datatrove_ckpt.generation.scheduler import Checkpoint
 from datatrove_ckpt.process.shutdown import Shutdown
 
 

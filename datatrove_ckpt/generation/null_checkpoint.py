@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeAlias
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -18,6 +19,7 @@ from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
@@ -189,3 +191,7 @@ class OpenNullCheckpoint:
             with suppress(Exception):
                 file.flush()
         files.get_open_files().clear()
+
+
+Checkpoint: TypeAlias = OpenCheckpoint | OpenNullCheckpoint
+"""One rank's checkpoint, open."""

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from loguru import logger
 
 from datatrove_ckpt.formatting import duration
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.rank_history import RankHistory
-from datatrove_ckpt.generation.scheduler import Checkpoint
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress
@@ -28,7 +28,7 @@ _SILENCE_SECONDS = 60.0
 
 
 class Progress:
-    """One rank's progress in this attempt. It is the ``Observer`` of the rank's ``Scheduler``.
+    """One rank's progress in this attempt. The rank's ``Scheduler`` tells it what happens.
 
     Args:
         checkpoint: its clock is told when the servers are ready, and its history gets the numbers.

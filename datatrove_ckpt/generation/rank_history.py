@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Protocol, get_args
+from typing import get_args
 
 from loguru import logger
 
@@ -29,9 +29,10 @@ from datatrove_ckpt.checkpoint.history_records import (
     Spread,
     WorkCounts,
 )
-from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation.input_progress import ReadInput, input_position
+from datatrove_ckpt.generation.input_progress import input_position
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
+from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -41,22 +42,6 @@ _FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
 _SPREAD_EVERY = 10
 _RECENT = 4096
 _MAX_MESSAGE = 300
-
-
-class InputSource(ReadInput, Protocol):
-    """See ``DocumentSource``."""
-
-    def why_unknown(self) -> str: ...
-
-
-class NotedCheckpoint(Protocol):
-    """See ``OpenCheckpoint``."""
-
-    resumed: ResumePoint
-
-    last_records: Callable[[bool], Sequence[Record]]
-
-    def note(self, *records: Record) -> None: ...
 
 
 class RankHistory:
@@ -70,7 +55,7 @@ class RankHistory:
         position: how much of the input is done.
     """
 
-    def __init__(self, checkpoint: NotedCheckpoint, shutdown: Shutdown) -> None:
+    def __init__(self, checkpoint: Checkpoint, shutdown: Shutdown) -> None:
         self.own = WorkCounts()
         self.position: Callable[[], InputPosition] = InputPosition
         self._spread = Spread(milliseconds=Buckets(), prompt_tokens=Buckets(), completion_tokens=Buckets())
@@ -79,7 +64,7 @@ class RankHistory:
         self._checkpoint = checkpoint
         self._shutdown = shutdown
         self._client: CompletionClient | None = None
-        self._source: InputSource | None = None
+        self._source: DocumentSource | None = None
         checkpoint.last_records = self.last_records
 
     def serving(self, client: CompletionClient) -> None:
@@ -112,7 +97,7 @@ class RankHistory:
             for value, times in Counter(values).items():
                 buckets.count(value, times)
 
-    def read_from(self, source: InputSource) -> None:
+    def read_from(self, source: DocumentSource) -> None:
         """The documents come from there: from now on it is known how much of the input is done."""
         point, self._source = self._checkpoint.resumed, source
         before = point.finished.read

@@ -15,17 +15,11 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
-from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode, is_plain
 from datatrove_ckpt.generation.document_limit import DocumentLimit
@@ -33,15 +27,16 @@ from datatrove_ckpt.generation.document_tasks import DocumentTasks
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, AnswerStore, RequestObserver, Requests, summarize
+from datatrove_ckpt.generation.generate import Answers, Requests, summarize
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
+from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.stop import stop_when_requested
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown, StopState
-from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 
@@ -53,58 +48,6 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 _LOOK_AGAIN_SECONDS = 5.0
 
 
-class Checkpoint(AnswerStore, Protocol):
-    """One rank's checkpoint, open. See ``OpenCheckpoint`` and ``OpenNullCheckpoint``."""
-
-    resumed: ResumePoint
-    error: BaseException | None
-    on_change: Callable[[], None]
-    on_close: Callable[[], None]
-    last_records: Callable[[bool], Sequence[Record]]
-
-    def admit(self, fingerprint: str, position: Callable[[], State | None] = ...) -> ChunkSlot | None: ...
-    def finish(self, slot: ChunkSlot, finished: Finished) -> None: ...
-    def end_of_input(self, shard: State | None = ...) -> None: ...
-    def raise_failure(self) -> None: ...
-    def flush(self) -> None: ...
-    def note(self, *records: Record) -> None: ...
-    def fill_in(self, progress: Progress) -> None: ...
-    def hurry(self) -> None: ...
-    def close(self, completed: bool = ...) -> None: ...
-    @property
-    def has_locks(self) -> bool: ...
-    @property
-    def counts(self) -> DocumentCounts: ...
-    @property
-    def work(self) -> WorkStats: ...
-    @property
-    def seconds(self) -> Seconds: ...
-    @property
-    def clock(self) -> RankClock: ...
-    @property
-    def congested(self) -> bool: ...
-    @property
-    def publishing(self) -> int: ...
-    @property
-    def publishing_behind(self) -> bool: ...
-    @property
-    def all_committed(self) -> bool: ...
-
-
-class Openable(Protocol):
-    """One rank's checkpoint, not open yet. See ``CheckpointManager`` and ``NullCheckpoint``."""
-
-    def open(self) -> Checkpoint: ...
-
-
-class Observer(RequestObserver, Protocol):
-    """Gets a call when something happens that statistics and progress show."""
-
-    def reading(self, documents: DocumentSource) -> None: ...
-    def serving(self, client: CompletionClient) -> None: ...
-    def finished(self) -> None: ...
-
-
 class Scheduler:
     """Runs the rollout function on one rank's documents. Must be made on the event loop that runs it."""
 
@@ -114,7 +57,7 @@ class Scheduler:
         config: InferenceConfig,
         checkpoint: Checkpoint,
         connect: Connect,
-        observer: Observer,
+        observer: Progress,
         metadata_key: str,
         failures: Failures,
         shutdown: Shutdown,

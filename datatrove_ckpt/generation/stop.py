@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import NoReturn, Protocol
 
@@ -11,6 +11,7 @@ from loguru import logger
 
 from datatrove_ckpt.generation.document_tasks import DocumentTasks
 from datatrove_ckpt.generation.drain import Drain
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -18,30 +19,15 @@ from datatrove_ckpt.process.shutdown import Shutdown
 _PUBLISH_WAIT_SECONDS = 5.0
 
 
-class StoppableCheckpoint(Protocol):
-    """See ``OpenCheckpoint``."""
-
-    on_change: Callable[[], None]
-
-    @property
-    def publishing(self) -> int: ...
-    def hurry(self) -> None: ...
-    def close(self, completed: bool = ...) -> None: ...
-
-
 class StoppableRank(Protocol):
     """See ``Scheduler``."""
 
-    @property
-    def shutdown(self) -> Shutdown: ...
-    @property
-    def checkpoint(self) -> StoppableCheckpoint: ...
-    @property
-    def client(self) -> asyncio.Future[CompletionClient]: ...
-    @property
-    def drain(self) -> Drain: ...
-    @property
-    def documents(self) -> DocumentTasks: ...
+    shutdown: Shutdown
+    checkpoint: Checkpoint
+    client: asyncio.Future[CompletionClient]
+    drain: Drain
+    documents: DocumentTasks
+
     def next_change(self) -> Awaitable[None]: ...
 
 

@@ -5,10 +5,11 @@ Frames of this package tell a user nothing: what an error of ours means is in it
 
 from __future__ import annotations
 
+import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from traceback import walk_stack, walk_tb
+from types import CodeType, TracebackType
 
 import datatrove_ckpt
 from datatrove_ckpt.errors import causes
@@ -24,14 +25,20 @@ def raised_at(error: BaseException) -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    frames = list(_frames(error.__traceback__))
-    if not frames or _is_ours(frames[-1]):
+    places = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    if not places or _is_ours(places[-1][0]):
         return ""
-    others = [frame for frame in frames if not _is_ours(frame)]
-    own = [frame for frame in others if not frame.tb_frame.f_code.co_filename.startswith(_INSTALLED)]
-    place = (own or others)[-1]
-    code = place.tb_frame.f_code
-    return f", in {_shown(code.co_filename)}, line {place.tb_lineno} ({code.co_name})"
+    others = [place for place in places if not _is_ours(place[0])]
+    own = [place for place in others if not place[0].co_filename.startswith(_INSTALLED)]
+    return _place(*(own or others)[-1])
+
+
+def called_at() -> str:
+    """The place in the user's code that has called ours, as ", in job.py, line 9 (rollout)"; "" if a library has."""
+    for frame, line in walk_stack(sys._getframe()):
+        if not _is_ours(frame.f_code):
+            return "" if frame.f_code.co_filename.startswith(_INSTALLED) else _place(frame.f_code, line)
+    return ""
 
 
 def cut_own_frames(error: BaseException) -> None:
@@ -42,21 +49,16 @@ def cut_own_frames(error: BaseException) -> None:
 
 def _after_ours(trace: TracebackType | None) -> TracebackType | None:
     """What follows the last of our frames at the beginning; the last one itself if nothing follows."""
-    while trace is not None and trace.tb_next is not None and _is_ours(trace):
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return trace
 
 
-def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGE)
 
 
-def _is_ours(frame: TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)
-
-
-def _shown(name: str) -> str:
-    path, here = Path(name), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else name
+def _place(code: CodeType, line: int) -> str:
+    path, here = Path(code.co_filename), Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return f", in {shown}, line {line} ({code.co_name})"

@@ -44,7 +44,7 @@ class FakeServer:
         """``finish_reason`` of each answer."""
         self.usage: Payload | None = None
         """``usage`` of each answer. None: counts of words."""
-        self._answer = answer or (lambda payload, times: f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
+        self._answer = answer or _answer_to
         self._status = status
         self._delay = delay
         self._hold_after = hold_after
@@ -122,4 +122,8 @@ def _question(payload: Payload) -> str:
     asked = payload["messages"][-1].get("content") if "messages" in payload else payload["prompt"]
     if isinstance(asked, list) and asked and all(isinstance(part, dict) and "text" in part for part in asked):
         return "".join(part["text"] for part in asked)
-    return asked if isinstance(asked, str) else orjson.dumps(asked).decode()
+    return asked if isinstance(asked, str) else orjson.dumps(asked, option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _answer_to(payload: Payload, times: int) -> str:
+    return f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload, option=orjson.OPT_SORT_KEYS))}"

@@ -52,6 +52,33 @@ def test_the_submodules_are_modules_with_all_names() -> None:
     assert types.InferenceError is run_inference.InferenceError
 
 
+def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path: Path) -> None:
+    """Engines answer in the order of a schema: a reason that comes after the answer is no reason."""
+    schema = {"type": "object", "properties": {"why": {"type": "string"}, "answer": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    defaults = {"top_p": 0.5, "chat_template_kwargs": {"z": 1, "a": {"y": 1, "b": 2}}, "seed": 1}
+    written = {"seed": 2, "tools": [tool], "guided_json": schema, "documents": [{"title": "t", "body": "b"}]}
+    sent: list[dict[str, Any]] = []
+
+    class Server:
+        async def make_request(self, payload: dict[str, Any]) -> dict[str, Any]:
+            sent.append(payload)
+            return {"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate({"messages": [{"role": "user", "content": "x"}], **written})
+
+    async def by_datatrove(payload: dict[str, Any]) -> Any:
+        theirs_config = theirs.InferenceConfig("dummy", "fake", default_generation_params=defaults)
+        step: Any = theirs.InferenceRunner(rollout, theirs_config, writer(tmp_path))
+        return await step._send_request(Server(), payload, asyncio.Semaphore())
+
+    asyncio.run(rollout(documents(1)[0], by_datatrove))
+    with FakeServer() as server:
+        runner(tmp_path, server, rollout, config={"default_generation_params": defaults}).run(documents(1))
+    assert [json.dumps(one) for one in server.payloads] == [json.dumps(one) for one in sent]
+
+
 # the table of differences ---------------------------------------------------------------------------------------------
 
 PAGE = "docs/coming-from-datatrove.md"

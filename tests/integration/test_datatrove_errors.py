@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,10 @@ async def lists_them(document: Document, generate: Any) -> Any:
     return both
 
 
+async def returns_them(document: Document, generate: Any) -> Any:
+    return {"pages": await asyncio.gather(ask(document, generate), return_exceptions=True)}
+
+
 async def says_so_itself(document: Document, generate: Any) -> Any:
     if document.id == "id 1":
         raise InferenceError(document, f"{BAD}: no page has text")
@@ -123,6 +129,7 @@ ROLLOUTS = [
     gathers_two,
     gathers_and_raises_all,
     lists_them,
+    returns_them,
     says_so_itself,
 ]
 
@@ -187,6 +194,50 @@ def test_a_document_with_that_word_is_not_skipped_for_another_failure(
 def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path: Path) -> None:
     with FakeServer(status=reject("text 1")) as server, pytest.raises(InferenceError, match=r"'id 1'.*a bug"):
         runner(tmp_path, server, swallows_and_fails, skip_bad_requests=True).run(documents(2))
+
+
+def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 0")) as server, pytest.raises(errors.DocumentFailed) as caught:
+        runner(tmp_path, server, returns_them).run(documents(1))
+    assert "BadRequestError: HTTP 400" in str(caught.value)
+    assert "skip_bad_requests=True" in str(caught.value)
+    assert caught.value.payload is not None  # type: ignore[attr-defined]
+
+
+def line_of(function: Any, text: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    return f"line {first + next(number for number, line in enumerate(lines) if text in line)} ({function.__name__})"
+
+
+async def sends_text(document: Document, generate: Any) -> Any:
+    with suppress(Exception):
+        return await generate(document.text)
+
+
+async def streams(document: Document, generate: Any) -> Any:
+    one = generate({"messages": [{"role": "user", "content": document.text}], "stream": True})
+    return await asyncio.gather(one, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "says"), [(sends_text, "a dict such as .*, and not a str"), (streams, "remove stream")]
+)
+def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_nothing(
+    tmp_path: Path, rollout: Any, says: str
+) -> None:
+    with FakeServer() as server, pytest.raises(errors.ConfigError, match=says) as caught:
+        runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(9))
+    assert not server.payloads
+    assert f"test_datatrove_errors.py, {line_of(rollout, 'generate(')}" in str(caught.value)
+
+
+def test_a_dict_as_config_is_refused_with_its_place(tmp_path: Path) -> None:
+    def make() -> Any:
+        return InferenceRunner(ask, {"server_type": "dummy"}, writer(tmp_path))  # type: ignore[arg-type]
+
+    with pytest.raises(errors.ConfigError, match=r"InferenceConfig\(.*not a dict, in .*errors.py") as caught:
+        make()
+    assert line_of(make, "InferenceRunner(") in str(caught.value)
 
 
 # what is raised -------------------------------------------------------------------------------------------------------

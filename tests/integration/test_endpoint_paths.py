@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,12 +18,20 @@ from tests.jobs import ask, documents, writer
 
 
 @contextmanager
-def gateway(api: str, lists_models: bool = True) -> Iterator[tuple[str, list[str]]]:
-    """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its requests."""
+def gateway(
+    api: str, lists_models: bool = True, fails: Callable[[int, str], int] = lambda number, path: 0
+) -> Iterator[tuple[str, list[str]]]:
+    """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its requests.
+
+    Args:
+        fails: the status of a GET instead of an answer, 0 for none; gets its number and its path.
+    """
     loop, ready, paths, port = asyncio.new_event_loop(), threading.Event(), list[str](), list[int]()
 
     async def answer(request: web.Request) -> web.Response:
         paths.append(request.path_qs)
+        if request.method == "GET" and (status := fails(len(paths), request.path)):
+            return web.Response(status=status)
         if request.path == f"{api}/models" and lists_models:
             return web.json_response({"data": [{"id": "m"}]})
         if request.path != f"{api}/chat/completions":
@@ -81,6 +89,29 @@ def test_an_endpoint_is_found_at_its_path(tmp_path: Path, api: str, given: str, 
         (found,) = asyncio.run(ask_endpoints(config))
         assert found.url == f"{url}{api}/models"
         assert found.models == (["m"] if lists_models else None)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(
+    tmp_path: Path, number: int, status: int
+) -> None:
+    with gateway("/prefix/v1", fails=lambda now, path: status if now == number else 0) as (url, paths):
+        config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/prefix")
+        InferenceRunner(ask, config, writer(tmp_path)).run(documents(1))
+    assert paths[-1] == "/prefix/v1/chat/completions"
+    assert sum("completions" in path for path in paths) == 1
+
+
+def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(tmp_path: Path, log: list[str]) -> None:
+    def fails(number: int, path: str) -> int:
+        return 429 if path.startswith("/busy") else 0
+
+    with gateway("/prefix/v1", fails=fails) as (url, paths):
+        config = InferenceConfig("endpoint", "m", endpoint_url=[f"{url}/busy", f"{url}/prefix"])
+        InferenceRunner(ask, config, writer(tmp_path)).run(documents(4))
+    assert {path for path in paths if "completions" in path} == {"/prefix/v1/chat/completions"}
+    assert any("1 of 2 endpoints do not answer" in line and "/busy: HTTP 429" in line for line in log)
 
 
 def test_an_endpoint_at_another_path_is_named_in_the_error(tmp_path: Path) -> None:

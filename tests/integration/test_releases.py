@@ -18,6 +18,7 @@ from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.errors import VersionMismatch
+from datatrove_ckpt.generation.generate import _digest
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.maintenance.where import open_place
@@ -86,6 +87,17 @@ def test_a_checkpoint_of_each_release_is_continued(name: str, tmp_path: Path, un
     for rank in (1, 2):
         content = json.loads((folder / "checkpoints" / f"{rank:05d}" / "run.json").read_bytes())
         assert (content["format"], content["written_by"]) == (FORMAT, __version__)
+
+
+def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints() -> None:
+    """Made at 2a486fe, which sent the bytes that it hashed. The order of keys is in the name below a schema only."""
+    payload = {"messages": [{"role": "user", "content": "x"}], "guided_json": {"b": 1, "a": 2}, "model": "m"}
+    payload |= {"temperature": 0.5, "logit_bias": {5: 1}}
+    assert (
+        _digest(payload) == _digest(payload | {"guided_json": {"a": 2, "b": 1}}) == "64af03b0bbe4cd488518d223a9ade00a"
+    )
+    payload |= {"response_format": {"z": 1, "a": {"y": 2, "b": 3}}}
+    assert _digest(payload) == "1af8e64dee6aa9d099abd4a2cf019c82"
 
 
 @pytest.mark.parametrize("name", NAMES)

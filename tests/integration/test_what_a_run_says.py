@@ -115,10 +115,12 @@ def test_an_endpoint_that_is_down_is_said_while_we_wait(
     """One that refuses connections is said at the second failure, one that does not answer at the first."""
     causes = iter(["no connection"] * failures + [None])
 
-    async def probe(*_: Any) -> str | None:
-        return next(causes)
+    async def get(*_: Any) -> tuple[int, bytes]:
+        if cause := next(causes):
+            raise endpoint._NotReady(cause)
+        return 200, b"{}"
 
-    monkeypatch.setattr(endpoint, "_probe", probe)
+    monkeypatch.setattr(endpoint, "_get", get)
     monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.0)
     monkeypatch.setattr(endpoint, "_SILENT", silent)
     monkeypatch.setattr(endpoint, "ready_window", lambda config: 3600.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import re
@@ -27,7 +28,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import transport
+from datatrove_ckpt.inference.client import http1, transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
@@ -719,6 +720,73 @@ def test_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             assert server.connections == 1
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("status", [429, 504])
+def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status: int) -> None:
+    """As a gateway sends it that has given up a request: first its own answer, and then that of the server behind."""
+    first: list[asyncio.StreamWriter] = []
+
+    async def gateway(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        first.append(writer)
+        late = len(first) > 1 and writer is first[0]
+        writer.write(http(200, chat("late" if late else "right")) if len(first) > 1 else http(status, b"given up"))
+
+    outcome = Outcome(gateway)
+    assert outcome.result.text == "right"
+    assert outcome.server.connections == 2
+
+
+def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
+    writers: list[asyncio.StreamWriter] = []
+
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(http(200, chat("right")))
+
+    async def run() -> None:
+        async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+            for number in range(4):
+                assert (await client.complete(BODY)).text == "right"
+                # 408 is how servers close an idle connection.
+                writers[-1].write(http(200 if number else 408, chat("unasked")))
+                while client.router.targets[0].transport.unasked < number:  # type: ignore[union-attr]
+                    await asyncio.sleep(0)
+            with pytest.raises(ServerRefused, match=r"without a request 3 times.* bypass the gateway"):
+                await client.complete(BODY)
+            assert len(writers) == 4
+            assert server.connections == 4
+
+    asyncio.run(run())
+
+
+def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next() -> None:
+    async def run() -> None:
+        async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+            await client.complete(BODY)
+            writers[0].write(http(200, chat("unasked")))  # no await follows before the next request
+            assert (await client.complete(BODY)).text == "right"
+            assert server.connections == 2
+
+    writers: list[asyncio.StreamWriter] = []
+
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(http(200, chat("right")))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("limit", [1 << 28, 10])
+def test_an_answer_that_is_compressed_or_too_long_is_refused(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MB of zeros is 1 kB; decompressed for the client, less than 1 MB has become 4 GB."""
+    monkeypatch.setattr(http1, "MAX_BODY_BYTES", limit)
+    body = chat() if limit == 10 else gzip.compress(bytes(1 << 20))
+    encoding = ["Content-Encoding: gzip"] if limit > 10 else []
+    outcome = Outcome(answer(http(200, body, *encoding)), server_patience_seconds=1.0)
+    assert isinstance(outcome.result, ServerUnavailable)
+    assert ("compressed, which was not requested" if encoding else "the body is longer than") in str(outcome.result)
+    assert b"\r\nAccept-Encoding: identity\r\n" in outcome.server.requests[0][0]
 
 
 def test_a_slot_is_free_while_its_request_sleeps() -> None:

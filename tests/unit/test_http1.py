@@ -199,7 +199,7 @@ def test_what_is_no_answer_is_an_error_however_it_is_cut(name: str) -> None:
 
 
 def test_a_body_without_a_length_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1, "_MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(http1, "MAX_BODY_BYTES", 10)
     for head, body in (
         (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 11),
         (CHUNKED, b"6\r\n123456\r\n5\r\n12345\r\n"),

@@ -142,7 +142,7 @@ def test_what_has_arrived_unasked_and_was_not_read_is_no_answer_to_the_next_requ
         connection = transport._idle[0]
         writers[0].write(http(200, b"unasked"))
         # No await, so that the event loop reads nothing before the next request.
-        assert select.select([connection._transport.get_extra_info("socket")], [], [], 30)[0]
+        assert select.select([connection.descriptor], [], [], 30)[0]
         assert connection.usable
         assert (await transport.post(b"two")).body == b"good"
         assert server.connections == 2

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.config import generation_params
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import CompletionRollout, InvalidAnswer, PromptRollout, for_config
@@ -227,23 +227,22 @@ def test_the_form_and_the_engine_are_part_of_the_identity() -> None:
 
 
 def runner(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> InferenceRunner:
-    settings = config("endpoint", endpoint_url=server.url)
+    params = changes.pop("config_params", {})
+    settings = config("endpoint", endpoint_url=server.url, default_generation_params=params)
     writer = JsonlWriter(str(folder / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
     return InferenceRunner(rollout, settings, writer, checkpoints_local_dir=str(folder / "checkpoints"), **changes)
 
 
-def test_the_properties_of_a_schema_reach_the_server_in_their_order(tmp_path: Path) -> None:
-    """Engines generate them in that order: a reason that comes after the answer is no reason."""
-    bodies: list[bytes] = []
-
-    def one(payload: dict[str, Any], times: int) -> str:
-        bodies.append(orjson.dumps(payload))  # the server keeps the order in which keys came
-        return GOOD
-
-    with FakeServer(one) as server:
-        runner(tmp_path, server, PromptRollout(json_schema=SCHEMA)).run([Document(text="x", id="1")])
-    (body,) = bodies
-    assert list(json.loads(body)["response_format"]["json_schema"]["schema"]["properties"]) == ["why", "answer"]
+def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_path: Path, log: list[str]) -> None:
+    params = {"temprature": 0.5, "my_own_parameter": 1}
+    generation_params._warn.cache_clear()
+    with FakeServer() as server:
+        step = runner(tmp_path, server, PromptRollout(generation_params={"max_token": 5}), config_params=params)
+        step.run([Document(text="x", id=str(index)) for index in range(3)])
+    assert all(one.items() >= params.items() for one in server.payloads)
+    (first, second) = [line for line in log if "did you mean" in line]
+    assert "'max_token' is not one that we know; did you mean 'max_tokens'?" in first
+    assert "'temprature' is not one that we know; did you mean 'temperature'?" in second
 
 
 def test_an_invalid_answer_stops_the_rank_or_becomes_a_dead_letter(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string
         ("rollout_fn.my_schemas", [ONE], [OTHER], False),
         ("default_generation_params", {"x": 1, "structured_outputs": ONE}, {"structured_outputs": ONE, "x": 1}, True),
         ("default_generation_params", {"structured_outputs": ONE}, {"structured_outputs": OTHER}, False),
+        ("default_generation_params", {"guided_json": ONE}, {"guided_json": OTHER}, False),
+        ("model_kwargs", {"a": ONE}, {"a": OTHER}, True),
         ("default_generation_params", {"response_format": {"f": ONE}}, {"response_format": {"f": OTHER}}, False),
         ("tasks", 1, None, False),
         ("output_writer", "JsonlWriter", "datatrove.JsonlWriter", True),

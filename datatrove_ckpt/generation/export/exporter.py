@@ -22,7 +22,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Progress
 from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
@@ -34,6 +33,7 @@ from datatrove_ckpt.generation.export.metrics_file import MetricsFile
 from datatrove_ckpt.generation.export.metrics_port import metrics_port
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.generation.export.tracking import tracking
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.rank_history import RankHistory
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id
@@ -60,12 +60,6 @@ class Monitored(Protocol):
     def identity(self, world_size: int) -> RunIdentity: ...
 
 
-class Filling(Protocol):
-    """The open checkpoint. See ``OpenCheckpoint``."""
-
-    def fill_in(self, progress: Progress) -> None: ...
-
-
 def check_monitoring(config: MonitoringConfig) -> None:
     """Checks that the packages are installed, and that the paths can be expanded here.
 
@@ -87,7 +81,7 @@ def check_monitoring(config: MonitoringConfig) -> None:
 
 
 def open_exports(
-    runner: Monitored, rank: int, world_size: int, checkpoint: Filling, history: RankHistory, shutdown: Shutdown
+    runner: Monitored, rank: int, world_size: int, checkpoint: Checkpoint, history: RankHistory, shutdown: Shutdown
 ) -> Exports:
     """Starts what the runner's ``monitoring`` asks for. Only after ``check_monitoring``."""
     exports = Exports(checkpoint, history, shutdown)
@@ -125,7 +119,7 @@ def _open(exports: Exports, runner: Monitored, rank: int, world_size: int) -> No
 class Exports:
     """What tells others of one attempt of a rank."""
 
-    def __init__(self, checkpoint: Filling, history: RankHistory, shutdown: Shutdown) -> None:
+    def __init__(self, checkpoint: Checkpoint, history: RankHistory, shutdown: Shutdown) -> None:
         self.stack = ExitStack()
         self._checkpoint = checkpoint
         self._history = history

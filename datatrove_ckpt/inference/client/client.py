@@ -8,6 +8,7 @@
     finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
     never sent another one                                           an answer
     401, 402, 403, 404 and any other 4xx, any 3xx                    ServerRefused: no request of this run succeeds
+    bytes without a request, for the third time                      ServerRefused: answers may be exchanged
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
@@ -77,6 +78,7 @@ _MAX_BACKOFF = 30.0  # seconds
 _COOLDOWN = 5.0
 # Seconds. A server that is stopping is away by then: Slurm kills after 30.
 _STOPPING = 60.0
+_MAX_UNASKED = 3
 
 OnServer = Callable[[str, str, str | None, str], None]
 """Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the server's name within the
@@ -289,6 +291,13 @@ class CompletionClient:
     async def _attempt(self, target: Target, request: Request, body: bytes) -> Completion:
         if not target.up:  # it died after it was assigned to this request
             raise AttemptLost
+        if target.transport is not None and target.transport.unasked >= _MAX_UNASKED:
+            raise ServerRefused(
+                f"{target.url} has sent an answer without a request {target.transport.unasked} times. So it, or a "
+                "gateway before it, sends answers late, and a late answer may be taken for that to the next request. "
+                "Let the requests bypass the gateway (endpoint_url), or raise its timeout, and run the same command "
+                "again."
+            )
         attempt = target.start_attempt(request)
         self.stats.in_flight += 1
         self.stats.requests += 1

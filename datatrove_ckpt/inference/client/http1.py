@@ -19,7 +19,8 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 
 from datatrove_ckpt.redaction import HiddenBytes
 
-_MAX_BODY_BYTES = 1 << 28
+MAX_BODY_BYTES = 1 << 28
+COMPRESSED = "the response is compressed, which was not requested"
 # Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
 _MAX_FRAMING_BYTES = 1 << 16
 # A size line takes 5 to 20 bytes without an extension, and servers do not send extensions.
@@ -29,6 +30,10 @@ _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
 _STATUS_END = len("HTTP/1.1 200")
 _INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another protocol follows
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*")
+
+
+def too_long() -> str:
+    return f"the body is longer than {MAX_BODY_BYTES} bytes"
 
 
 class Response(NamedTuple):
@@ -181,7 +186,7 @@ class _ResponseBuilder:
         if version not in ("1.1", "1.0") or status < 200:
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
         if fields.get(b"content-encoding", b"identity").lower() != b"identity":
-            self._refuse("the response is compressed, which was not requested")
+            self._refuse(COMPRESSED)
         coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
         if status in (204, 304):
             pass  # neither has a body, whatever the fields say
@@ -189,7 +194,7 @@ class _ResponseBuilder:
             if coding.lower() != b"chunked" or version == "1.0":
                 self._refuse(f"Transfer-Encoding {coding!r} is not supported, only b'chunked' in HTTP/1.1")
         elif length is not None:
-            if int(length) > _MAX_BODY_BYTES:  # llhttp has checked that these are digits
+            if int(length) > MAX_BODY_BYTES:  # llhttp has checked that these are digits
                 self._refuse_size()
         else:
             self.ends_at_close = True
@@ -207,14 +212,14 @@ class _ResponseBuilder:
     def on_body(self, data: bytes) -> None:
         self.body += data
         # For chunks, this is the only check: httptools does not report their sizes.
-        if len(self.body) > _MAX_BODY_BYTES:
+        if len(self.body) > MAX_BODY_BYTES:
             self._refuse_size()
 
     def on_message_complete(self) -> None:
         self.complete = True
 
     def _refuse_size(self) -> NoReturn:
-        self._refuse(f"the body is longer than {_MAX_BODY_BYTES} bytes")
+        self._refuse(too_long())
 
     def _refuse(self, reason: str) -> NoReturn:
         self.refusal = reason

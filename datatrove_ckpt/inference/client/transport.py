@@ -6,17 +6,21 @@ raised here have no cause attached, because the frames of their causes hold head
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
-from typing import Protocol
+from functools import partial
+from typing import Any, TypeAlias
 
 import aiohttp
 import orjson
+from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
+from datatrove_ckpt.inference.client import http1
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
-from datatrove_ckpt.inference.client.http1 import Response
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, is_silent
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, Redactor, frames_cut, note_sent
@@ -34,23 +38,78 @@ REJECTED = frozenset({400, 413, 414, 422, 431})
 _SHOWN_BODY = 2000  # characters
 # Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
 _STREAMED_SIZE = 1 << 20
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
 _WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
-class Transport(Protocol):
-    """Sends bodies to one URL, and keeps its connections open.
+class _Connection(ResponseHandler):
+    """Closes as the connections of ``plain.py`` do. aiohttp takes a late response for that to the next request."""
 
-    Attributes:
-        redact: hides the secrets that it sends.
-    """
+    def __init__(self, owner: AiohttpTransport) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self._owner = owner
+        self._is_asked = False
 
-    redact: Redactor
+    def set_response_params(self, **params: Any) -> None:
+        self._is_asked = True
+        super().set_response_params(**params)
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        status = data[0].code
+        if not self._is_asked:
+            self.close()
+            self._owner.unasked += status != 408
+            return
+        self._is_asked = status < 200
+        if status >= 300:
+            self.force_close()
+        super().feed_data(data, size)
+
+    def is_connected(self) -> bool:
+        # Asked before a connection is used again.
+        return super().is_connected() and is_silent(self.transport.get_extra_info("socket").fileno())  # type: ignore[union-attr]
+
+
+class AiohttpTransport:
+    """Sends over aiohttp, which knows TLS, proxies, and credentials in the URL."""
+
+    def __init__(self, url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool) -> None:
+        self._url = url
+        self.unasked = 0
+        self.redact = url.redactor(headers)
+        # Not given to the session, which would show them among its attributes.
+        self._headers = HiddenDict({"Content-Type": "application/json", **UNCOMPRESSED, **(headers or {})})
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
+        connector._factory = partial(_Connection, self)  # type: ignore[assignment]
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
+            read_bufsize=_READ_BUFFER,
+            auto_decompress=False,
+            # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
+            # aiohttp reads the environment in a thread per request. So we ask for that only where a proxy applies.
+            trust_env=proxied,
+        )
 
     async def post(self, body: bytes) -> Response:
-        """Raises OSError, TimeoutError or aiohttp.ClientError."""
-        ...
+        data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
+        async with self._session.post(
+            self._url.reveal(), data=data, headers=self._headers, allow_redirects=False
+        ) as response:
+            try:
+                answer = await read_body(response)
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                if response.status < 300:
+                    raise
+                answer = HiddenBytes()  # the status alone decides, and it is known
+            return Response(response.status, answer, response.headers.get("Retry-After", ""))
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        await self._session.close()
+
+
+Transport: TypeAlias = PlainTransport | AiohttpTransport
 
 
 def make_transport(url: HiddenUrl, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
@@ -70,39 +129,20 @@ def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
     return url.reveal().scheme == "http" and not url.has_credentials and not proxied
 
 
-class AiohttpTransport:
-    """Sends over aiohttp, which knows TLS, proxies, and credentials in the URL."""
+async def read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
+    """The body of a response that aiohttp does not decompress: less than 1 MB may become gigabytes.
 
-    def __init__(self, url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool) -> None:
-        self._url = url
-        self.redact = url.redactor(headers)
-        # Not given to the session, which would show them among its attributes.
-        self._headers = HiddenDict({"Content-Type": "application/json", **(headers or {})})
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
-            read_bufsize=_READ_BUFFER,
-            # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
-            # aiohttp reads the environment in a thread per request. So we ask for that only where a proxy applies.
-            trust_env=proxied,
-        )
-
-    async def post(self, body: bytes) -> Response:
-        data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
-        async with self._session.post(
-            self._url.reveal(), data=data, headers=self._headers, allow_redirects=False
-        ) as response:
-            try:
-                answer = await response.read()
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                if response.status < 300:
-                    raise
-                answer = b""  # the status alone decides, and it is known
-            return Response(response.status, HiddenBytes(answer), response.headers.get("Retry-After", ""))
-
-    async def close(self) -> None:
-        await self._session.close()
+    Raises:
+        RemoteProtocolError: it is compressed or too long.
+    """
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RemoteProtocolError(http1.COMPRESSED)
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > http1.MAX_BODY_BYTES:
+            raise RemoteProtocolError(http1.too_long())
+    return HiddenBytes(body)
 
 
 async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) -> bytes:
@@ -132,6 +172,11 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
     raise _error(response, url, model, transport.redact)
 
 
+def may_pass(status: int) -> bool:
+    """Whether the same request may get another status later."""
+    return status in _RETRIED or status >= 500
+
+
 def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
     # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
@@ -139,7 +184,7 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
     if status in REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())
-    if status in _RETRIED or status >= 500:
+    if may_pass(status):
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
     return ServerRefused(

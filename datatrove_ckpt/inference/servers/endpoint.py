@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.patience import waiting
-from datatrove_ckpt.inference.client.transport import redacted_error
+from datatrove_ckpt.inference.client.transport import UNCOMPRESSED, may_pass, read_body, redacted_error
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
@@ -46,54 +47,58 @@ class ExternalServers(Server):
     async def start(self) -> None:
         """Wait until one of the URLs answers GET /v1/models, or /models below its own path.
 
-        Every status except 401, 403 and 5xx counts as an answer: some gateways do not list models (404), and the first
-        request will show whether they work.
+        Every status except 401, 403 and those that may pass (429, 5xx) counts as an answer: some gateways do not list
+        models (404), and the first request will show whether they work. An endpoint of which it is not known then
+        whether its API is below /v1 gets no requests.
 
         Raises:
             ConfigError: an endpoint_url is not a URL.
             ServerRefused: a server answered 401 or 403.
             ServerStartFailed: no server answered within that window.
         """
-        targets = [url.api("models") for url in self.urls]
         window = ready_window(self.config)
         started = time.monotonic()
         said_at = started - _SAY_AGAIN
         failures = 0
         headers = self.api_key.headers() if self.api_key is not None else None
-        timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
-        proxy = needs_proxy(self.urls)
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=proxy) as session:
+        async with _session(self.urls) as session:
             while True:
-                causes = await asyncio.gather(*(_probe(session, target, headers) for target in targets))
-                if None in causes:
+                answers = await asyncio.gather(*(_ask(session, url, headers) for url in self.urls))
+                causes = self._causes(answers)
+                if len(causes) < len(answers):
                     if said_at >= started:
                         logger.info(f"An endpoint answers, after {time.monotonic() - started:.0f} s.")
-                    self._warn_of_silent(causes)
-                    self.urls = list(await asyncio.gather(*(_api_of(session, url, headers) for url in self.urls)))
+                    if causes:
+                        logger.warning(
+                            f"{len(causes)} of {len(answers)} endpoints do not answer: {'; '.join(causes)}. Those "
+                            "whose path has no version get no requests: their API may be there or below /v1."
+                        )
+                    self.urls = [answer.api for answer in answers if answer.api is not None]
                     return
                 failures += 1
                 delay = backoff_seconds(failures, _FIRST_DELAY, _MAX_DELAY)
                 now = time.monotonic()
                 if now + delay > started + window:
-                    raise ServerStartFailed(self._none_answered(causes, window))
+                    each = "".join(f"  {cause}\n" for cause in causes)
+                    raise ServerStartFailed(
+                        f"No endpoint answered within {window:g} s:\n{each}Check that the server runs, that this "
+                        "machine can reach it, and endpoint_url."
+                    )
                 # One that refuses connections is tried again at once; one that is silent has taken its time already.
                 if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
                     said_at = now
-                    cause = f"{self.urls[0]}: {causes[0]}"
-                    logger.warning(waiting(cause, True, now - started, window))
+                    logger.warning(waiting(causes[0], True, now - started, window))
                 await asyncio.sleep(delay)
 
-    def _warn_of_silent(self, causes: list[str | None]) -> None:
-        silent = [f"{url}: {cause}" for url, cause in zip(self.urls, causes, strict=True) if cause]
-        if silent:
-            logger.warning(f"{len(silent)} of {len(self.urls)} endpoints do not answer: {'; '.join(silent)}")
-
-    def _none_answered(self, causes: list[str | None], window: float) -> str:
-        each = "\n".join(f"  {url}: {cause}" for url, cause in zip(self.urls, causes, strict=True))
-        return (
-            f"No endpoint answered within {window:g} s:\n{each}\n"
-            "Check that the server runs, that this machine can reach it, and endpoint_url."
-        )
+    def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
+        """What is wrong with the endpoints that do not answer. Raises ServerRefused if one refuses the key."""
+        for answer in answers:
+            if answer.refused:
+                raise ServerRefused(
+                    f"{answer.url} refuses this run's API key (HTTP {answer.refused}). Check api_key_env and what its "
+                    "variable holds, or the secret in endpoint_url."
+                )
+        return [f"{url}: {answer.cause}" for url, answer in zip(self.urls, answers, strict=True) if answer.cause]
 
     async def watch(self) -> NoReturn:
         """Never ends: there is no process to watch. A failure of the server shows in its answers."""
@@ -115,13 +120,15 @@ class EndpointAnswer:
     Attributes:
         url: without credentials and query string.
         cause: why it cannot be used; "" if it can.
-        refused: it refused the key.
+        refused: the status with which it refused the key.
+        api: the URL, or its /v1; None: not known yet.
         models: the names that it lists; None if it lists none of its own accord, as some gateways do.
     """
 
     url: str
     cause: str = ""
-    refused: bool = False
+    refused: int = 0
+    api: HiddenUrl | None = None
     models: list[str] | None = None
 
 
@@ -133,61 +140,66 @@ async def ask_endpoints(config: InferenceConfig) -> list[EndpointAnswer]:
     """
     servers = ExternalServers(config)
     headers = servers.api_key.headers() if servers.api_key is not None else None
-    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=needs_proxy(servers.urls)) as session:
-        urls = await asyncio.gather(*(_api_of(session, url, headers) for url in servers.urls))
-        targets = [url.api("models") for url in urls]
-        return list(await asyncio.gather(*(_ask(session, target, headers) for target in targets)))
+    async with _session(servers.urls) as session:
+        return list(await asyncio.gather(*(_ask(session, url, headers) for url in servers.urls)))
 
 
-async def _ask(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> EndpointAnswer:
-    shown = str(target)
-    try:
-        cause = await _probe(session, target, headers)
-        if cause is not None:
-            return EndpointAnswer(shown, cause)
-        with frames_cut():
-            async with session.get(target.reveal(), headers=headers, allow_redirects=False) as response:
-                status, body = response.status, await response.read()
-    except ServerRefused:
-        return EndpointAnswer(shown, "it refuses this run's API key", refused=True)
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        return EndpointAnswer(shown, target.redactor(headers)(redacted_error(error)) or type(error).__name__)
-    return EndpointAnswer(shown, models=_listed(body) if status == 200 else None)
-
-
-async def _api_of(session: aiohttp.ClientSession, url: HiddenUrl, headers: HiddenDict | None) -> HiddenUrl:
-    """The URL, or its /v1 if the models are listed there only.
+async def _ask(session: aiohttp.ClientSession, url: HiddenUrl, headers: HiddenDict | None) -> EndpointAnswer:
+    """Asks at the URL, and then at its /v1 if the API may be there and is not here.
 
     datatrove appends /v1 to the URL of a local server, and nothing to another one.
     """
-    if not url.may_lack_version:
-        return url
-    below = url.join("v1")
-    statuses = await asyncio.gather(*(_status(session, one.api("models"), headers) for one in (url, below)))
-    return below if [status == 200 for status in statuses] == [False, True] else url
+    target, below = url.api("models"), url.join("v1")
+    api = None if url.may_lack_version else url
+    try:
+        status, body = await _get(session, target, headers)
+        if api is None and status != 200 and (found := await _get(session, below.api("models"), headers))[0] == 200:
+            (status, body), url, target = found, below, below.api("models")
+    except _NotReady as cause:
+        return EndpointAnswer(str(target), str(cause), api=api)
+    if status in (401, 403):
+        return EndpointAnswer(str(target), "it refuses this run's API key", refused=status)
+    return EndpointAnswer(str(target), api=url, models=_listed(body) if status == 200 else None)
 
 
-async def _status(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> int:
-    """The HTTP status of a GET; 0 if there is no answer."""
+class _NotReady(Exception):
+    """There is no answer, or one that may be another one later."""
+
+
+async def _get(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> tuple[int, bytes]:
+    """Status and body.
+
+    Raises:
+        _NotReady: with what went wrong.
+    """
     try:
         with frames_cut():
             async with session.get(target.reveal(), headers=headers, allow_redirects=False) as response:
-                return response.status
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return 0
+                status, body = response.status, await read_body(response) if response.status == 200 else b""
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        if is_caused_by_limit(error):
+            raise limit_reached(f"No connection to {target}") from None
+        raise _NotReady(target.redactor(headers)(redacted_error(error)) or type(error).__name__) from None
+    if may_pass(status):
+        raise _NotReady(f"HTTP {status}")
+    return status, body
+
+
+def _session(urls: Sequence[HiddenUrl]) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
+    return aiohttp.ClientSession(
+        timeout=timeout, trust_env=needs_proxy(urls), auto_decompress=False, headers=UNCOMPRESSED
+    )
 
 
 def _listed(body: bytes) -> list[str] | None:
     """The names in the answer to GET /v1/models; None if it lists none."""
     try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        data = orjson.loads(memoryview(body))["data"]  # orjson takes no subclass of bytes
+        found = [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
+        return found if isinstance(data, list) else None
+    except (ValueError, TypeError, KeyError):
         return None
-    data = content.get("data") if isinstance(content, dict) else None
-    if not isinstance(data, list):
-        return None
-    return [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
 
 
 def _with_environment(url: str) -> HiddenUrl:
@@ -209,25 +221,3 @@ def _with_environment(url: str) -> HiddenUrl:
             f"endpoint_url: {url} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a password or a "
             "query, write %2F for /, %40 for @, and %23 for #."
         ) from None
-
-
-async def _probe(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> str | None:
-    """None if the URL answers, else what went wrong.
-
-    Raises:
-        ServerRefused: it answered 401 or 403.
-    """
-    try:
-        with frames_cut():
-            async with session.get(target.reveal(), headers=headers, allow_redirects=False) as response:
-                status = response.status
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {target}") from None
-        return target.redactor(headers)(redacted_error(error)) or type(error).__name__
-    if status in (401, 403):
-        raise ServerRefused(
-            f"{target} refuses this run's API key (HTTP {status}). Check api_key_env and what its variable holds, or "
-            "the secret in endpoint_url."
-        )
-    return f"HTTP {status}" if status >= 500 else None

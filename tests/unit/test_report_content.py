@@ -128,7 +128,7 @@ def test_what_happened_is_put_on_one_axis(found: Content) -> None:
     (killed,) = found.interruptions
     assert (killed.ranks, killed.away, killed.repeated, killed.place) == (4, 400.0, 16, "n1")
     assert [part.value for part in found.answers] == [2312, 100]
-    assert [one.count for one in found.causes] == [4, 2]
+    assert [one.value for one in found.causes] == [4, 2]
 
 
 def test_a_finished_run_has_its_time_and_average(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a whole, such as the answers from the cache."""
+    """A part of a whole, such as the answers from the cache, or the dead letters with one cause."""
 
     name: str
     value: float
@@ -135,14 +135,6 @@ class Histogram:
     @property
     def count(self) -> int:
         return sum(count for _, _, count in self.bins)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause of dead letters, and how many have it."""
-
-    name: str
-    count: int
 
 
 @dataclass(frozen=True)
@@ -175,7 +167,7 @@ class Content:
     median_rate: float | None = None
     interruptions: Sequence[Interruption] = ()
     answers: Sequence[Part] = ()
-    causes: Sequence[Cause] = ()
+    causes: Sequence[Part] = ()
     histograms: Sequence[Histogram] = ()
     settings: Sequence[tuple[str, str]] = ()
     identity: Sequence[tuple[str, str]] = ()

@@ -15,7 +15,7 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.report import timeline
 from datatrove_ckpt.maintenance.report.chunks import chunk_runs, expected_chunks
-from datatrove_ckpt.maintenance.report.content import Cause, Content, Interruption, Part, RankRow, Timeline
+from datatrove_ckpt.maintenance.report.content import Content, Interruption, Part, RankRow, Timeline
 from datatrove_ckpt.maintenance.report.figures import figures
 from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
 from datatrove_ckpt.maintenance.report.prices import Prices, costs
@@ -85,7 +85,7 @@ def gather(run: RunState, prices: Prices, config: dict[str, Any]) -> Content:
             Part("from servers", max(0, requests - run.totals.work.cached)),
             Part("from the cache", run.totals.work.cached),
         ],
-        causes=[Cause(name, count) for name, count in run.totals.dead_letters.most_common(_MAX_CAUSES)],
+        causes=[Part(name, count) for name, count in run.totals.dead_letters.most_common(_MAX_CAUSES)],
         histograms=list(histograms((one.log for one in ranks), requests)),
         settings=list(_flat(config.get("executor", {}))),
         identity=[(key, _plain(value)) for key, value in run.identity.items()],

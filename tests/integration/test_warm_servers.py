@@ -290,7 +290,7 @@ def test_odd_values_have_no_stamp() -> None:
         assert stamps_of_arguments([f"--odd={value}", value], ()) == {}
     Path("folder").mkdir(mode=0o000)
     Path("broken").symlink_to("nowhere")
-    assert stamps_of_arguments(["--a=folder", "--b=broken"], ()) == {"--a": {"folder": []}}
+    assert stamps_of_arguments(["--a=folder", "--b=broken"], ()) == {}
 
 
 def test_the_stamp_of_a_folder_is_bounded() -> None:
@@ -301,7 +301,6 @@ def test_the_stamp_of_a_folder_is_bounded() -> None:
     for number in range(700, 1200):
         Path("full", f"{number:04d}").touch()
     stamped = stamp("full")
-    assert isinstance(stamped, list)
     assert len(stamped) == 2000
     Path("full/1199").write_text("beyond")
     assert stamp("full") == stamped

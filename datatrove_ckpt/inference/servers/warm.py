@@ -35,7 +35,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.inference.servers.engines import engine_command
-from datatrove_ckpt.inference.servers.file_stamps import stamp, stamp_of_folder, stamps_of_arguments
+from datatrove_ckpt.inference.servers.file_stamps import stamp, stamps_of_arguments
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key
@@ -125,8 +125,8 @@ def server_settings(config: InferenceConfig) -> Settings:
 def _modules_beside(script: str) -> object:
     """The stamps of the modules of a script. Python looks for them beside the file that a link leads to."""
     real = os.path.realpath(script)
-    stamps = [stamp_of_folder(folder, ".py") for folder in (Path(script).parent, Path(real).parent)]
-    return [module for modules in stamps for module in modules if os.path.realpath(module[0]) != real]
+    modules = [module for path in (script, real) for module in stamp(str(Path(path).parent), ".py")]
+    return [module for module in modules if os.path.realpath(module[0]) != real]
 
 
 def _hash(part: object) -> str:

@@ -178,9 +178,6 @@ def _add_migrate(commands: Any) -> None:
     parser.add_argument(
         "--logging-dir", metavar="DIR", help="of datatrove's run: its executor.json tells model and tasks"
     )
-    parser.add_argument(
-        "--same-model", action="store_true", help="datatrove's run had the model and parameters of CONFIG"
-    )
     lacking = "documents that files of finished chunks lack were dropped by their rollouts: do not process them again"
     parser.add_argument("--lacking-are-dropped", action="store_true", help=lacking)
     parser.add_argument("--any-text", action="store_true", help="the rollout changes texts: an id alone is enough")

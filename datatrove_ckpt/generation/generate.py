@@ -28,7 +28,6 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     TooManyOpenFiles,
 )
-from datatrove_ckpt.generation.datatroves_answers import find
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.seeds import request_seed
@@ -144,7 +143,7 @@ class Requests:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
         config = self._rank.config
-        given, payload = payload, {**config.default_generation_params, **payload, "model": config.model_name_or_path}
+        payload = {**config.default_generation_params, **payload, "model": config.model_name_or_path}
         body, key = self._identified(payload)
         if config.seed is not None and "seed" not in payload:
             slot = self._answers.slot
@@ -154,7 +153,7 @@ class Requests:
         self.last_hash = key.payload_hash
         self.count += 1
         cached = await self._answers.cached()
-        answer = cached.get(key) or find(cached, key, config, given, payload)
+        answer = cached.get(key)
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
             if result is None:

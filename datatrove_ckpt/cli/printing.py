@@ -5,14 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import Any
-
-import orjson
-
-
-def print_json(content: dict[str, Any]) -> None:
-    """Prints one JSON object."""
-    write_out(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
 
 
 def takes_unicode() -> bool:

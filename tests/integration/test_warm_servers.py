@@ -27,9 +27,8 @@ from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import CkptError, ServerDied
 from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
-from datatrove_ckpt.inference.servers.file_stamps import stamp, stamps_of_arguments
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
-from datatrove_ckpt.inference.servers.warm import close_warm_servers
+from datatrove_ckpt.inference.servers.warm import close_warm_servers, stamp, stamps_of_arguments
 from datatrove_ckpt.testing import outputs
 from tests import jobs
 from tests.integration.test_supervision import ENGINE, engines, lines

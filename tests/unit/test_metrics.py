@@ -309,6 +309,13 @@ def get(host: str, path: str = "/metrics") -> str:
         return ""
 
 
+def close_metrics_ports() -> None:
+    """All of this process."""
+    for one in metrics_port._ports.values():
+        one.close()
+    metrics_port._ports.clear()
+
+
 def ranks(host: str) -> set[str]:
     return set(re.findall(r'rank_info{.*rank="(\d+)"', get(host)))
 

@@ -22,12 +22,11 @@ from datatrove_ckpt.checkpoint.history_records import (
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance.report import timeline
-from datatrove_ckpt.maintenance.report.chunks import chunk_runs, expected_chunks
 from datatrove_ckpt.maintenance.report.content import Interruption
+from datatrove_ckpt.maintenance.report.gather import chunk_runs, expected_chunks, histograms
 from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
 from datatrove_ckpt.maintenance.report.prices import Prices, costs, gpus_in, money
 from datatrove_ckpt.maintenance.report.rank_log import RankLog, parse_log
-from datatrove_ckpt.maintenance.report.spreads import histograms
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 
 T = 1_790_000_000.0

@@ -282,14 +282,6 @@ def metrics_port(host: str, port: int) -> MetricsPort:
         return _ports[host, port]
 
 
-def close_metrics_ports() -> None:
-    """Ends all of this process."""
-    with _guard:
-        for port in _ports.values():
-            port.close()
-        _ports.clear()
-
-
 def _forget_ports() -> None:
     """In a fork, whose copies of the sockets would keep the port and answer nobody."""
     global _guard

@@ -21,7 +21,7 @@ from datatrove_ckpt.maintenance.report.content import (
     Timeline,
 )
 from datatrove_ckpt.maintenance.report.markup import element, name, shortened, text
-from datatrove_ckpt.maintenance.report.page import MAX_ACTIVE, page
+from datatrove_ckpt.maintenance.report.page import page
 
 START = 1_790_000_000.0
 INTERVALS = 160
@@ -74,7 +74,6 @@ def content(number_of_ranks: int = 8, word: str = "plain", **changes: Any) -> Co
             share=0.4,
             attempts=2,
             slow=number == 5,
-            activity=[-1 if 40 <= index < 44 else 1 + (index * 7 + number * 3) % 4 for index in range(INTERVALS)],
             chunks=[(0, 20, "done"), (20, 21, "dead"), (21, 24, "done"), (24, 26, "open")],
             expected_chunks=60,
         )
@@ -114,7 +113,7 @@ def content(number_of_ranks: int = 8, word: str = "plain", **changes: Any) -> Co
 
 def test_the_page_is_nested_well_and_has_each_part() -> None:
     read = Reader(page(content()))
-    titles = ["Documents finished", "Documents per second", "Tokens per second", "when it worked", "chunks"]
+    titles = ["Documents finished", "Documents per second", "Tokens per second", "chunks"]
     titles += ["What interruptions cost", "Where answers came from", "Errors over time", "Dead letters", "Latency"]
     for title in [*titles, "Ranks", "Settings", "Identity"]:
         assert title in read.text
@@ -176,7 +175,7 @@ def test_a_chart_of_odd_values_is_drawn(values: list[float | None]) -> None:
     timeline = Timeline([START + 60 * index for index in range(count + 1)], [0] * count)
     series = Series("documents", values or [None])
     odd = content(timeline=timeline, documents=series, document_rate=series, tokens=[], errors=[series])
-    odd = replace(odd, ranks=[replace(row, activity=[-1] * count, rate=None) for row in odd.ranks])
+    odd = replace(odd, ranks=[replace(row, rate=None) for row in odd.ranks])
     assert "NaN" not in page(odd)
     assert "inf" not in Reader(page(odd)).text
 
@@ -185,14 +184,6 @@ def test_slow_ranks_stand_out() -> None:
     drawn = page(content(200))
     assert drawn.count('class="slow"') == 1 + 100  # and the pauses of the interruptions that are shown
     assert "Orange: 1 rank far below it." in drawn
-
-
-def test_of_many_ranks_those_that_need_attention_are_shown_over_time() -> None:
-    rows = [replace(row, activity=[1]) for row in content(200).ranks]
-    rows[150] = replace(rows[150], reason="silent for 2 h", activity=[3])
-    drawn = page(content(ranks=rows))
-    assert [drawn.count(f'class="a{level}"') for level in (1, 3)] == [MAX_ACTIVE - 1, 1]
-    assert f"When it worked is shown of {MAX_ACTIVE} ranks" in drawn
 
 
 def test_pieces_of_one_colour_are_one_stroke() -> None:

@@ -138,20 +138,6 @@ def test_errors_are_summed_by_kind_and_rare_kinds_become_one() -> None:
     assert sum(value or 0 for value in sums.errors[0].values) == pytest.approx(10, abs=0.5)
 
 
-def test_activity_shows_pauses_waits_and_slow_ranks() -> None:
-    fast = [log_of([line(1, at, at) for at in range(0, 601, 60)]) for _ in range(3)]
-    slow = log_of([line(1, at, at // 10) for at in range(0, 601, 60)])
-    stuck = log_of([line(1, at, min(at, 300)) for at in range(0, 601, 60)])
-    late = log_of([line(1, at, at - 300) for at in range(300, 601, 60)])
-    histories = [*fast, slow, stuck, late]
-    found = axis(*histories)
-    levels = timeline.activities(found, [timeline.rank_times(each, found) for each in histories])
-    assert set(levels[0]) == {4}
-    assert set(levels[3]) == {1}
-    assert (levels[4][0], levels[4][-1]) == (4, 0)
-    assert (levels[5][0], levels[5][-1]) == (-1, 4)
-
-
 def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
     history = log_of([line(1, 100, 10), line(1, 50, 20), line(2, 20, 5), line(2, 200, 40)])
     found = axis(history)

@@ -65,8 +65,6 @@ class RankRow:
         rate: documents per second while it worked; None: not known.
         share: of its input, 0 to 1; None: not known.
         slow: far slower than the others.
-        activity: its rate in each interval of the timeline: -1 no process, 0 no document, 1 to 4 quarters of the
-            fastest usual rate.
         chunks: (first, end, state) of neighbouring chunks in one state, ascending. "dead": done, with dead letters;
             "open": its journal has documents.
         expected_chunks: how many there will be; None: not known.
@@ -80,7 +78,6 @@ class RankRow:
     share: float | None = None
     attempts: int = 0
     slow: bool = False
-    activity: Sequence[int] = ()
     chunks: Sequence[tuple[int, int, ChunkState]] = ()
     expected_chunks: int | None = None
 

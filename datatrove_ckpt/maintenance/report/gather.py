@@ -81,6 +81,7 @@ def gather(run: RunState, prices: Prices, config: dict[str, Any]) -> Content:
     requests = sum(each.counts.requests + each.unfinished.requests for each in (run.totals, run.retried))
     rates = [one.rate for one in ranks if one.rate is not None]
     median = statistics.median(rates) if len(rates) >= _LEAST_RANKS else None
+    per_chunk = run.identity.get("records_per_chunk")
     return Content(
         where=run.what,
         model=str(run.identity.get("model") or ""),
@@ -90,7 +91,7 @@ def gather(run: RunState, prices: Prices, config: dict[str, Any]) -> Content:
         age=_age(run),
         figures=list(figures(run)),
         costs=list(costs(run, prices, config, sum(one.starting or 0.0 for one in found))),
-        ranks=_rows(run, ranks, axis, median),
+        ranks=[_row(one, median, per_chunk if isinstance(per_chunk, int) else 0) for one in ranks],
         median_rate=median,
         interruptions=together(found),
         answers=[
@@ -136,17 +137,7 @@ def _over_time(axis: timeline.Axis | None, ranks: Sequence[_Rank], found: Sequen
     }
 
 
-def _rows(run: RunState, ranks: Sequence[_Rank], axis: timeline.Axis | None, median: float | None) -> list[RankRow]:
-    timed = [one.times for one in ranks if one.times is not None]
-    levels = timeline.activities(axis, timed) if axis is not None else [[] for _ in ranks]
-    per_chunk = run.identity.get("records_per_chunk")
-    return [
-        _row(one, median, activity if one.log.attempts else [], per_chunk if isinstance(per_chunk, int) else 0)
-        for one, activity in zip(ranks, levels, strict=True)
-    ]
-
-
-def _row(one: _Rank, median: float | None, activity: Sequence[int], per_chunk: int) -> RankRow:
+def _row(one: _Rank, median: float | None, per_chunk: int) -> RankRow:
     state, share = one.state, one.state.position.share
     runs = chunk_runs(state.folder)
     is_slow = state.trouble == "slow" or (median is not None and one.rate is not None and one.rate < _SLOW * median)
@@ -162,7 +153,6 @@ def _row(one: _Rank, median: float | None, activity: Sequence[int], per_chunk: i
         1.0 if state.state == "finished" else share,
         state.number_of_attempts,
         is_slow,
-        activity,
         runs,
         None if state.state == "finished" else expected_chunks(state.documents, share, per_chunk),
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from itertools import groupby
 
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.report.charts import HALF, WIDE, legend, line_chart, strip
@@ -14,8 +12,6 @@ from datatrove_ckpt.maintenance.report.markup import Markup, element, joined, na
 from datatrove_ckpt.maintenance.report.scales import clock, compact, grouped, percent
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-MAX_ACTIVE = 60
-"""Ranks whose activity over time is shown; of more, those that need attention, then the slowest."""
 _MAX_INTERRUPTIONS = 100
 _OPEN_ROWS = 24  # a table with more rows is closed at first
 _MAX_KIND = 60
@@ -200,25 +196,19 @@ def _ranks(content: Content) -> Markup:
     ranks = content.ranks
     states = {state for row in ranks for _, _, state in row.chunks} | {"none" for row in ranks if row.expected_chunks}
     names, kinds = zip(*(_CHUNKS[state] for state in _CHUNKS if state in states), strict=True) if states else ((), ())
-    keys = legend(
-        [*names, "when it worked: no document finished", "slow", "as fast as usual"], [*kinds, "a0", "a1", "a4"]
-    )
     what = "Documents per second while the rank worked"
     what += f"; the median is {grouped(content.median_rate)}." if content.median_rate else "."
     if slow := sum(row.slow for row in ranks):
         what += f" Orange: {plural(slow, 'rank')} far below it."
-    active = _active(ranks)
-    if len(ranks) > MAX_ACTIVE:
-        what += f" When it worked is shown of {len(active)} ranks: those that need attention, and the slowest."
-    head = ("rank", "state", "documents", "done", "per second", "", "attempts", "chunks", "when it worked", "")
-    columns = ("", "", _NUMBER, _NUMBER, _NUMBER, _BAR, _NUMBER, _BAR, _BAR, _WIDE)
+    head = ("rank", "state", "documents", "done", "per second", "", "attempts", "chunks", "")
+    columns = ("", "", _NUMBER, _NUMBER, _NUMBER, _BAR, _NUMBER, _BAR, _WIDE)
     fastest = max(row.rate or 0.0 for row in ranks)
     chunks = max(max(row.expected_chunks or 0, row.chunks[-1][1] if row.chunks else 0) for row in ranks)
-    rows = [_rank(row, fastest, chunks, row.key in active) for row in ranks]
-    return _section("Ranks", what, keys, _table(head, columns, rows, "ranks"))
+    rows = [_rank(row, fastest, chunks) for row in ranks]
+    return _section("Ranks", what, legend(names, kinds), _table(head, columns, rows, "ranks"))
 
 
-def _rank(row: RankRow, fastest: float, chunks: int, is_active: bool) -> list[str]:
+def _rank(row: RankRow, fastest: float, chunks: int) -> list[str]:
     pieces = [(0, row.expected_chunks or 0, "todo"), *((low, end, _CHUNKS[state][1]) for low, end, state in row.chunks)]
     return [
         name(row.key, 40),
@@ -229,20 +219,5 @@ def _rank(row: RankRow, fastest: float, chunks: int, is_active: bool) -> list[st
         strip([(0, row.rate or 0.0, "slow" if row.slow else "s0")], fastest),
         grouped(row.attempts),
         strip(pieces, chunks),
-        strip(_levels(row.activity), len(row.activity)) if is_active else "",
         name(row.reason, 300),
     ]
-
-
-def _active(rows: Sequence[RankRow]) -> set[str]:
-    """The ranks that are shown over time."""
-    worst = sorted(rows, key=lambda row: (not row.reason, not row.slow, row.rate if row.rate is not None else math.inf))
-    return {row.key for row in worst[:MAX_ACTIVE] if row.activity}
-
-
-def _levels(activity: Sequence[int]) -> Iterable[tuple[int, int, str]]:
-    end = 0
-    for level, run in groupby(activity):
-        start, end = end, end + sum(1 for _ in run)
-        if level >= 0:
-            yield start, end, f"a{level}"

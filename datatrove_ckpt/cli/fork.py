@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, compare
 from datatrove_ckpt.cli.overrides import make_executor
@@ -37,6 +34,7 @@ from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place, is_config
+from datatrove_ckpt.process.task_errors import quiet
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -82,7 +80,7 @@ def fork(arguments: argparse.Namespace) -> int:
 def _new_run(arguments: argparse.Namespace) -> NewRun:
     if not is_config(arguments.new):
         return NewRun(Path(arguments.new))
-    with _quiet():
+    with quiet(*_NOT_ABOUT_IT):
         executor = make_executor(argparse.Namespace(config=arguments.new, overrides=arguments.overrides))
     steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner) and step.checkpoints_local_dir]
     if len(steps) != 1:
@@ -113,7 +111,7 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
         return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
-    with _quiet(), built(place.folder, source, new.folder, why) as (found, folder):
+    with quiet(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
         state = read_run_state(replace(place, mirror=None))
         for line in _costs(place.what, run, found, state, new, arguments):
             print(line)
@@ -236,6 +234,7 @@ def _changed(what: str, run: Source, new: NewRun) -> str:
 
 
 _ROLLOUTS = "rollouts_per_document"
+_NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about the other run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 _SUMS = ("requests", "prompt_tokens", "completion_tokens")
 
@@ -278,16 +277,3 @@ def _what_next(new: NewRun) -> str:
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
         "a logging_dir of its own."
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables the log: it is about the other run, or about a copy of it."""
-    names: tuple[Any, ...] = ("datatrove", "datatrove_ckpt")
-    for name in names:
-        logger.disable(name)
-    try:
-        yield
-    finally:
-        for name in names:
-            logger.enable(name)

@@ -15,13 +15,13 @@ import orjson
 from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.os_errors import explain
 from datatrove_ckpt.cli.overrides import make_executor
-from datatrove_ckpt.cli.preflight_commands import quiet
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.preflight.migration.findings import LACKS, Chunk, Findings, Left, Rank
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
+from datatrove_ckpt.process.task_errors import quiet
 
 _SHOWN = 5
 _SHOWN_RANKS = 20
@@ -38,7 +38,7 @@ def migrate(arguments: argparse.Namespace) -> int:
         arguments.any_text,
     )
     try:
-        with quiet():
+        with quiet("datatrove", "datatrove_ckpt"):
             findings = take_over(migration, arguments.dry_run)
     except ConfigError:
         raise

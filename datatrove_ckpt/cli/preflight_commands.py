@@ -7,25 +7,23 @@ on the command line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import orjson
-from loguru import logger
 
 from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.preflight.doctor import examine
 from datatrove_ckpt.preflight.plan import advise, describe
+from datatrove_ckpt.process.task_errors import quiet
 from datatrove_ckpt.runner import InferenceRunner
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     executor = make_executor(arguments)
-    with quiet():
+    with quiet("datatrove", "datatrove_ckpt"):  # readers log each file that they read
         checks = examine(executor, arguments.documents_per_second)
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0
@@ -38,18 +36,6 @@ def doctor(arguments: argparse.Namespace) -> int:
         total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
         print("\n".join([*map(str, checks), total]))
     return code
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Disables the log: readers log each file that they read."""
-    logger.disable("datatrove")
-    logger.disable("datatrove_ckpt")
-    try:
-        yield
-    finally:
-        logger.enable("datatrove")
-        logger.enable("datatrove_ckpt")
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -7,12 +7,10 @@ mistake on the command line; 3 (verify) no problem found, but not finished.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import asdict
 
 import orjson
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
@@ -28,6 +26,7 @@ from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.where import Place, output_folder_of
+from datatrove_ckpt.process.task_errors import quiet
 
 # verify --------------------------------------------------------------------------------------------------------------
 
@@ -99,18 +98,8 @@ def repair(arguments: argparse.Namespace) -> int:
     with place_of(arguments, trusted=True) as place:
         if not place.is_copy:
             return _repair(arguments, place)
-        with _quiet(), repair_mirror.restored(place) as copy:
+        with quiet("datatrove_ckpt.mirror"), repair_mirror.restored(place) as copy:
             return _repair(arguments, copy, place)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables the log: what is restored to be repaired is nothing to report."""
-    logger.disable("datatrove_ckpt.mirror")
-    try:
-        yield
-    finally:
-        logger.enable("datatrove_ckpt.mirror")
 
 
 def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None = None) -> int:

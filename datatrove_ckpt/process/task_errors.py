@@ -8,6 +8,8 @@ says that a task has ended with an error of this package, and no other one.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from loguru import logger
@@ -57,3 +59,15 @@ def own_error(error: BaseException | None) -> CkptError | None:
             waiting += [getattr(found, "error", None), found.__cause__, found.__context__]
             waiting += getattr(found, "exceptions", ())
     return None
+
+
+@contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Disables the log of these packages inside the block."""
+    for name in names:
+        logger.disable(name)
+    try:
+        yield
+    finally:
+        for name in names:
+            logger.enable(name)

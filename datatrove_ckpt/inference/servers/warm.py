@@ -109,7 +109,7 @@ def server_settings(config: InferenceConfig) -> Settings:
     script = str((config.model_kwargs or {})["server_script"]) if config.server_type == "custom" else ""
     parts: dict[str, object] = {
         "command line": command.argv,
-        "server_script": stamp(script),
+        "server_script": script and stamp(script),
         "modules beside server_script": script and _modules_beside(script),
         "model": stamp(model),
         **{f"files of {flag}": part for flag, part in stamps_of_arguments(command.argv, [model, script]).items()},

@@ -10,6 +10,9 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+from datatrove_ckpt.inference.servers.interface import Server
+from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
 
 STOPS_SOON = {"server_patience_seconds": 0.1}
@@ -50,3 +53,8 @@ def runner(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any)
     return InferenceRunner(
         rollout, config(server, **settings), checkpoints_local_dir=str(folder / "checkpoints"), **changes
     )
+
+
+def make_server(config: InferenceConfig, rank: int) -> Server:
+    """One that we launch, or an endpoint that runs already."""
+    return ExternalServers(config) if config.server_type == "endpoint" else InferenceServer(config, rank)

@@ -81,7 +81,7 @@ def fork(arguments: argparse.Namespace) -> int:
 def _new_run(arguments: argparse.Namespace) -> NewRun:
     if not is_config(arguments.new):
         return NewRun(Path(arguments.new))
-    with log_disabled("datatrove", "datatrove_ckpt"):
+    with log_disabled(*_NOT_ABOUT_IT):
         executor = make_executor(argparse.Namespace(config=arguments.new, overrides=arguments.overrides))
     steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner) and step.checkpoints_local_dir]
     if len(steps) != 1:
@@ -112,7 +112,7 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
         return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
-    with log_disabled("datatrove", "datatrove_ckpt"), built(place.folder, source, new.folder, why) as (found, folder):
+    with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
         state = read_run_state(replace(place, mirror=None))
         for line in _costs(place.what, run, found, state, new, arguments):
             say(line)
@@ -235,6 +235,7 @@ def _changed(what: str, run: Source, new: NewRun) -> str:
 
 
 _ROLLOUTS = "rollouts_per_document"
+_NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about the other run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 _SUMS = ("requests", "prompt_tokens", "completion_tokens")
 

@@ -82,11 +82,10 @@ output_filename that datatrove's run had; FOLDER was its checkpoints_local_dir, 
 first, also where it waits in a queue or for its server: it takes no lock. Noticed are a process of this host that has
 its files open to write, and files that change meanwhile; of other nodes, young files are a warning.
 
-Finished chunks stay as they are, finished documents of other chunks are kept, and saved answers are used where the
-request is the same. What cannot be trusted is named, document by document, and processed again by the next run. FOLDER
-is not changed, unless it is the checkpoints_local_dir of CONFIG: then what was there is moved to FOLDER/datatrove.
-Output that is made again is moved to the folder datatrove in checkpoints_local_dir. Continue with:
-datatrove-ckpt run CONFIG
+Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
+document by document, and processed again by the next run. FOLDER is not changed, unless it is the checkpoints_local_dir
+of CONFIG: then what was there is moved to FOLDER/datatrove. Output that is made again is moved to the folder datatrove
+in checkpoints_local_dir. Continue with: datatrove-ckpt run CONFIG
 
 exit codes:
   0  the run is taken over (with --dry-run: could be)

@@ -16,7 +16,7 @@ from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
-from datatrove_ckpt.preflight.migration.findings import LACKS, NOT_PROVED, Chunk, Findings, Left, Rank
+from datatrove_ckpt.preflight.migration.findings import LACKS, Chunk, Findings, Left, Rank
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -32,7 +32,6 @@ def migrate(arguments: argparse.Namespace) -> int:
         executor,
         Path(arguments.folder).expanduser(),
         arguments.logging_dir,
-        arguments.same_model,
         arguments.lacking_are_dropped,
         arguments.any_text,
     )
@@ -96,19 +95,17 @@ def _rank_lines(rank: Rank) -> Iterator[str]:
     for chunk in rank.chunks:
         if not chunk.finished and _is_begun(chunk):
             yield from _chunk_lines(chunk)
-    for why, number in rank.unused_answers.items():
-        yield f"  {plural(number, 'answer')} not used: {why}"
 
 
 def _is_begun(chunk: Chunk) -> bool:
-    return bool(chunk.kept or chunk.problems or chunk.answers or chunk.redone)
+    return bool(chunk.kept or chunk.problems or chunk.redone)
 
 
 def _chunk_lines(chunk: Chunk) -> Iterator[str]:
     new = len(chunk.left) - len(chunk.redone)
     yield (
         f"  chunk {chunk.index}: {chunk.kept} of {plural(chunk.counts.read, 'document')} kept, {new} not finished, "
-        f"{len(chunk.redone)} processed again; {plural(len(chunk.answers), 'answer')} kept"
+        f"{len(chunk.redone)} processed again"
     )
     yield from (f"    {safe_text(problem)}" for problem in chunk.problems)
     yield from (f"    again: {_named(left)}: {left.why}" for left in chunk.redone)
@@ -138,17 +135,14 @@ def _closing(findings: Findings, arguments: argparse.Namespace) -> Iterator[str]
 
 def _sums(findings: Findings, new: Sequence[Rank]) -> Iterator[str]:
     chunks = [chunk for rank in new for chunk in rank.chunks]
-    again, answers = sum(len(chunk.redone) for chunk in chunks), sum(len(chunk.answers) for chunk in chunks)
+    again = sum(len(chunk.redone) for chunk in chunks)
     yield (
-        f"{plural(len(new), 'rank')}: {plural(findings.kept, 'document')} and {plural(answers, 'answer')} kept, "
+        f"{plural(len(new), 'rank')}: {plural(findings.kept, 'document')} kept, "
         f"{plural(again, 'document')} processed again{' for the reasons above' if again else ''}"
     )
     if findings.kept:
         yield from _made_with(findings)
-    yield "Requests that were in flight when datatrove's run ended left no trace there, and are sent again."
-    unused = {why for rank in new for why in rank.unused_answers}
-    if findings.why_no_answers and unused & {NOT_PROVED, findings.why_not_same}:
-        yield f"No saved answer is used: {findings.why_no_answers}."
+    yield "Requests of documents that datatrove's run had not finished are sent again."
     if any(left.why.startswith(LACKS) for chunk in chunks for left in chunk.redone):
         yield "If your rollout drops documents (it returns None), --lacking-are-dropped counts them as dropped."
 

@@ -7,8 +7,10 @@ Each command names its handler as "module:function". ``main`` imports that modul
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from datatrove_ckpt import __version__
@@ -178,9 +180,6 @@ def _add_migrate(commands: Any) -> None:
     parser.add_argument(
         "--logging-dir", metavar="DIR", help="of datatrove's run: its executor.json tells model and tasks"
     )
-    parser.add_argument(
-        "--same-model", action="store_true", help="datatrove's run had the model and parameters of CONFIG"
-    )
     lacking = "documents that files of finished chunks lack were dropped by their rollouts: do not process them again"
     parser.add_argument("--lacking-are-dropped", action="store_true", help=lacking)
     parser.add_argument("--any-text", action="store_true", help="the rollout changes texts: an id alone is enough")
@@ -321,34 +320,23 @@ def takes_overrides(arguments: argparse.Namespace) -> bool:
     return is_config(arguments.what) or is_config(getattr(arguments, "new", ""))
 
 
+def _parse_number(text: str, is_right: Callable[[float], bool], what: str) -> float:
+    with suppress(ValueError):
+        if is_right(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+
+
 def _parse_rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of documents per second, such as 26")
-    return rate
+    return _parse_number(text, lambda rate: 0 < rate < math.inf, "number of documents per second, such as 26")
 
 
 def _parse_interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, such as 2")
-    return seconds
+    return _parse_number(text, lambda seconds: 0 < seconds <= 86400, "number of seconds, such as 2")
 
 
 def _parse_price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no price, such as 2.50")
-    return price
+    return _parse_number(text, lambda price: 0 <= price < math.inf, "price, such as 2.50")
 
 
 def _parse_prices(text: str) -> tuple[float, float]:
@@ -358,15 +346,15 @@ def _parse_prices(text: str) -> tuple[float, float]:
 
 
 def _parse_tasks(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,6}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tasks, such as 8")
-    return int(text)
+    return int(_parse_number(text, lambda _: _is_count(text), "number of tasks, such as 8"))
 
 
 def _parse_count(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,5}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs, such as 8")
-    return int(text)
+    return int(_parse_number(text, lambda _: _is_count(text), "number of GPUs, such as 8"))
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch("[1-9][0-9]{0,6}", text) is not None
 
 
 def parse_time(text: str) -> float:

@@ -1,8 +1,8 @@
 """``status --watch``: looks at the run again and again, and shows what it sees in place.
 
 A frame is one write: the cursor goes home, each line overwrites the one before and clears its rest. Nothing is cleared
-first, so nothing flickers, and terminals that know synchronized updates show a frame at once. It is drawn on the
-alternate screen, so that what was on the terminal comes back at the end, with the last numbers below it.
+first, so nothing flickers, and terminals that know synchronized updates show a frame at once. What was on the terminal
+is scrolled up first, and the last numbers stay: so there is nothing to restore, however the command ends.
 
 Without a terminal, there is a line for each look; with ``--json`` a JSON object.
 """
@@ -10,17 +10,9 @@ Without a terminal, there is a line for each look; with ``--json`` a JSON object
 from __future__ import annotations
 
 import os
-import queue
-import select
 import shutil
-import signal
 import sys
-import termios
 import time
-import tty
-from contextlib import suppress
-from types import FrameType
-from typing import Any
 
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.status_text import Style, age, describe_totals, describe_trouble, figure, percent, table
@@ -33,10 +25,7 @@ from datatrove_ckpt.maintenance.where import Place
 
 # Reading takes at most a third of the time, however long it takes: a run on the same disk must not notice it.
 _REST = 2.0
-_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-_LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _BEGIN, _END = "\x1b[?2026h\x1b[H", "\x1b[J\x1b[?2026l"
-_QUIT = b"qQ\x03\x04"
 
 
 def watch(place: Place, interval: float, as_json: bool = False) -> RunState:
@@ -45,43 +34,40 @@ def watch(place: Place, interval: float, as_json: bool = False) -> RunState:
     Args:
         interval: seconds between two looks.
     """
-    if as_json or not sys.stdout.isatty():
-        return _print_lines(place, interval, as_json)
-    with _Terminal() as terminal:
-        state = _watch(place, interval, terminal)
-    write_out("\n".join(describe_totals(state, Style(takes_unicode()))) + "\n")
+    draws = sys.stdout.isatty() and not as_json
+    if draws:
+        write_out("\n" * shutil.get_terminal_size().lines)
+    state, problem = read_run_state(place), ""
+    try:
+        while True:
+            shown = _screen(state, problem) if draws else f"{_line(state, as_json)}\n"
+            if not write_out(shown, raw=draws) or state.is_finished:
+                break
+            time.sleep(max(interval, _REST * state.seconds_to_read))
+            try:
+                place.refresh()
+                state, problem = read_run_state(place), ""
+            except StorageFailed as error:  # a disk or a network that comes back
+                if not draws:
+                    raise
+                problem = str(error)
+    except KeyboardInterrupt:
+        pass
+    if draws:
+        write_out("\x1b[H\x1b[J", raw=True)
+        write_out("\n".join(describe_totals(state, Style(takes_unicode()))) + "\n")
     return state
 
 
-def _watch(place: Place, interval: float, terminal: _Terminal) -> RunState:
+def _screen(state: RunState, problem: str) -> str:
+    size = shutil.get_terminal_size()
     style = Style(takes_unicode(), color="NO_COLOR" not in os.environ)
-    state, problem = read_run_state(place), ""
-    while True:
-        terminal.draw(frame(state, *terminal.size, style, problem))
-        if state.is_finished:
-            return state
-        if terminal.wait(max(interval, _REST * state.seconds_to_read)):
-            return state
-        if terminal.resized:
-            continue
-        try:
-            place.refresh()
-            state, problem = read_run_state(place), ""
-        except StorageFailed as error:  # a disk or a network that comes back
-            problem = str(error)
+    lines = frame(state, max(20, size.columns), max(4, size.lines), style, problem)
+    return _BEGIN + "\n".join(f"{line}\x1b[K" for line in lines) + _END
 
 
-def _print_lines(place: Place, interval: float, as_json: bool) -> RunState:
-    try:
-        while True:
-            state = read_run_state(place)
-            line = dump(to_json(state), indent=False).decode() if as_json else _one_line(state)
-            if not write_out(f"{line}\n") or state.is_finished:
-                return state
-            time.sleep(max(interval, _REST * state.seconds_to_read))
-            place.refresh()
-    except KeyboardInterrupt:
-        return state
+def _line(state: RunState, as_json: bool) -> str:
+    return dump(to_json(state), indent=False).decode() if as_json else _one_line(state)
 
 
 def _one_line(state: RunState) -> str:
@@ -102,7 +88,7 @@ def _one_line(state: RunState) -> str:
 def frame(state: RunState, width: int, height: int, style: Style, problem: str = "") -> list[str]:
     """The lines of one frame: the sums, then as many ranks as there is room for, those that need attention first."""
     lines = list(describe_totals(state, style))
-    foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; q ends the watch, not the run"]
+    foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; Ctrl-C ends the watch, not the run"]
     if problem:
         foot.insert(0, style.paint(f"could not be read again: {problem}", "1;31"))
     room = height - len(lines) - len(foot) - 3
@@ -142,98 +128,3 @@ def cut(line: str, width: int) -> str:
         if escape and character.isalpha():
             escape = False
     return "".join(found)
-
-
-# terminal ------------------------------------------------------------------------------------------------------------
-
-
-class _Terminal:
-    """The alternate screen of a terminal, without cursor and echo, until the block ends in any way."""
-
-    def __init__(self) -> None:
-        self.resized = False
-        self._keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        self._modes: list[Any] | None = None
-        self._wake, self._woken = os.pipe()
-        self._old: dict[int, Any] = {}
-        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Columns and lines."""
-        found = shutil.get_terminal_size()
-        return max(20, found.columns), max(4, found.lines)
-
-    def __enter__(self) -> _Terminal:
-        for number in (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTSTP):
-            self._old[number] = signal.signal(number, self._note)
-        self._enter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._leave()
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        os.close(self._wake)
-        os.close(self._woken)
-        with suppress(queue.Empty):
-            while True:
-                if (number := self._signals.get_nowait()) in (signal.SIGTERM, signal.SIGHUP):
-                    os.kill(os.getpid(), number)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signals.put(number)
-        with suppress(OSError):
-            os.write(self._woken, b"x")
-
-    def _enter(self) -> None:
-        if self._keys is not None:
-            self._modes = termios.tcgetattr(self._keys)
-            tty.setcbreak(self._keys, termios.TCSANOW)
-        write_out(_ENTER, raw=True)
-
-    def _leave(self) -> None:
-        write_out(_LEAVE, raw=True)
-        if self._keys is not None and self._modes is not None:
-            termios.tcsetattr(self._keys, termios.TCSANOW, self._modes)
-
-    def draw(self, lines: list[str]) -> None:
-        write_out(_BEGIN + "\r\n".join(f"{line}\x1b[K" for line in lines) + _END, raw=True)
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for so long, or until there is something to do. Returns whether it is time to end."""
-        self.resized = False
-        deadline = time.monotonic() + seconds
-        inputs = [self._wake] if self._keys is None else [self._wake, self._keys]
-        while (left := deadline - time.monotonic()) > 0 and not self.resized:
-            ready, _, _ = select.select(inputs, [], [], left)
-            if self._wake in ready and self._take_signals():
-                return True
-            if self._keys in ready:
-                pressed = os.read(self._keys or 0, 100)
-                if not pressed or any(key in pressed for key in _QUIT):
-                    return True
-        return False
-
-    def _take_signals(self) -> bool:
-        os.read(self._wake, 100)
-        ended = False
-        with suppress(queue.Empty):
-            while True:
-                number = self._signals.get_nowait()
-                if number == signal.SIGWINCH:
-                    self.resized = True
-                elif number == signal.SIGTSTP:
-                    self._suspend()
-                else:
-                    ended = True
-                    if number != signal.SIGINT:
-                        self._signals.put(number)  # ends the process, once the terminal is as it was
-                        return True
-        return ended
-
-    def _suspend(self) -> None:
-        self._leave()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._enter()
-        self.resized = True

@@ -30,7 +30,6 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     TooManyOpenFiles,
 )
-from datatrove_ckpt.generation.datatroves_answers import find
 from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -150,7 +149,7 @@ class Requests:
             await wait_until_cancelled()
         config = self._rank.config
         # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
-        given, payload = payload, {**payload, "model": config.model_name_or_path}
+        payload = {**payload, "model": config.model_name_or_path}
         for name, value in config.default_generation_params.items():
             payload.setdefault(name, value)
         warn_of_unknown(payload)
@@ -166,7 +165,7 @@ class Requests:
         self.last_hash, self.last_payload = key.payload_hash, payload
         self.count += 1
         cached = await self._answers.cached()
-        answer = cached.get(key) or find(cached, key, config, given, payload)
+        answer = cached.get(key)
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
             if result is None:

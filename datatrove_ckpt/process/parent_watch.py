@@ -35,9 +35,14 @@ def die_with_parent() -> None:
     if sys.platform == "linux" and os.getppid() == parent.pid:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
-        threading.Thread(target=_kill_after, args=(parent.join,), name=_THREAD_NAME, daemon=True).start()
+        kill_after(parent.join)
 
 
-def _kill_after(wait: Callable[[], object]) -> None:
-    wait()
-    os.kill(os.getpid(), signal.SIGKILL)
+def kill_after(wait: Callable[[], object]) -> None:
+    """Kills this process when the call returns, which is made in a thread."""
+
+    def kill() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, name=_THREAD_NAME, daemon=True).start()

@@ -6,13 +6,12 @@ import os
 import select
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import fsspec.asyn
 import multiprocess
@@ -20,6 +19,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.parent_watch import kill_after
 from datatrove_ckpt.process.run_progress import RankProgress
 from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.redaction import HiddenDict
@@ -235,10 +235,4 @@ def _die_with(parent: int) -> None:
             os._exit(1)
         except OSError:  # the kernel or the container knows no pidfds
             pass
-
-    def kill_after() -> NoReturn:
-        wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    threading.Thread(target=kill_after, name="datatrove-ckpt parent watch", daemon=True).start()
+    kill_after(wait)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import orjson
+import xxhash
 
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
@@ -45,3 +51,97 @@ def _download(setting: str, model: str, name: str, revision: str | None) -> Path
             f"{setting}: {name} of {where} is in no folder of that name, and the hub does not give it "
             f"({error_text(error).splitlines()[0][:200]}). Correct the name, or give the path of a folder that has it."
         ) from error
+
+
+# The sampling parameters that a model's authors recommend: its ``generation_config.json``.
+
+
+_FILE = "generation_config.json"
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Those that vLLM and SGLang take, under the same names."""
+
+
+def load_defaults(model: str, revision: str | None) -> dict[str, Any]:
+    """Payload keys from the file; none where the file says nothing of them.
+
+    Raises:
+        ConfigError: there is no such file, or it is no JSON object.
+    """
+    path = find_file("generation_config", model, _FILE, revision)
+    try:
+        content = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"generation_config: {path} cannot be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"generation_config: {path} is no JSON object.")
+    return {name: content[name] for name in _NAMES if content.get(name) is not None}
+
+
+# Counts a text's tokens with the model's own tokenizer (package ``tokenizers``, an extra).
+
+
+_TOKENIZER = "tokenizer.json"
+_ADVICE = "Or set chars_per_token, and no tokenizer is needed"
+_loading = Lock()
+
+
+class TokenCounter(NamedTuple):
+    """A loaded tokenizer.
+
+    Attributes:
+        digest: of the file ``tokenizer.json``.
+    """
+
+    tokenizer: Any
+    digest: str
+
+    def count(self, text: str) -> int:
+        """Number of tokens, without those that a chat template adds."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def starts(self, text: str) -> list[int]:
+        """Where each token begins in the text, in characters."""
+        return [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
+
+
+def load_counter(name: str, revision: str | None, expected: str | None = None) -> TokenCounter:
+    """The tokenizer of a model. Each process reads it once.
+
+    Args:
+        name: see ``find_file``.
+        expected: the digest that it had when the run was made.
+
+    Raises:
+        ConfigError: it is not there, cannot be read, or is another one than expected.
+    """
+    with _loading:  # threads that need it at once wait for the first of them
+        counter = _load(name, revision)
+    if expected not in (None, counter.digest):
+        raise ConfigError(
+            f"tokenizer: {_TOKENIZER} of {name!r} is another one here than where the run was made, so prompts would be "
+            "cut elsewhere. Give all machines the same files, or name a revision of the hub."
+        )
+    return counter
+
+
+@lru_cache(maxsize=8)
+def _load(name: str, revision: str | None) -> TokenCounter:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(f"tokenizer: {missing_package('tokenizers')} {_ADVICE}.") from None
+    try:
+        data = find_file("tokenizer", name, _TOKENIZER, revision).read_bytes()
+    except ConfigError as error:
+        raise ConfigError(f"{error} {_ADVICE}.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"tokenizer: {_TOKENIZER} of {name!r} cannot be read: {error_text(error)}. {_ADVICE}."
+        ) from None
+    try:
+        tokenizer = Tokenizer.from_str(data.decode("utf-8"))
+    except Exception as error:  # the library raises plain Exceptions
+        raise ConfigError(f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}.") from None
+    tokenizer.no_truncation()  # a model for short texts has one in its file
+    tokenizer.no_padding()
+    return TokenCounter(tokenizer, xxhash.xxh3_128_hexdigest(data))

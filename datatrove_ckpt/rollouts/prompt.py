@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
-from datatrove_ckpt.rollouts.limits import cut_to_chars, cut_to_tokens, fits_for_sure
 from datatrove_ckpt.rollouts.messages import prompt_source, with_system
 from datatrove_ckpt.rollouts.settings import OneRequest
 from datatrove_ckpt.rollouts.templates import BARE, check_template, fill, fixed_length, times_text
@@ -146,3 +145,65 @@ async def cut_to_limit(rollout: OneRequest, template: str, filled: Filled, text:
 
     # Counting a long text takes milliseconds, and reading a tokenizer a second.
     return await asyncio.to_thread(cut)
+
+
+# Cuts a text so that the message it is filled into fits: after a line if there is one.
+
+
+_LONG_TOKEN = 8  # characters; hardly a text has longer tokens on average
+
+
+class Counter(Protocol):
+    """Counts tokens. See ``TokenCounter``."""
+
+    def count(self, text: str) -> int: ...
+    def starts(self, text: str) -> list[int]: ...
+
+
+def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
+    """The text, cut so that ``fill(text)`` has at most ``limit`` characters.
+
+    Args:
+        fill: fills the template.
+        times: how often the text is in the template.
+    """
+    if len(fill(text)) <= limit:
+        return text
+    return _whole_lines(text, max(0, limit - len(fill(""))) // max(times, 1))
+
+
+def fits_for_sure(content: str, limit: int) -> bool:
+    """Whether the content has so few bytes that nobody needs to count its tokens. A token is at least one byte."""
+    return len(content) <= limit and (content.isascii() or len(content.encode("utf-8", "replace")) <= limit)
+
+
+def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int, counter: Counter) -> str:
+    """The text, cut so that ``fill(text)`` has at most ``limit`` tokens."""
+    if not times or fits_for_sure(fill(text), limit):
+        return text
+    room = max(0, limit - counter.count(fill(""))) // times
+    end = _end_of(text, room, counter)
+    cut = text if end >= len(text) else _whole_lines(text, end)
+    # A template's tokens and a text's tokens are not exactly those of the two together.
+    while cut and (excess := counter.count(fill(cut)) - limit) > 0:
+        if not (starts := counter.starts(cut)):
+            return ""
+        cut = _whole_lines(cut, starts[max(0, len(starts) - -(-excess // times))])
+    return cut
+
+
+def _end_of(text: str, room: int, counter: Counter) -> int:
+    """Where the first ``room`` tokens of the text end. Looks at as much of a long text as it needs."""
+    size = _LONG_TOKEN * (room + 8)
+    while True:
+        starts = counter.starts(text[:size])
+        if len(starts) > room:
+            return starts[room]
+        if size >= len(text):
+            return len(text)
+        size *= 4
+
+
+def _whole_lines(text: str, end: int) -> str:
+    line = text.rfind("\n", 0, end + 1)
+    return text[: line if line > 0 else end]

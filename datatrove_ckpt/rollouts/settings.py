@@ -14,8 +14,7 @@ from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generati
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, Engine, InvalidAnswer, Schema, engine_of
 from datatrove_ckpt.rollouts.interface import Generate, Payload, generate_all
-from datatrove_ckpt.rollouts.model_defaults import load_defaults
-from datatrove_ckpt.rollouts.tokens import TokenCounter, load_counter
+from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter, load_defaults
 
 _CHAT_TEMPLATE_TOKENS = 64
 _SET_ELSEWHERE = ("messages", "prompt", "model", "stream")

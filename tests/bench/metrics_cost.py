@@ -23,9 +23,9 @@ from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, MonitoringConfig
-from datatrove_ckpt.generation.export.metrics_port import close_metrics_ports
 from datatrove_ckpt.generation.export.prometheus import encoded
 from tests.bench.measure import MockServer, mock_server
+from tests.unit.test_metrics import close_metrics_ports
 
 PORT = 9464
 SCRAPER = """

@@ -22,8 +22,8 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers.server import make_server
 from datatrove_ckpt.rollouts import PromptRollout, for_config
+from tests.jobs import make_server
 from tests.real.faults import (
     Fault,
     Job,

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sqlite3
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 import pytest
-import xxhash
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import outputs
-from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, payload, text_of, write_input
+from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, text_of, write_input
 
 YAML = """\
 executor:
@@ -97,39 +92,19 @@ def expected(number: int) -> Counter[str]:
 
 
 def migrate(call: Call, *arguments: str, source: str = "checkpoints") -> dict[str, Any]:
-    code, out, error = call("migrate", "job.yaml", "--from", source, "--same-model", "--json", *arguments)
+    code, out, error = call("migrate", "job.yaml", "--from", source, "--json", *arguments)
     assert code == 0, error
     found: dict[str, Any] = json.loads(out)
     return found
 
 
-def kept_texts(folder: Path, found: dict[str, Any], number: int) -> set[str]:
-    """The requests that need not be sent again: of documents that are kept, and those with a saved answer."""
+def kept_texts(found: dict[str, Any], number: int) -> set[str]:
+    """The requests that need not be sent again: of documents that are kept."""
     chunks = [chunk for rank in found["ranks"] for chunk in rank["chunks"]]
     begun = {n for chunk in chunks for n in range(chunk["chunk"] * SIZE, (chunk["chunk"] + 1) * SIZE) if n < number}
     left = {one["document"] for chunk in chunks for one in (*chunk["redone"], *chunk["not_finished"])}
     assert sum(chunk["documents"] for chunk in chunks) == len(begun)
-    firsts = {text for n in begun - left if (text := f"first {text_of(n)}")}
-    return firsts | {text for n in left if (text := f"first {text_of(n)}") and name_of(text) in saved(folder)}
-
-
-def name_of(text: str) -> str:
-    """datatrove's name of a request."""
-    return xxhash.xxh3_128_hexdigest(orjson.dumps(payload(text), option=orjson.OPT_SORT_KEYS))
-
-
-def saved(folder: Path) -> set[str]:
-    """The names of the answers that datatrove has saved."""
-    found = next((path for path in folder.glob("checkpoints/**/replay.sqlite3")), None)
-    if found is None:
-        return set()
-    with tempfile.TemporaryDirectory() as scratch:
-        for path in found.parent.glob("replay.sqlite3*"):
-            shutil.copy(path, scratch)
-        connection = sqlite3.connect(f"{scratch}/replay.sqlite3")
-        names = {name for (name,) in connection.execute("SELECT payload_hash FROM request_cache WHERE result NOT NULL")}
-        connection.close()
-    return names
+    return {f"first {text_of(n)}" for n in begun - left}
 
 
 class Move(NamedTuple):
@@ -137,7 +112,6 @@ class Move(NamedTuple):
 
     documents: int
     kept: int
-    answers: int
     again: int
     lost: int
     twice: int
@@ -149,7 +123,7 @@ def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: st
     before = Counter(killer.server.asked)
     state = outputs(folder)
     first = migrate(call, "--dry-run")
-    kept = kept_texts(folder, first, number)
+    kept = kept_texts(first, number)
     assert outputs(folder) == state, "a dry run changes nothing"
     assert migrate(call)["ranks"] == first["ranks"]
     code, _, error = call("run", "job.yaml")
@@ -160,13 +134,13 @@ def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: st
     repeated = sum(killer.server.asked[text] > before[text] for text in before)
     asked = killer.server.asked.total()
     assert call("run", "job.yaml")[0] == 0
-    assert migrate(call)["ranks"] == [{"rank": 0, "done": True, "chunks": [], "unused_answers": {}, "moved_aside": []}]
+    assert migrate(call)["ranks"] == [{"rank": 0, "done": True, "chunks": [], "moved_aside": []}]
     assert killer.server.asked.total() == asked
     chunks = first["ranks"][0]["chunks"]
     kept_documents = sum(chunk["written"] + chunk["dropped"] for chunk in chunks)
-    answers, again = sum(chunk["answers"] for chunk in chunks), sum(len(chunk["redone"]) for chunk in chunks)
+    again = sum(len(chunk["redone"]) for chunk in chunks)
     missing, there = expected(number) - written(folder), written(folder) - expected(number)
-    return Move(number, kept_documents, answers, again, missing.total(), there.total(), max(0, repeated - again))
+    return Move(number, kept_documents, again, missing.total(), there.total(), max(0, repeated - again))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -202,7 +176,7 @@ def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Cal
         assert (code, "datatrove's run had 2, as executor.json" in error) == (1, True)
         code, out, error = call("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped")
         assert code == 0, error
-        assert json.loads(out)["why_no_answers"] == ""
+        assert json.loads(out)["made_with"]["same_settings"]
         assert [chunk["finished"] for chunk in json.loads(out)["ranks"][0]["chunks"]] == [True] * 3
         code, _, error = call("run", "job.yaml")
         assert code == 0, error

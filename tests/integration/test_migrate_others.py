@@ -143,7 +143,7 @@ def test_another_key_or_number_of_rollouts_than_executor_json_says_is_refused(
     job: Path, call: Call, change: str, says: str
 ) -> None:
     their_executor_json(job)
-    code, _, error = call(*COMMAND, "--same-model", "--logging-dir", "theirs", change)
+    code, _, error = call(*COMMAND, "--logging-dir", "theirs", change)
     assert (code, says in error) == (1, True)
     assert not (job / "ours" / "00000").exists()
     assert call(*COMMAND, "--logging-dir", "theirs")[0] == 0
@@ -181,7 +181,6 @@ def test_without_executor_json_the_kept_documents_tell_the_key_and_the_number_of
 def test_it_says_what_the_kept_documents_were_made_with(job: Path, call: Call) -> None:
     code, out, _ = call(*COMMAND, "--dry-run")
     assert (code, "No file says with which model and parameters 9 kept documents were made." in out) == (0, True)
-    (job / CHUNK_FILE).with_name("replay.sqlite3").unlink()  # also where no answers are left
     their_executor_json(job)
     code, out, _ = call(*COMMAND, "--dry-run", "--logging-dir", "theirs")
     assert "9 kept documents were made with the model and parameters of CONFIG." in out

@@ -21,12 +21,11 @@ from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.export import exporter, metrics_port
 from datatrove_ckpt.generation.export.metrics import RANK_LABELS, Snapshot
 from datatrove_ckpt.generation.export.metrics_file import MetricsFile
-from datatrove_ckpt.generation.export.metrics_port import close_metrics_ports
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import metrics_cost
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT
-from tests.unit.test_metrics import PORT, get, samples, waited_for
+from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
 
 
 @pytest.fixture

@@ -25,9 +25,10 @@ from datatrove_ckpt.inference.servers import endpoint, guardian, installed, serv
 from datatrove_ckpt.inference.servers.dummy import TEXT
 from datatrove_ckpt.inference.servers.engines import EngineCommand
 from datatrove_ckpt.inference.servers.interface import Server
-from datatrove_ckpt.inference.servers.server import InferenceServer, make_server
+from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.redaction import HiddenDict, Key
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import make_server
 from tests.patience import Patience
 from tests.processes import is_alive
 
@@ -57,11 +58,11 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 RUNNER = """
 import asyncio, sys
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.servers.server import make_server
+from datatrove_ckpt.inference.servers.server import InferenceServer
 async def main():
     kwargs = {"server_script": "script.py", "family": True}
     config = InferenceConfig("custom", "m", model_kwargs=kwargs, server_stop_timeout_sec=1200.0)
-    async with make_server(config, 0):
+    async with InferenceServer(config, 0):
         print("ready", flush=True)
         await asyncio.sleep(600)
 asyncio.run(main())

@@ -28,7 +28,7 @@ from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Target
-from datatrove_ckpt.inference.servers import admission, node_link, pool, server, supervisor
+from datatrove_ckpt.inference.servers import admission, multi_node, pool, server, supervisor
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
@@ -911,7 +911,7 @@ def test_silent_connections_are_few_and_end_and_a_worker_gets_in_among_them(
                 *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)), stderr=asyncio.subprocess.DEVNULL
             )
             await until(lambda: len(head._writers) == 1)
-            monkeypatch.setattr(node_link, "_PROOF_TIMEOUT", 0.05)
+            monkeypatch.setattr(multi_node, "_PROOF_TIMEOUT", 0.05)
             late, late_writer = await connected(port)
             assert len(await late.read()) == 33  # its challenge, and then the end
             await until(lambda: len(head._handlers) <= 33)

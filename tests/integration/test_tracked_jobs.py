@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.export import exporter, tracking
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
-from datatrove_ckpt.generation.export.tracking import Tracking, no_tracking_left
+from datatrove_ckpt.generation.export.tracking import Tracking
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 from tests.pages import ROOT
@@ -77,6 +78,17 @@ def init(**settings):
         raise ConnectionError("no network, and the key is canary-of-a-key")
     return Run(settings["id"])
 """
+
+
+@contextmanager
+def no_tracking_left() -> Iterator[None]:
+    """Ends all of this process at the end of the block."""
+    try:
+        yield
+    finally:
+        for one in tracking._jobs.values():
+            one.close()
+        tracking._jobs.clear()
 
 
 @pytest.fixture

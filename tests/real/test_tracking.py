@@ -24,9 +24,9 @@ from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.generation.export import exporter
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
-from datatrove_ckpt.generation.export.tracking import no_tracking_left
 from datatrove_ckpt.testing import FakeServer
 from tests.histories import read_history
+from tests.integration.test_tracked_jobs import no_tracking_left
 from tests.jobs import documents, runner
 from tests.pages import ROOT
 from tests.unit.test_metrics import waited_for

@@ -280,9 +280,9 @@ def host() -> str:
 @pytest.fixture
 def port(host: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], MetricsPort]]:
     """Each call stands for another process."""
-    monkeypatch.setattr(metrics_port, "_ANSWER_SECONDS", LONG)
+    monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", LONG)
     monkeypatch.setattr(metrics_port, "_KEEP_ENDED_SECONDS", LONG)
-    monkeypatch.setattr(metrics_port, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(metrics_port, "_SEND_SECONDS", 0.05)
     made: list[MetricsPort] = []
 
     def make() -> MetricsPort:
@@ -309,6 +309,13 @@ def get(host: str, path: str = "/metrics") -> str:
         return ""
 
 
+def close_metrics_ports() -> None:
+    """All of this process."""
+    for one in metrics_port._ports.values():
+        one.close()
+    metrics_port._ports.clear()
+
+
 def ranks(host: str) -> set[str]:
     return set(re.findall(r'rank_info{.*rank="(\d+)"', get(host)))
 
@@ -332,9 +339,10 @@ def test_another_process_takes_the_port_over(host: str, port: Callable[[], Metri
 
 KEEPER = """
 import sys, threading
-from datatrove_ckpt.generation.export.metrics_port import MetricsPort
+from datatrove_ckpt.generation.export import metrics_port
 from tests.unit.test_metrics import PORT, snapshot
-with MetricsPort(sys.argv[1], PORT).shows(lambda: snapshot(1)):
+metrics_port._SEND_SECONDS = 0.05
+with metrics_port.MetricsPort(sys.argv[1], PORT).shows(lambda: snapshot(1)):
     sys.stdin.read()
 """
 
@@ -352,11 +360,11 @@ def test_a_process_that_was_killed_keeps_nothing(host: str, port: Callable[[], M
 def test_a_process_that_hangs_is_left_out(
     host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", 0.5)
     with port().shows(lambda: snapshot(2)):
         waited_for(lambda: ranks(host) == {"2"})
         with subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT) as other:
             waited_for(lambda: ranks(host) == {"1", "2"})
-            monkeypatch.setattr(metrics_port, "_ANSWER_SECONDS", 0.1)
             other.send_signal(signal.SIGSTOP)
             try:
                 waited_for(lambda: ranks(host) == {"2"})

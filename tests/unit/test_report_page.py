@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.maintenance.report import rank_charts, scales
+from datatrove_ckpt.maintenance.report import scales
 from datatrove_ckpt.maintenance.report.content import (
-    Cause,
     Content,
     Figure,
     Histogram,
@@ -62,7 +61,7 @@ class Reader(HTMLParser):
         return [attributes for found, attributes in self.found if found == tag]
 
 
-def content(ranks: int = 8, word: str = "plain", **changes: Any) -> Content:
+def content(number_of_ranks: int = 8, word: str = "plain", **changes: Any) -> Content:
     """A page with everything on it, ``word`` in each place that takes a name."""
     quiet = [None if 40 <= index < 44 else float(index) for index in range(INTERVALS)]
     rows = [
@@ -75,14 +74,13 @@ def content(ranks: int = 8, word: str = "plain", **changes: Any) -> Content:
             share=0.4,
             attempts=2,
             slow=number == 5,
-            activity=[-1 if 40 <= index < 44 else 1 + (index * 7 + number * 3) % 4 for index in range(INTERVALS)],
             chunks=[(0, 20, "done"), (20, 21, "dead"), (21, 24, "done"), (24, 26, "open")],
             expected_chunks=60,
         )
-        for number in range(ranks)
+        for number in range(number_of_ranks)
     ]
     interruptions = [
-        Interruption(word, START + 60 * number, word, word, 300.0, 60.0, 17) for number in range(3 * ranks)
+        Interruption(word, START + 60 * number, word, word, 300.0, 60.0, 17) for number in range(3 * number_of_ranks)
     ]
     fields: dict[str, Any] = {
         "where": word,
@@ -104,7 +102,7 @@ def content(ranks: int = 8, word: str = "plain", **changes: Any) -> Content:
         "median_rate": 4.3,
         "interruptions": interruptions,
         "answers": [Part("sent", 100), Part("from the cache", 20)],
-        "causes": [Cause(word, 3)],
+        "causes": [Part(word, 3)],
         "histograms": [Histogram("Latency", "s", [(0.5, 1.0, 3), (1.0, 2.0, 5)])],
         "settings": [(word, word)],
         "identity": [(word, word)],
@@ -115,7 +113,7 @@ def content(ranks: int = 8, word: str = "plain", **changes: Any) -> Content:
 
 def test_the_page_is_nested_well_and_has_each_part() -> None:
     read = Reader(page(content()))
-    titles = ["Documents finished", "Tokens per second", "Rate by rank", "When ranks worked", "Chunks"]
+    titles = ["Documents finished", "Documents per second", "Tokens per second", "chunks"]
     titles += ["What interruptions cost", "Where answers came from", "Errors over time", "Dead letters", "Latency"]
     for title in [*titles, "Ranks", "Settings", "Identity"]:
         assert title in read.text
@@ -177,36 +175,21 @@ def test_a_chart_of_odd_values_is_drawn(values: list[float | None]) -> None:
     timeline = Timeline([START + 60 * index for index in range(count + 1)], [0] * count)
     series = Series("documents", values or [None])
     odd = content(timeline=timeline, documents=series, document_rate=series, tokens=[], errors=[series])
-    odd = replace(odd, ranks=[replace(row, activity=[-1] * count, rate=None) for row in odd.ranks])
+    odd = replace(odd, ranks=[replace(row, rate=None) for row in odd.ranks])
     assert "NaN" not in page(odd)
     assert "inf" not in Reader(page(odd)).text
 
 
-def test_slow_ranks_stand_out_whether_they_are_few_or_many() -> None:
-    few = rank_charts.rate_chart(content(8).ranks, 4.3)
-    assert few.count("bar slow") == 1
-    assert "12 % of the median" in few
-    many = rank_charts.rate_chart(content(200).ranks, 4.3)
-    assert many.count("dot slow") == 1
-    assert many.count("<circle") == 200
+def test_slow_ranks_stand_out() -> None:
+    drawn = page(content(200))
+    assert drawn.count('class="slow"') == 1 + 100  # and the pauses of the interruptions that are shown
+    assert "Orange: 1 rank far below it." in drawn
 
 
-def test_of_many_ranks_those_that_need_attention_are_shown_over_time() -> None:
-    rows = list(content(200).ranks)
-    rows[150] = replace(rows[150], reason="silent for 2 h")
-    shown = rank_charts.active_rows(rows)
-    assert len(shown) == rank_charts.MAX_ACTIVE
-    assert {"5", "150"} <= {row.key for row in shown}
-    assert shown == [row for row in rows if row in shown]
-
-
-def test_neighbouring_cells_of_one_colour_are_one_stroke() -> None:
-    (row,) = content(1).ranks
-    drawn = rank_charts.chunk_map([row])
-    (done,) = re.findall(r'<path d="([^"]*)" class="cell c-done"', drawn)
+def test_pieces_of_one_colour_are_one_stroke() -> None:
+    drawn = page(content(1))
+    (done,) = re.findall(r'<path d="M0 5H150" class="todo"></path><path d="([^"]*)" class="s0"', drawn)
     assert done.count("M") == 2
-    (to_come,) = re.findall(r'<path d="([^"]*)" class="cell c-none"', drawn)
-    assert to_come.count("M") == 1
 
 
 def test_interruptions_beyond_a_hundred_are_counted_and_the_longest_shown() -> None:

@@ -22,13 +22,12 @@ from datatrove_ckpt.checkpoint.history_records import (
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance.report import timeline
-from datatrove_ckpt.maintenance.report.chunks import chunk_runs, expected_chunks
 from datatrove_ckpt.maintenance.report.content import Content, Interruption
+from datatrove_ckpt.maintenance.report.gather import chunk_runs, expected_chunks, histograms
 from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
 from datatrove_ckpt.maintenance.report.page import page
 from datatrove_ckpt.maintenance.report.prices import Prices, costs, gpus_in, money
 from datatrove_ckpt.maintenance.report.rank_log import RankLog, parse_log
-from datatrove_ckpt.maintenance.report.spreads import histograms
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 
 T = 1_790_000_000.0
@@ -138,20 +137,6 @@ def test_errors_are_summed_by_kind_and_rare_kinds_become_one() -> None:
     sums = timeline.summed(found, [timeline.rank_times(history, found)])
     assert [one.name for one in sums.errors] == [f"HTTP {500 + number}" for number in range(6)] + ["3 other kinds"]
     assert sum(value or 0 for value in sums.errors[0].values) == pytest.approx(10, abs=0.5)
-
-
-def test_activity_shows_pauses_waits_and_slow_ranks() -> None:
-    fast = [log_of([line(1, at, at) for at in range(0, 601, 60)]) for _ in range(3)]
-    slow = log_of([line(1, at, at // 10) for at in range(0, 601, 60)])
-    stuck = log_of([line(1, at, min(at, 300)) for at in range(0, 601, 60)])
-    late = log_of([line(1, at, at - 300) for at in range(300, 601, 60)])
-    histories = [*fast, slow, stuck, late]
-    found = axis(*histories)
-    levels = timeline.activities(found, [timeline.rank_times(each, found) for each in histories])
-    assert set(levels[0]) == {4}
-    assert set(levels[3]) == {1}
-    assert (levels[4][0], levels[4][-1]) == (4, 0)
-    assert (levels[5][0], levels[5][-1]) == (-1, 4)
 
 
 def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:

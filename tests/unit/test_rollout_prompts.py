@@ -18,7 +18,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, for_config
-from datatrove_ckpt.rollouts.tokens import load_counter
+from datatrove_ckpt.rollouts.model_files import load_counter
 from datatrove_ckpt.testing import FakeServer
 from tests.unit.test_rollouts import asked, document
 from tests.words import write_tokenizer
@@ -160,7 +160,7 @@ def test_a_very_long_text_is_not_counted_as_a_whole(words: str, monkeypatch: pyt
     counter = load_counter(words, None)
     encode = type(counter.tokenizer).encode
     monkeypatch.setattr(
-        "datatrove_ckpt.rollouts.tokens.TokenCounter.starts",
+        "datatrove_ckpt.rollouts.model_files.TokenCounter.starts",
         lambda self, text: (counted.append(len(text)), [start for start, _ in encode(self.tokenizer, text).offsets])[1],
     )
     rollout = PromptRollout(max_prompt_tokens=100, tokenizer=words)

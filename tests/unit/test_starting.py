@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 from datatrove_ckpt.inference.servers.diagnosis import last_line
-from datatrove_ckpt.inference.servers.starting import starting_line, wait_for_first
+from datatrove_ckpt.inference.servers.server import starting_line, wait_for_first
 from datatrove_ckpt.redaction import Redactor
 
 

@@ -1,7 +1,7 @@
 """One port for all ranks of a user on a node: Prometheus is told one address, however many processes work there.
 
     one process         holds the name ``@datatrove-ckpt-metrics-UID-HOST-PORT`` and the port; it is the server
-    the others          are connected to that name, and send their ranks' metrics when the server asks for them
+    the others          are connected to that name, and send their ranks' metrics every two seconds
     the server ends     its connections break; one of the others gets the name, and the port a moment later
 
 The name is that of an abstract Unix socket. Of all that could decide who is the server, it alone needs no file, is free
@@ -16,7 +16,6 @@ A rank that has ended is shown for two more minutes, if its process still runs: 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import sys
@@ -24,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import StreamRequestHandler, TCPServer, ThreadingMixIn
 from typing import Any
 
 import orjson
@@ -34,10 +34,9 @@ from datatrove_ckpt.generation.export.metrics import Snapshot
 from datatrove_ckpt.generation.export.prometheus import encoded
 
 _KEEP_ENDED_SECONDS = 120.0
-_ANSWER_SECONDS = 3.0  # that another process may take for one message
-_RETRY_SECONDS = 2.0  # between two attempts to get the port, or a connection
-_MAX_ANSWER = 64 << 20  # bytes
-_HELLO, _ASK, _END = b"datatrove-ckpt 1\n", b"?", b"\n"
+_SEND_SECONDS = 2.0  # between two messages to the server, and between two attempts to become the server
+_SILENT_SECONDS = 8.0  # after which a process that hangs is left out
+_MAX_MESSAGE = 64 << 20  # bytes
 
 GetSnapshot = Callable[[], Snapshot]
 
@@ -57,8 +56,10 @@ class MetricsPort:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._warned = False
-        self._wake, self._waker = socket.socketpair()
-        self.sockets = {self._wake, self._waker}
+        self._wake = threading.Event()
+        self.heard: dict[socket.socket, list[Snapshot]] = {}
+        """What the other processes have sent."""
+        self.sockets: set[socket.socket] = set()
         """A fork of this process closes them: it would keep the port, and answer nobody."""
 
     @contextmanager
@@ -83,10 +84,13 @@ class MetricsPort:
         """Shows nothing more, for good. Returns when the port is free."""
         with self._lock:
             self._closed, thread = True, self._thread
-        self._waker.close()
+        self._wake.set()
         if thread is not None:
             thread.join()
-        self._wake.close()
+
+    def all_snapshots(self) -> list[Snapshot]:
+        """Of all ranks on the node."""
+        return [*self.snapshots(), *(one for found in list(self.heard.values()) for one in found)]
 
     def snapshots(self) -> list[Snapshot]:
         """Of this process's ranks. One that has ended and started again is shown once."""
@@ -101,14 +105,14 @@ class MetricsPort:
 
     def _run(self) -> None:
         while not self._is_done():
-            try:
-                name = self._take_name()
-                if name is None:
+            with suppress(OSError):
+                try:
+                    peers = _Server(self, socket.AF_UNIX, self._name, _Peer) if sys.platform == "linux" else None
+                except OSError:  # another process has the name
                     self._report()
                 else:
-                    self._serve(name)
-            except OSError:
-                _ready([self._wake], _RETRY_SECONDS)
+                    self._serve(peers)
+            self._wake.wait(_SEND_SECONDS)
 
     def _is_done(self) -> bool:
         """Whether the thread ends. The next rank starts another one."""
@@ -123,67 +127,41 @@ class MetricsPort:
         now = time.monotonic()
         return self._closed or not (self._ranks or any(until > now for until, _ in self._ended))
 
-    def _take_name(self) -> socket.socket | None:
-        """The listening socket of the name; None if another process has it."""
-        if sys.platform != "linux":
-            return socket.socket(socket.AF_UNIX)  # without a name: nobody can connect to it
-        found = socket.socket(socket.AF_UNIX)
-        try:
-            found.bind(self._name)
-            found.listen(128)
-        except OSError:
-            found.close()
-            return None
-        return found
-
-    # as one of the others ---------------------------------------------------------------------------------------------
-
     def _report(self) -> None:
-        """Sends this process's metrics to the server whenever it asks. Returns when the server is gone."""
-        with self._owned(socket.socket(socket.AF_UNIX)) as connection:
-            connection.settimeout(_ANSWER_SECONDS)
+        """Sends this process's metrics to the server. Returns when there is nothing left to show."""
+        with socket.socket(socket.AF_UNIX) as connection, self.owned(connection):
+            connection.settimeout(_SILENT_SECONDS)
             connection.connect(self._name)
             if _user(connection) != os.getuid():
                 self._warn("another user has a program there")
-                raise PermissionError
-            if _received(connection, len(_HELLO)) != _HELLO:  # it ends just now
-                raise ConnectionError
+                return
             while not self._is_idle():
-                if connection in _ready([self._wake, connection], _RETRY_SECONDS):
-                    if connection.recv(1) != _ASK:
-                        return
-                    connection.sendall(orjson.dumps(self.snapshots()) + _END)
+                connection.sendall(orjson.dumps(self.snapshots()) + b"\n")
+                self._wake.wait(_SEND_SECONDS)
 
-    # as the server ----------------------------------------------------------------------------------------------------
-
-    def _serve(self, name: socket.socket) -> None:
-        with self._owned(name):
-            peers = _Peers(self)
-            http: _Http | None = None
-            try:
-                while not self._is_idle():
-                    if http is None:
-                        http = self._listen(peers)
-                    if name in _ready([self._wake, name], _RETRY_SECONDS):
-                        peers.accept(name)
-            finally:
-                # First the port, then the name: who gets the name wants the port.
-                if http is not None:
-                    http.end()
-                peers.close()
-
-    def _listen(self, peers: _Peers) -> _Http | None:
-        """None: another program has the port."""
+    def _serve(self, peers: _Server | None) -> None:
+        http: _Server | None = None
         try:
-            http = _Http(self.address, lambda: [*self.snapshots(), *peers.snapshots()])
+            while not self._is_idle():
+                http = http or self._listen()
+                self._wake.wait(_SEND_SECONDS)
+        finally:
+            # First the port, then the name: who gets the name wants the port.
+            for server in (http, peers):
+                if server is not None:
+                    server.end()
+
+    def _listen(self) -> _Server | None:
+        """None: another program has the port."""
+        family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
+        try:
+            http = _Server(self, family, self.address, _Scrape)
         except (OSError, OverflowError) as error:
             self._warn(getattr(error, "strerror", None) or str(error))
             return None
         if self._warned:
             logger.info(f"metrics_port: {self._where()} is free now; the metrics are there.")
             self._warned = False
-        self.sockets.add(http.socket)
-        http.start()
         return http
 
     def _warn(self, why: str) -> None:
@@ -199,98 +177,68 @@ class MetricsPort:
         return "{}:{}".format(*self.address)
 
     @contextmanager
-    def _owned(self, one: socket.socket) -> Iterator[socket.socket]:
+    def owned(self, one: socket.socket) -> Iterator[None]:
         self.sockets.add(one)
         try:
-            yield one
+            yield
         finally:
             self.sockets.discard(one)
-            one.close()
 
 
-class _Peers:
-    """The other processes of this user that show ranks at the same port."""
-
-    def __init__(self, port: MetricsPort) -> None:
-        self._port = port
-        self._connections: list[socket.socket] = []
-        self._asking = threading.Lock()
-
-    def accept(self, name: socket.socket) -> None:
-        connection, _ = name.accept()
-        connection.settimeout(_ANSWER_SECONDS)
-        try:
-            if _user(connection) != os.getuid():
-                raise PermissionError
-            connection.sendall(_HELLO)
-        except OSError:
-            connection.close()
-            return
-        self._port.sockets.add(connection)
-        with self._asking:
-            self._connections.append(connection)
-
-    def snapshots(self) -> list[Snapshot]:
-        """Of all peers. One that does not answer in time, or is gone, is dropped; it may connect again."""
-        found: list[Snapshot] = []
-        with self._asking:
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            for connection in list(self._connections):
-                with suppress(OSError):
-                    connection.sendall(_ASK)
-            for connection in list(self._connections):
-                try:
-                    found += orjson.loads(_line(connection, deadline))
-                except (OSError, ValueError):
-                    self._drop(connection)
-        return found
-
-    def _drop(self, connection: socket.socket) -> None:
-        self._connections.remove(connection)
-        self._port.sockets.discard(connection)
-        connection.close()
-
-    def close(self) -> None:
-        with self._asking:
-            for connection in list(self._connections):
-                self._drop(connection)
-
-
-class _Http(ThreadingHTTPServer):
-    """Answers ``GET /metrics``. Its socket listens once this is made.
+class _Server(ThreadingMixIn, TCPServer):
+    """Listens, and answers in threads, until ``end``.
 
     Raises:
         OSError: it cannot listen.
     """
 
     daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], snapshots: Callable[[], list[Snapshot]]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.snapshots = snapshots
-        super().__init__(address, _Handler)
-        self._thread = threading.Thread(target=self.serve_forever, name="datatrove-ckpt metrics port", daemon=True)
-
-    def server_bind(self) -> None:
-        # HTTPServer's own asks the name server for its host's name, which may take seconds.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_name, self.server_port = self.socket.getsockname()[:2]
-
-    def start(self) -> None:
-        self._thread.start()
+    def __init__(self, port: MetricsPort, family: int, address: Any, handler: type[StreamRequestHandler]) -> None:
+        self.address_family = family
+        self.port = port
+        self.has_ended = False
+        super().__init__(address, handler)
+        port.sockets.add(self.socket)
+        threading.Thread(target=self.serve_forever, name="datatrove-ckpt metrics port", daemon=True).start()
 
     def end(self) -> None:
         """Returns when the port is free."""
+        self.has_ended = True
         self.shutdown()
         self.server_close()
+        self.port.sockets.discard(self.socket)
+        for connection in list(self.port.heard):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that hangs up is nobody's problem."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Http
+class _Peer(StreamRequestHandler):
+    """Hears another process that shows ranks at the same port."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        connection, port = self.connection, self.server.port
+        with port.owned(connection), suppress(OSError, ValueError):
+            if _user(connection) != os.getuid():
+                return
+            try:
+                port.heard[connection] = []
+                while not self.server.has_ended:
+                    connection.settimeout(_SILENT_SECONDS)
+                    port.heard[connection] = orjson.loads(self.rfile.readline(_MAX_MESSAGE))
+            finally:
+                del port.heard[connection]
+
+
+class _Scrape(BaseHTTPRequestHandler):
+    server: _Server
     server_version = "datatrove-ckpt"
     sys_version = ""
     timeout = 10.0  # seconds for a request to come in
@@ -298,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            self._answer(200, *encoded(self.server.snapshots(), self.headers.get("Accept", "")))
+            self._answer(200, *encoded(self.server.port.all_snapshots(), self.headers.get("Accept", "")))
         elif path == "/":
             self._answer(200, b"datatrove-ckpt: the metrics are at /metrics\n", "text/plain; charset=utf-8")
         else:
@@ -315,39 +263,11 @@ class _Handler(BaseHTTPRequestHandler):
         """A scrape is no news."""
 
 
-def _ready(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
-    """Those that can be read, or have ended; none after ``seconds``."""
-    poll = select.poll()  # select refuses descriptors above 1023
-    for one in sockets:
-        poll.register(one, select.POLLIN)
-    numbers = {number for number, _ in poll.poll(seconds * 1000)}
-    return [one for one in sockets if one.fileno() in numbers]
-
-
 def _user(connection: socket.socket) -> int:
     """The user at the other end of a Unix socket."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(user)
-
-
-def _received(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size and (part := connection.recv(size - len(data))):
-        data += part
-    return data
-
-
-def _line(connection: socket.socket, deadline: float) -> bytes:
-    """Raises OSError if it does not come in time."""
-    data = bytearray()
-    while not data.endswith(_END):
-        if not _ready([connection], max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
-        if not (part := connection.recv(1 << 16)) or len(data) > _MAX_ANSWER:
-            raise ConnectionResetError
-        data += part
-    return bytes(data)
 
 
 _ports: dict[tuple[str, int], MetricsPort] = {}
@@ -360,14 +280,6 @@ def metrics_port(host: str, port: int) -> MetricsPort:
         if (host, port) not in _ports:
             _ports[host, port] = MetricsPort(host, port)
         return _ports[host, port]
-
-
-def close_metrics_ports() -> None:
-    """Ends all of this process."""
-    with _guard:
-        for port in _ports.values():
-            port.close()
-        _ports.clear()
 
 
 def _forget_ports() -> None:

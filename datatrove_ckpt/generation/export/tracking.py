@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -227,15 +227,3 @@ def tracking(job: JobSettings) -> Tracking:
     """The one of this process for this job and folder."""
     with _guard:
         return _jobs.setdefault((job.root, job.job), Tracking(job))
-
-
-@contextmanager
-def no_tracking_left() -> Iterator[None]:
-    """For tests: ends all of this process at the end of the block."""
-    try:
-        yield
-    finally:
-        with _guard:
-            for one in _jobs.values():
-                one.close()
-            _jobs.clear()

@@ -13,13 +13,16 @@ because nothing here can start a node again.
 
 No secret passes through these connections, but a process that can write to them can end the run. So the head node
 listens only on the addresses from which it reaches the workers, and accepts connections from the workers' addresses
-only. Other users of those hosts have the same addresses. So both ends first prove who they are: see ``node_link.py``.
+only. Other users of those hosts have the same addresses. So both ends first prove who they are: see ``authenticate``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -32,15 +35,6 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
-from datatrove_ckpt.inference.servers.node_link import (
-    HEAD,
-    MAX_LINE,
-    WORKER,
-    Guests,
-    authenticate,
-    read_line,
-    require_link_key,
-)
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -49,8 +43,8 @@ _START, _DIED = b"start\n", b"died\n"
 _RETRY_DELAY = 0.5  # seconds
 _LOOKUP_INTERVAL = 10.0  # seconds between two lookups of the workers' addresses
 _LOGGED_REFUSALS = 3  # in a row; from then on each time that their number has doubled
-# TCP keepalive: seconds of silence, seconds between probes, and failed probes after which a host counts as lost. A host
-# that loses power closes no connection.
+# TCP keepalive: seconds of silence, seconds between probes, and failed probes after which a host counts as lost. A
+# host that loses power closes no connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -295,3 +289,97 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# How the nodes of one task prove to each other that they belong together, before one listens to the other.
+#
+# Both ends prove that they know the value of the environment variable DATATROVE_CKPT_LINK_KEY, by HMAC-SHA256 of a
+# random number that the other end chose. ``InferenceConfig`` makes the key where a run is submitted: sbatch and srun
+# pass the environment on to every node, and nobody but the user can read it there. A file would need a folder that
+# all nodes share, and argv and the pickled step are readable for others.
+#
+# Anybody on the allowed hosts can connect and say nothing. So a connection has a deadline until it is proven, and
+# only ``_MAX_GUESTS`` connections wait for their proof at once. One more ends the oldest: a node of ours needs
+# milliseconds, so those who say nothing cannot keep it out.
+
+
+HEAD, WORKER = b"head", b"worker"
+"""The role of the node that makes a proof. It is part of the proof, so that no proof can be sent back to its maker."""
+
+MAX_LINE = 1024
+"""Bytes of a line; what is longer is not ours."""
+
+_PROOF_TIMEOUT = 10.0  # seconds
+_MAX_GUESTS = 32
+
+
+def require_link_key() -> None:
+    """Raises ServerStartFailed if this node has no key."""
+    if not os.environ.get(LINK_KEY_VARIABLE):
+        raise ServerStartFailed(
+            f"{LINK_KEY_VARIABLE} is not set on this node, so the nodes of this task cannot prove that they belong "
+            "together. A run makes the key when it is submitted, and sbatch passes it on (--export=ALL, its default). "
+            "Submit the run again; or, if you start the nodes yourself, export one random value to all of them."
+        )
+
+
+class Guests:
+    """The connections that have not proven anything yet."""
+
+    def __init__(self) -> None:
+        self._writers: dict[asyncio.StreamWriter, None] = {}  # in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._writers)
+
+    def add(self, writer: asyncio.StreamWriter) -> None:
+        """Counts a connection until ``remove``. The oldest ends if there are too many."""
+        if len(self._writers) >= _MAX_GUESTS:
+            oldest = next(iter(self._writers))
+            self.remove(oldest)
+            oldest.transport.abort()
+        self._writers[writer] = None
+
+    def remove(self, writer: asyncio.StreamWriter) -> None:
+        self._writers.pop(writer, None)
+
+    def abort(self) -> None:
+        """Ends all of them."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+async def authenticate(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: bytes, peer: bytes
+) -> bool | None:
+    """Whether the other end knows our key; None if it ended, or said nothing in time. It gets the same proof from us.
+
+    Args:
+        own, peer: roles of the two ends.
+    """
+    challenge = secrets.token_hex(16).encode()
+    try:
+        async with asyncio.timeout(_PROOF_TIMEOUT):
+            writer.write(challenge + b"\n")
+            peer_challenge = await read_line(reader)
+            if not peer_challenge:
+                return None
+            writer.write(_proof(own, peer_challenge.strip()) + b"\n")
+            proof = await read_line(reader)
+            return hmac.compare_digest(proof.strip(), _proof(peer, challenge)) if proof else None
+    except TimeoutError:
+        return None
+
+
+def _proof(role: bytes, challenge: bytes) -> bytes:
+    # The key gets no name of its own: tracebacks show the values of names.
+    digest = hmac.digest(os.environ.get(LINK_KEY_VARIABLE, "").encode(), role + b" " + challenge, "sha256")
+    return digest.hex().encode()
+
+
+async def read_line(reader: asyncio.StreamReader) -> bytes:
+    """One line; empty once the connection is closed."""
+    try:
+        return await reader.readline()
+    except (OSError, ValueError):  # ValueError: a line that is too long
+        return b""

@@ -1,4 +1,4 @@
-"""InferenceServer: one server that this process launches. ``make_server`` makes a server of any kind.
+"""InferenceServer: one server that this process launches.
 
 Every engine is launched the same way: on 127.0.0.1, on a free port, with a fresh API key in its environment, with its
 output appended to a log file, and under a guardian (see ``guardian.py``), so that it ends with its runner, however the
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import aiohttp
 from loguru import logger
@@ -32,8 +32,7 @@ from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian, leftovers
-from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, read_log, redacted_command, report
-from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, last_line, read_log, redacted_command, report
 from datatrove_ckpt.inference.servers.engines import HOST, EngineCommand, engine_command
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.guarded_process import GuardedProcess
@@ -41,7 +40,6 @@ from datatrove_ckpt.inference.servers.health import answers, request_health
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.inference.servers.leftovers import ServerRecord
 from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
-from datatrove_ckpt.inference.servers.starting import starting_line, wait_for_first
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor
 
@@ -390,6 +388,41 @@ def free_port() -> int:
     )
 
 
-def make_server(config: InferenceConfig, rank: int) -> Server:
-    """The server for ``config.server_type``: one that we launch, or an endpoint that runs already."""
-    return ExternalServers(config) if config.server_type == "endpoint" else InferenceServer(config, rank)
+# A server that loads its model for minutes says so: silence looks like a hang, and its log shows what it does.
+
+
+_SAY_EVERY = 30.0  # seconds
+
+
+async def wait_for_first(
+    tasks: tuple[asyncio.Task[Any], ...], window: float, line: Callable[[float], str], every: float | None = None
+) -> None:
+    """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each interval.
+
+    Args:
+        line: makes it from the seconds so far. Called in a thread.
+        every: seconds; None: 30.
+    """
+    started = time.monotonic()
+    every = every or _SAY_EVERY
+    while True:
+        waited = time.monotonic() - started
+        done, _ = await asyncio.wait(
+            tasks, timeout=max(0.0, min(every, window - waited)), return_when=asyncio.FIRST_COMPLETED
+        )
+        waited = time.monotonic() - started
+        if done or waited >= window:
+            return
+        logger.info(await asyncio.to_thread(line, waited))
+
+
+def starting_line(name: str, waited: float, window: float, log: Path, log_start: int, redact: Redactor) -> str:
+    """What a server says while it starts.
+
+    Args:
+        name: of the engine.
+        log: what the server writes; ``log_start``: since this byte.
+    """
+    last = last_line(redact(read_log(log, log_start)))
+    said = f"The last line of its log ({log}): {last}" if last else f"Its log is empty so far ({log})."
+    return f"The {name} server is starting, {waited:.0f} s of at most {window:.0f} s. {said}"

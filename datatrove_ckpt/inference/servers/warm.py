@@ -5,7 +5,7 @@ and only between two ranks:
 
     a rank's end                    its servers become the warm set (``keep``), if the rank succeeds (``one_rank``)
     the next rank needs a server    it gets the warm set (``take``) if its servers would have the same settings, and
-                                    no file that they were started with has changed (``file_stamps``), and asks
+                                    no file that they were started with has changed (``stamp``), and asks
                                     each server for its health; otherwise the warm set is stopped first
     no rank within IDLE_SECONDS     the warm set is stopped, because somebody else may need the GPUs
     an error, a stop request        the warm set is stopped
@@ -22,12 +22,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import re
+import stat
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 import xxhash
 from loguru import logger
@@ -35,7 +39,6 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.inference.servers.engines import engine_command
-from datatrove_ckpt.inference.servers.file_stamps import stamp, stamp_of_folder, stamps_of_arguments
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key
@@ -106,7 +109,7 @@ def server_settings(config: InferenceConfig) -> Settings:
     script = str((config.model_kwargs or {})["server_script"]) if config.server_type == "custom" else ""
     parts: dict[str, object] = {
         "command line": command.argv,
-        "server_script": stamp(script),
+        "server_script": script and stamp(script),
         "modules beside server_script": script and _modules_beside(script),
         "model": stamp(model),
         **{f"files of {flag}": part for flag, part in stamps_of_arguments(command.argv, [model, script]).items()},
@@ -125,8 +128,8 @@ def server_settings(config: InferenceConfig) -> Settings:
 def _modules_beside(script: str) -> object:
     """The stamps of the modules of a script. Python looks for them beside the file that a link leads to."""
     real = os.path.realpath(script)
-    stamps = [stamp_of_folder(folder, ".py") for folder in (Path(script).parent, Path(real).parent)]
-    return [module for modules in stamps for module in modules if os.path.realpath(module[0]) != real]
+    modules = [module for path in (script, real) for module in stamp(str(Path(path).parent), ".py")]
+    return [module for module in modules if os.path.realpath(module[0]) != real]
 
 
 def _hash(part: object) -> str:
@@ -249,3 +252,65 @@ def _stop_at_exit() -> None:
         module, util = sys.modules.get(name), sys.modules.get(f"{name}.util")
         if module is not None and util is not None and module.parent_process() is not None:
             util.Finalize(None, close_warm_servers, exitpriority=0)
+
+
+# Stamps of the files that a server is started with: equal as long as nobody changes the files.
+#
+# A stamp is made of what ``stat`` says: no file is read. Of a folder it covers the files in it and those one level
+# down, at most ``_MOST_FILES`` of each. Nothing here raises for a path that does not exist or cannot be read.
+
+
+_MOST_FILES = 1000  # stamped, per level of a folder
+_MOST_NAMES = 10_000  # listed, per level of a folder: one may hold millions
+_BETWEEN = re.compile(r"[\s,=]+")
+Stamp: TypeAlias = list[tuple[str, int, int, int]]
+"""Files with their modification time in nanoseconds, size in bytes, and inode."""
+
+
+def stamp(path: str, suffix: str = "") -> Stamp:
+    """Changes when the file, or a file in the folder, changes. Empty for what is no path, such as a model's name.
+
+    Args:
+        suffix: of a folder, leave out files whose names do not end so.
+    """
+    root = Path(os.path.expandvars(path))
+    with suppress(RuntimeError):  # there is no such user
+        root = root.expanduser()
+    found = _files([root])
+    for level in (f"*{suffix}", f"*/*{suffix}"):
+        with suppress(OSError, ValueError):
+            found += _files(sorted(islice(root.glob(level), _MOST_NAMES)))[:_MOST_FILES]
+    return found
+
+
+def _files(paths: Iterable[Path]) -> Stamp:
+    found = []
+    for path in paths:
+        with suppress(OSError, ValueError):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):  # the times of devices and pipes change with their use
+                found.append((str(path), status.st_mtime_ns, status.st_size, status.st_ino))
+    return found
+
+
+def stamps_of_arguments(argv: Sequence[str], known: Collection[str]) -> dict[str, dict[str, Stamp]]:
+    """From the names of flags to the stamps of the files and folders that their values name.
+
+    A value may be a path, NAME=PATH, several of them with commas or blanks between, or JSON that contains some.
+
+    Args:
+        argv: the command line.
+        known: paths that need no stamp.
+    """
+    stamps: dict[str, dict[str, Stamp]] = {}
+    flag = "the command"
+    for argument in argv:
+        value = argument
+        if argument.startswith("-"):
+            flag, _, value = argument.partition("=")
+        texts = {value, *re.split(r'\\*"', value)}
+        texts |= {text.partition("=")[2] for text in texts} | {part for text in texts for part in _BETWEEN.split(text)}
+        for path in sorted(texts - {*known, ""}):
+            if found := stamp(path):
+                stamps.setdefault(flag, {})[path] = found
+    return stamps

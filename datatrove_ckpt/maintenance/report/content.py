@@ -65,8 +65,6 @@ class RankRow:
         rate: documents per second while it worked; None: not known.
         share: of its input, 0 to 1; None: not known.
         slow: far slower than the others.
-        activity: its rate in each interval of the timeline: -1 no process, 0 no document, 1 to 4 quarters of the
-            fastest usual rate.
         chunks: (first, end, state) of neighbouring chunks in one state, ascending. "dead": done, with dead letters;
             "open": its journal has documents.
         expected_chunks: how many there will be; None: not known.
@@ -80,7 +78,6 @@ class RankRow:
     share: float | None = None
     attempts: int = 0
     slow: bool = False
-    activity: Sequence[int] = ()
     chunks: Sequence[tuple[int, int, ChunkState]] = ()
     expected_chunks: int | None = None
 
@@ -117,7 +114,7 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a whole, such as the answers from the cache."""
+    """A part of a whole, such as the answers from the cache, or the dead letters with one cause."""
 
     name: str
     value: float
@@ -135,14 +132,6 @@ class Histogram:
     @property
     def count(self) -> int:
         return sum(count for _, _, count in self.bins)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause of dead letters, and how many have it."""
-
-    name: str
-    count: int
 
 
 @dataclass(frozen=True)
@@ -175,7 +164,7 @@ class Content:
     median_rate: float | None = None
     interruptions: Sequence[Interruption] = ()
     answers: Sequence[Part] = ()
-    causes: Sequence[Cause] = ()
+    causes: Sequence[Part] = ()
     histograms: Sequence[Histogram] = ()
     settings: Sequence[tuple[str, str]] = ()
     identity: Sequence[tuple[str, str]] = ()

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.checkpoint.history_records import Buckets
+from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, journal_indices
+from datatrove_ckpt.errors import CheckpointError, CkptError
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.report import timeline
-from datatrove_ckpt.maintenance.report.chunks import chunk_runs, expected_chunks
-from datatrove_ckpt.maintenance.report.content import Cause, Content, Interruption, Part, RankRow, Timeline
+from datatrove_ckpt.maintenance.report.content import (
+    ChunkState,
+    Content,
+    Histogram,
+    Interruption,
+    Part,
+    RankRow,
+    Timeline,
+)
 from datatrove_ckpt.maintenance.report.figures import figures
 from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
 from datatrove_ckpt.maintenance.report.prices import Prices, costs
 from datatrove_ckpt.maintenance.report.rank_log import RankLog, read_log
-from datatrove_ckpt.maintenance.report.scales import percent
-from datatrove_ckpt.maintenance.report.spreads import histograms
+from datatrove_ckpt.maintenance.report.scales import grouped, percent
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.redaction import HIDDEN, Veil
 
@@ -69,6 +81,7 @@ def gather(run: RunState, prices: Prices, config: dict[str, Any]) -> Content:
     requests = sum(each.counts.requests + each.unfinished.requests for each in (run.totals, run.retried))
     rates = [one.rate for one in ranks if one.rate is not None]
     median = statistics.median(rates) if len(rates) >= _LEAST_RANKS else None
+    per_chunk = run.identity.get("records_per_chunk")
     return Content(
         where=run.what,
         model=str(run.identity.get("model") or ""),
@@ -78,14 +91,14 @@ def gather(run: RunState, prices: Prices, config: dict[str, Any]) -> Content:
         age=_age(run),
         figures=list(figures(run)),
         costs=list(costs(run, prices, config, sum(one.starting or 0.0 for one in found))),
-        ranks=_rows(run, ranks, axis, median),
+        ranks=[_row(one, median, per_chunk if isinstance(per_chunk, int) else 0) for one in ranks],
         median_rate=median,
         interruptions=together(found),
         answers=[
             Part("from servers", max(0, requests - run.totals.work.cached)),
             Part("from the cache", run.totals.work.cached),
         ],
-        causes=[Cause(name, count) for name, count in run.totals.dead_letters.most_common(_MAX_CAUSES)],
+        causes=[Part(name, count) for name, count in run.totals.dead_letters.most_common(_MAX_CAUSES)],
         histograms=list(histograms((one.log for one in ranks), requests)),
         settings=list(_flat(config.get("executor", {}))),
         identity=[(key, _plain(value)) for key, value in run.identity.items()],
@@ -124,17 +137,7 @@ def _over_time(axis: timeline.Axis | None, ranks: Sequence[_Rank], found: Sequen
     }
 
 
-def _rows(run: RunState, ranks: Sequence[_Rank], axis: timeline.Axis | None, median: float | None) -> list[RankRow]:
-    timed = [one.times for one in ranks if one.times is not None]
-    levels = timeline.activities(axis, timed) if axis is not None else [[] for _ in ranks]
-    per_chunk = run.identity.get("records_per_chunk")
-    return [
-        _row(one, median, activity if one.log.attempts else [], per_chunk if isinstance(per_chunk, int) else 0)
-        for one, activity in zip(ranks, levels, strict=True)
-    ]
-
-
-def _row(one: _Rank, median: float | None, activity: Sequence[int], per_chunk: int) -> RankRow:
+def _row(one: _Rank, median: float | None, per_chunk: int) -> RankRow:
     state, share = one.state, one.state.position.share
     runs = chunk_runs(state.folder)
     is_slow = state.trouble == "slow" or (median is not None and one.rate is not None and one.rate < _SLOW * median)
@@ -150,7 +153,6 @@ def _row(one: _Rank, median: float | None, activity: Sequence[int], per_chunk: i
         1.0 if state.state == "finished" else share,
         state.number_of_attempts,
         is_slow,
-        activity,
         runs,
         None if state.state == "finished" else expected_chunks(state.documents, share, per_chunk),
     )
@@ -203,3 +205,79 @@ def _flat(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(part, f"{name}.{index}")
     elif name:
         yield name, repr(Veil("", node)) if not isinstance(node, str) else node
+
+
+# The chunks of a rank as runs of neighbours in one state, read from its files without keeping what they hold.
+
+
+# A commit's line is long, and a report needs two numbers of it; 1,000 ranks have many of them. Whether lines are whole
+# is for ``status`` to say.
+_COMMIT = re.compile(rb'^[^\n]{0,40}"chunk_index":(\d{1,18}),[^\n]{0,200}?"dead":(\d{1,18}),[^\n]*\n', re.MULTILINE)
+
+
+def chunk_runs(folder: Path) -> list[tuple[int, int, ChunkState]]:
+    """(first, end, state) in ascending order; chunks without a file are left out."""
+    states: dict[int, ChunkState] = {}
+    try:
+        states |= dict.fromkeys(journal_indices(folder), "open")
+        states |= _committed(folder / COMMITS)
+    except (CheckpointError, OSError):
+        pass  # ``status`` says what is damaged; the report draws the rest
+    runs: list[tuple[int, int, ChunkState]] = []
+    for (state, _), run in groupby(enumerate(sorted(states)), key=lambda item: (states[item[1]], item[1] - item[0])):
+        indices = [index for _, index in run]
+        runs.append((indices[0], indices[-1] + 1, state))
+    return runs
+
+
+def _committed(path: Path) -> dict[int, ChunkState]:
+    found = _COMMIT.findall(path.read_bytes()) if path.is_file() else []
+    return {int(index): "dead" if int(dead) else "done" for index, dead in found}
+
+
+def expected_chunks(documents: int, share: float | None, records_per_chunk: int) -> int | None:
+    """How many chunks a rank will have, if its documents go on as they came; None if that is not known."""
+    if not share or not documents or not records_per_chunk:
+        return None
+    return math.ceil(documents / share / records_per_chunk)
+
+
+# Histograms of all requests that servers answered, from those of each attempt.
+
+
+_MAX_BINS = 24
+_PER_POWER = 4  # buckets for each power of two
+
+
+def histograms(logs: Iterable[RankLog], requests: int) -> Iterator[Histogram]:
+    """Latency, prompt tokens, completion tokens; each if there is any.
+
+    Args:
+        requests: of all documents. Those of the last minutes before a kill are in no histogram.
+    """
+    sums = {name: Counter[int]() for name in ("milliseconds", "prompt_tokens", "completion_tokens")}
+    for spread in (attempt.spread for log in logs for attempt in log.attempts):
+        if spread is not None:
+            for name, counter in sums.items():
+                counter.update(getattr(spread, name))
+    shown = (
+        ("Latency of requests", "s", sums["milliseconds"], 0.001),
+        ("Prompt tokens of requests", "tokens", sums["prompt_tokens"], 1.0),
+        ("Completion tokens of requests", "tokens", sums["completion_tokens"], 1.0),
+    )
+    for title, unit, counter, factor in shown:
+        if counted := sum(counter.values()):
+            note = f" of {grouped(requests)}" if counted < requests else ""
+            yield Histogram(title, unit, list(_bins(counter, factor)), note)
+
+
+def _bins(counter: Counter[int], factor: float) -> Iterator[tuple[float, float, int]]:
+    """Neighbouring buckets are joined until there are few enough."""
+    low, high = min(counter), max(counter)
+    joined = next(number for number in (1, 2, _PER_POWER, 400) if (high - low) / number < _MAX_BINS)
+    groups = Counter[int]()
+    for bucket, count in counter.items():
+        groups[(bucket - 1) // joined] += count  # bucket 0 becomes group -1
+    for group in range(min(groups), max(groups) + 1):
+        start = Buckets.lower(group * joined + 1) if group >= 0 else 0.0
+        yield start * factor, Buckets.lower((group + 1) * joined + 1) * factor, groups[group]

@@ -6,19 +6,29 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from datatrove_ckpt.formatting import duration, plural
-from datatrove_ckpt.maintenance.report import rank_charts, tables, time_charts
-from datatrove_ckpt.maintenance.report.content import Content, Figure, RankRow, Series
+from datatrove_ckpt.maintenance.report.charts import HALF, WIDE, legend, line_chart, strip
+from datatrove_ckpt.maintenance.report.content import Content, Figure, Histogram, Interruption, Part, RankRow, Series
 from datatrove_ckpt.maintenance.report.interruptions import NO_WORD
 from datatrove_ckpt.maintenance.report.markup import Markup, element, joined, name, raw, shortened, void
-from datatrove_ckpt.maintenance.report.scales import clock, grouped, percent
-from datatrove_ckpt.maintenance.report.small_charts import histogram, share_bar
-from datatrove_ckpt.maintenance.report.time_charts import HALF, legend
+from datatrove_ckpt.maintenance.report.scales import clock, compact, grouped, percent
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _MAX_INTERRUPTIONS = 100
 _OPEN_ROWS = 24  # a table with more rows is closed at first
 _MAX_KIND = 60
+_MAX_SETTING = 4000
 _NO_WORD = "Without a word: kill -9, out of memory, or a node that is gone."
+_TONES = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
+"""How the states of ``status`` are coloured; others are a warning in the title, and plain in tables."""
+_NUMBER, _WIDE, _BAR, _SOFT, _KEY, _VALUE = "n", "w", "b", "s", "k", "v"
+"""Kinds of columns: numbers, long names, bars, what is less important, and settings with their values."""
+_CHUNKS = {
+    "done": ("chunks committed", "s0"),
+    "dead": ("with dead letters", "s1"),
+    "open": ("in work", "s2"),
+    "damaged": ("damaged", "damaged"),
+    "none": ("to come", "todo"),
+}
 
 
 def page(content: Content) -> str:
@@ -49,7 +59,7 @@ def _header(content: Content) -> Markup:
     return element(
         "header",
         element("h1", name(content.model or content.where)),
-        element("span", content.state, class_=f"pill {tables.TONES.get(content.state, 'warning')}"),
+        element("span", content.state, class_=f"pill {_TONES.get(content.state, 'warning')}"),
         element("p", name(content.where, 400), f", as of {clock(content.made_at)}. {content.age}"),
     )
 
@@ -72,94 +82,88 @@ def _figure(figure: Figure) -> Markup:
 
 def _sections(content: Content) -> Iterable[Markup]:
     if content.timeline is not None:
-        yield from _over_time(content)
-    if any(row.rate is not None for row in content.ranks):
-        yield _rates(content)
-    if content.timeline is not None and any(row.activity for row in content.ranks):
-        yield _activity(content)
-    if any(row.chunks or row.expected_chunks for row in content.ranks):
-        yield _chunks(content.ranks)
+        cuts = "Red triangles: attempts that ended unfinished." if any(content.timeline.interruptions) else ""
+        documents, rate = ([one] if one else [] for one in (content.documents, content.document_rate))
+        yield from _over_time(content, "Documents finished", documents, WIDE, cuts)
+        yield from _over_time(content, "Documents per second", rate, HALF)
+        yield from _over_time(content, "Tokens per second", content.tokens, HALF)
     if content.interruptions:
-        yield _interruptions(content)
-    yield from _answers(content)
-    yield from _errors(content)
-    counted = [found for found in content.histograms if found.count]
-    if counted:
-        cards = (_section(one.title, f"{grouped(one.count)}{one.note} requests", histogram(one)) for one in counted)
+        yield _interruptions(content.interruptions)
+    if any(part.value for part in content.answers):
+        yield _parts("Where answers came from", ("", "answers"), content.answers)
+    if content.timeline is not None:
+        counted = [Series(f"{shortened(one.name, _MAX_KIND)}: {_sum(one)}", one.values) for one in content.errors]
+        yield from _over_time(content, "Errors over time", counted, WIDE)
+    if content.causes:
+        yield _parts("Dead letters", ("cause", "documents"), content.causes)
+    if cards := [_histogram(found) for found in content.histograms if found.count]:
         yield element("div", *cards, class_="wide three")
     if content.ranks:
-        table = tables.rank_table(content.ranks)
-        yield _section("Ranks", "", _closed(table, len(content.ranks), "ranks"), wide=True, long=True)
+        yield _ranks(content)
     for title, pairs in (("Settings", content.settings), ("Identity", content.identity)):
         if pairs:
-            yield _section(title, "", tables.pair_table(pairs), wide=True, long=True)
+            rows = [[name(key), element("code", name(value, _MAX_SETTING))] for key, value in pairs]
+            yield _section(title, "", _table((), (_KEY, _VALUE), rows))
 
 
-def _section(title: str, what: str, *children: str, wide: bool = False, long: bool = False) -> Markup:
-    """A card. ``wide``: both columns; ``long``: may be divided in print."""
-    kind = " ".join(word for word, given in (("wide", wide), ("long", long)) if given)
+def _section(title: str, what: str, *children: str, kind: str | None = "wide") -> Markup:
+    """A card, as wide as the page unless ``kind`` is None."""
     about = element("p", what) if what else ""
-    return element("section", element("h2", title), about, *children, class_=kind or None)
+    return element("section", element("h2", title), about, *children, class_=kind)
 
 
-def _closed(table: Markup, rows: int, what: str) -> Markup:
-    return table if rows <= _OPEN_ROWS else element("details", element("summary", f"all {rows} {what}"), table)
+def _table(head: Sequence[str], kinds: Sequence[str], rows: Sequence[Sequence[str]], what: str = "") -> Markup:
+    """A table. ``what``: the plural of what its rows are, if it is closed at first when it is long."""
+    titles = [
+        element("th", title, class_=_NUMBER if kind == _NUMBER else None)
+        for title, kind in zip(head, kinds, strict=False)
+    ]
+    lines = [element("tr", *titles)] if head else []
+    for row in rows:
+        cells = zip(row, kinds, strict=True)
+        lines.append(element("tr", *(element("td", cell, class_=kind or None) for cell, kind in cells)))
+    table = element("div", element("table", *lines), class_="table")
+    closed = bool(what) and len(rows) > _OPEN_ROWS
+    return element("details", element("summary", f"all {len(rows)} {what}"), table) if closed else table
 
 
-def _over_time(content: Content) -> Iterable[Markup]:
-    timeline = content.timeline
-    assert timeline is not None
-    cuts = "Red triangles: attempts that ended unfinished." if any(timeline.interruptions) else ""
-    if content.documents is not None:
-        chart = time_charts.line_chart(timeline, [content.documents], "documents", filled=True)
-        yield _section("Documents finished", cuts, chart, wide=True)
-    if content.document_rate is not None:
-        chart = time_charts.line_chart(timeline, [content.document_rate], "documents per second", HALF, 200)
-        yield _section("Documents per second", "", legend(["all ranks"], ["s0"]), chart)
-    if content.tokens:
-        names, kinds = [one.name for one in content.tokens], [f"s{index}" for index in range(len(content.tokens))]
-        chart = time_charts.line_chart(timeline, content.tokens, "tokens per second", HALF, 200)
-        yield _section("Tokens per second", "", legend(names, kinds), chart)
+def _over_time(content: Content, title: str, series: Sequence[Series], width: int, what: str = "") -> Iterable[Markup]:
+    if series and content.timeline is not None:
+        names = [one.name for one in series] if len(series) > 1 or title.startswith("Errors") else []
+        keys = legend(names, [f"s{index}" for index in range(len(names))])
+        chart = line_chart(content.timeline, series, title.lower(), width)
+        yield _section(title, what, keys, chart, kind="wide" if width == WIDE else None)
 
 
-def _rates(content: Content) -> Markup:
-    slow = sum(row.slow for row in content.ranks)
-    what = "Documents per second while the rank worked. Dotted: the median."
-    if slow:
-        what += f" Orange: {plural(slow, 'rank')} far below it."
-    return _section("Rate by rank", what, rank_charts.rate_chart(content.ranks, content.median_rate), wide=True)
+def _sum(series: Series) -> str:
+    return grouped(round(sum(value or 0 for value in series.values)))
 
 
-def _activity(content: Content) -> Markup:
-    assert content.timeline is not None
-    shown = rank_charts.active_rows([row for row in content.ranks if row.activity])
-    what = "The stronger the colour, the faster. Empty: no process worked on the rank."
-    if len(shown) < len(content.ranks):
-        what += f" {len(shown)} of {plural(len(content.ranks), 'rank')}: those that need attention, and the slowest."
-    keys = legend(["running, no document finished", "slow", "as fast as usual"], ["k0", "k1", "k4"])
-    return _section("When ranks worked", what, keys, rank_charts.activity_chart(shown, content.timeline), wide=True)
+def _parts(title: str, head: tuple[str, str], parts: Sequence[Part]) -> Markup:
+    """A row for each part of a whole, with its share, and a bar."""
+    total = sum(part.value for part in parts) or 1
+    rows = [
+        [name(one.name, 300), grouped(one.value), percent(one.value / total), strip([(0, one.value, "s0")], total)]
+        for one in parts
+    ]
+    return _section(title, "", _table((*head, "", ""), (_WIDE, _NUMBER, _NUMBER, _BAR), rows))
 
 
-_CHUNKS = {
-    "done": ("committed", "s0"),
-    "dead": ("committed, with dead letters", "k-dead"),
-    "open": ("in work", "k-open"),
-    "damaged": ("damaged", "k-damaged"),
-    "none": ("to come", "k-none"),
-}
+def _histogram(found: Histogram) -> Markup:
+    most = max(count for _, _, count in found.bins)
+    rows = [
+        [f"{_value(low, found.unit)} to {_value(high, found.unit)}", grouped(count), strip([(0, count, "s0")], most)]
+        for low, high, count in found.bins
+    ]
+    about = f"{grouped(found.count)}{found.note} requests"
+    return _section(found.title, about, _table((), (_SOFT, _NUMBER, _BAR), rows), kind=None)
 
 
-def _chunks(ranks: Sequence[RankRow]) -> Markup:
-    rows = [row for row in ranks if row.chunks or row.expected_chunks]
-    states = {str(state) for row in rows for _, _, state in row.chunks}
-    states |= {"none"} if any(row.expected_chunks for row in rows) else set()
-    names, kinds = zip(*(_CHUNKS[state] for state in _CHUNKS if state in states), strict=True)
-    what = "A row for each rank, from its first chunk to its last."
-    return _section("Chunks", what, legend(names, kinds), rank_charts.chunk_map(rows), wide=True)
+def _value(value: float, unit: str) -> str:
+    return duration(value) if unit == "s" else compact(round(value))
 
 
-def _interruptions(content: Content) -> Markup:
-    found = content.interruptions
+def _interruptions(found: Sequence[Interruption]) -> Markup:
     worst = sorted(found, key=lambda one: one.seconds, reverse=True)[:_MAX_INTERRUPTIONS]
     known = [one.repeated for one in found if one.repeated is not None]
     again = f", and {plural(sum(known), 'request')} sent again" if sum(known) else ""
@@ -171,29 +175,52 @@ def _interruptions(content: Content) -> Markup:
     if len(worst) < len(found):
         what += f" These are the {len(worst)} longest of {len(found)}."
     keys = legend(["pause: nothing ran", "start-up: until servers were ready"], ["slow", "s0"])
-    table = tables.interruption_table(sorted(worst, key=lambda one: one.at))
-    table = _closed(table, len(worst), "interruptions")
-    return _section("What interruptions cost", what, keys, table, wide=True, long=True)
+    head = ("rank", "last sign of life, UTC", "how it ended", "where", "pause", "start-up", "sent again", "")
+    kinds = (_WIDE, _SOFT, _WIDE, _WIDE, _NUMBER, _NUMBER, _NUMBER, _BAR)
+    rows = [_interruption(one, worst[0].seconds) for one in sorted(worst, key=lambda one: one.at)]
+    return _section("What interruptions cost", what, keys, _table(head, kinds, rows, "interruptions"))
 
 
-def _answers(content: Content) -> Iterable[Markup]:
-    total = sum(part.value for part in content.answers)
-    if total:
-        kinds = [f"s{index}" for index in range(len(content.answers))]
-        names = [f"{part.name}: {grouped(part.value)} ({percent(part.value / total)})" for part in content.answers]
-        bar = share_bar(content.answers, kinds)
-        yield _section("Where answers came from", "", legend(names, kinds), bar, wide=True)
+def _interruption(one: Interruption, longest: float) -> list[str]:
+    pause = one.away or 0.0
+    return [
+        name(one.rank, 80),
+        clock(one.at).removesuffix(" UTC"),
+        name(one.why),
+        name(one.place, 80),
+        "none yet" if one.away is None else duration(one.away),
+        "" if one.starting is None else duration(one.starting),
+        ("not known" if one.why == NO_WORD else "") if one.repeated is None else grouped(one.repeated),
+        strip([(0, pause, "slow"), (pause, one.seconds, "s0")], longest),
+    ]
 
 
-def _errors(content: Content) -> Iterable[Markup]:
-    if content.timeline is not None and content.errors:
-        kinds = [f"s{index}" for index in range(len(content.errors))]
-        names = [f"{shortened(one.name, _MAX_KIND)}: {grouped(_sum(one))}" for one in content.errors]
-        chart = time_charts.stacked_bars(content.timeline, content.errors, "errors")
-        yield _section("Errors over time", "", legend(names, kinds), chart, wide=True)
-    if content.causes:
-        yield _section("Dead letters", "", tables.cause_table(content.causes), wide=True, long=True)
+def _ranks(content: Content) -> Markup:
+    ranks = content.ranks
+    states = {state for row in ranks for _, _, state in row.chunks} | {"none" for row in ranks if row.expected_chunks}
+    names, kinds = zip(*(_CHUNKS[state] for state in _CHUNKS if state in states), strict=True) if states else ((), ())
+    what = "Documents per second while the rank worked"
+    what += f"; the median is {grouped(content.median_rate)}." if content.median_rate else "."
+    if slow := sum(row.slow for row in ranks):
+        what += f" Orange: {plural(slow, 'rank')} far below it."
+    head = ("rank", "state", "documents", "done", "per second", "", "attempts", "chunks", "")
+    columns = ("", "", _NUMBER, _NUMBER, _NUMBER, _BAR, _NUMBER, _BAR, _WIDE)
+    fastest = max(row.rate or 0.0 for row in ranks)
+    chunks = max(max(row.expected_chunks or 0, row.chunks[-1][1] if row.chunks else 0) for row in ranks)
+    rows = [_rank(row, fastest, chunks) for row in ranks]
+    return _section("Ranks", what, legend(names, kinds), _table(head, columns, rows, "ranks"))
 
 
-def _sum(series: Series) -> int:
-    return round(sum(value or 0 for value in series.values))
+def _rank(row: RankRow, fastest: float, chunks: int) -> list[str]:
+    pieces = [(0, row.expected_chunks or 0, "todo"), *((low, end, _CHUNKS[state][1]) for low, end, state in row.chunks)]
+    return [
+        name(row.key, 40),
+        element("span", row.state, class_=_TONES.get(row.state)),
+        grouped(row.documents),
+        "" if row.share is None else percent(row.share),
+        "" if row.rate is None else grouped(row.rate),
+        strip([(0, row.rate or 0.0, "slow" if row.slow else "s0")], fastest),
+        grouped(row.attempts),
+        strip(pieces, chunks),
+        name(row.reason, 300),
+    ]

@@ -21,7 +21,6 @@ MAX_INTERVALS = 160
 """So many a screen can show."""
 _MINUTE = 60.0  # from a line of the history to the next one, if none was left out
 _MAX_KINDS = 6
-_LEVELS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -157,22 +156,3 @@ def _kinds(ranks: Sequence[RankTimes], names: Callable[[str], str], nothing: Flo
     if rest := ordered[_MAX_KINDS:]:
         series.append((f"{len(rest)} other kinds", sum((values for _, values in rest), nothing)))
     return [Series(name, [round(float(value), 4) for value in values]) for name, values in series if values.sum() > 0]
-
-
-def activities(axis: Axis, ranks: Sequence[RankTimes]) -> list[list[int]]:
-    """How fast each rank was in each interval, beside the usual rate of all of them. See ``RankRow.activity``."""
-    rates = []
-    for one in ranks:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rates.append(np.where(one.ran > 0, one.documents / one.ran, -1.0))
-    worked = [rate[rate > 0] for rate in rates]
-    known = np.concatenate(worked) if worked else np.zeros(0)
-    usual = float(np.median(known)) if known.size else 1.0
-    return [_levels(rate, usual) for rate in rates]
-
-
-def _levels(rate: Floats, usual: float) -> list[int]:
-    levels = np.searchsorted(_LEVELS, rate / usual, side="right") + 1
-    levels[rate == 0] = 0
-    levels[rate < 0] = -1
-    return [int(level) for level in levels]

@@ -19,10 +19,9 @@ from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, MIGRATED, journal_path
+from datatrove_ckpt.checkpoint.layout import COMMITS, MIGRATED, journal_path
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.documents import encode
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.output.hub import HubFile, HubFolder
@@ -55,13 +54,6 @@ async def build(
     log.append(b"".join(seal(commit.to_json()) for commit in commits))
     log.sync()
     await _write_journals(folder, rank, theirs, read, any_text)
-    cache = RequestCache(folder / CACHE)
-    try:
-        for chunk in rank.chunks:
-            cache.put(chunk.answers)
-    finally:
-        cache.close()
-    files.disk.sync(folder / CACHE)
     note = {"aside": rank.aside, "moved": not rank.aside, "from": str(theirs.theirs.folder)}
     files.disk.replace(folder / MIGRATED, orjson.dumps({**note, **rank.to_json(), "made_with": rank.made_with}))
     files.disk.sync_dir(folder)

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 
-NOT_PROVED = "nothing proves which model answered"
 LACKS = "datatrove calls its chunk finished, but the chunk's output lacks it"
 
 
@@ -38,7 +36,6 @@ class Chunk:
         files: its output files. They stay if it is finished, else they are moved aside.
         left: documents that the next run processes.
         problems: what is wrong with its files.
-        answers: of documents that are left.
     """
 
     index: int
@@ -48,7 +45,6 @@ class Chunk:
     files: list[str] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    answers: list[CachedRequest] = field(default_factory=list)
     position: Json | None = None
     last_input: str = ""
 
@@ -102,7 +98,6 @@ class Rank:
     Attributes:
         done: it has a checkpoint of this program already, so nothing is taken over.
         chunks: in ascending order.
-        unused_answers: answers of unfinished documents that are not used, with the reason.
         aside: output files that are moved aside, because their documents are in others, or will be.
         shape: of the rows that were found.
         made_with: what is known of the settings that made its documents, see ``Findings``.
@@ -111,7 +106,6 @@ class Rank:
     rank: int
     done: bool = False
     chunks: list[Chunk] = field(default_factory=list)
-    unused_answers: dict[str, int] = field(default_factory=dict)
     aside: list[str] = field(default_factory=list)
     shape: Shape = field(default_factory=Shape)
     made_with: Json | None = None
@@ -121,15 +115,11 @@ class Rank:
         """Number of documents that are not processed again."""
         return sum(chunk.kept for chunk in self.chunks)
 
-    def leave_answer(self, why: str) -> None:
-        self.unused_answers[why] = self.unused_answers.get(why, 0) + 1
-
     def to_json(self) -> Json:
         return {
             "rank": self.rank,
             "done": self.done,
             "chunks": [_chunk_json(chunk) for chunk in self.chunks],
-            "unused_answers": self.unused_answers,
             "moved_aside": self.aside,
         }
 
@@ -141,7 +131,6 @@ def _chunk_json(chunk: Chunk) -> Json:
         "documents": chunk.counts.read,
         "written": chunk.counts.written,
         "dropped": chunk.counts.dropped,
-        "answers": len(chunk.answers),
         "files": chunk.files if chunk.finished else [],
         "problems": chunk.problems,
         "redone": [{"document": one.ordinal, "id": one.id, "why": one.why} for one in chunk.redone],
@@ -154,7 +143,6 @@ class Findings:
     """Attributes:
     ranks: in ascending order.
     tasks: number of ranks of the run.
-    why_no_answers: why no saved answer is used; "" if some may be.
     why_not_same: why datatrove's requests are not known to have had the settings of CONFIG; "" if they had.
     other_settings: those that differ, by name: datatrove's and ours; without secrets.
     missing: ranks of which there is no trace, with output files that are there nevertheless.
@@ -163,7 +151,6 @@ class Findings:
 
     ranks: list[Rank] = field(default_factory=list)
     tasks: int = 0
-    why_no_answers: str = ""
     why_not_same: str = ""
     other_settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     missing: dict[int, list[str]] = field(default_factory=dict)
@@ -182,7 +169,6 @@ class Findings:
     def to_json(self) -> Json:
         return {
             "ranks": [rank.to_json() for rank in self.ranks],
-            "why_no_answers": self.why_no_answers,
             "made_with": self.made_with(self.kept),
             "missing_ranks": [{"rank": rank, "output": names} for rank, names in sorted(self.missing.items())],
             "warnings": self.warnings,

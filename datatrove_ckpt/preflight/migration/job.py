@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,18 +32,16 @@ from datatrove_ckpt.output.hub_removal import remove_files
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
 from datatrove_ckpt.preflight.migration.building import build
-from datatrove_ckpt.preflight.migration.findings import NOT_PROVED, Findings, Rank, Shape
+from datatrove_ckpt.preflight.migration.findings import Findings, Rank, Shape
 from datatrove_ckpt.preflight.migration.holders import find_holder, open_files, warn_of_young
-from datatrove_ckpt.preflight.migration.judgement import Files, Options, find_answers, judge
+from datatrove_ckpt.preflight.migration.judgement import Files, Options, judge
 from datatrove_ckpt.preflight.migration.known import (
     Known,
     check_known,
     check_shape,
-    digest_of,
     read_known,
 )
 from datatrove_ckpt.preflight.migration.rank_input import RankInput
-from datatrove_ckpt.preflight.migration.their_answers import TheirAnswers
 from datatrove_ckpt.preflight.migration.theirs import Stamp, TheirRank, find_ranks, is_in_place
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -61,14 +58,12 @@ class Migration:
         executor: datatrove's or ours; it is not run.
         folder: ``checkpoints_local_dir`` of datatrove's run; it may be the executor's.
         logging_dir: of datatrove's run; None: the executor's.
-        same_model: the user says that its requests had the model and parameters of the executor's.
         lacking_are_dropped, any_text: see ``Options``.
     """
 
     executor: Any
     folder: Path
     logging_dir: str | None = None
-    same_model: bool = False
     lacking_are_dropped: bool = False
     any_text: bool = False
 
@@ -90,20 +85,14 @@ def migrate(migration: Migration, dry_run: bool = False) -> Findings:
     found = find_ranks(migration.folder, root)
     known = read_known(migration.executor, migration.logging_dir, step)
     _check_tasks(migration, found, known)
-    digest = digest_of(known, step, migration.same_model)
-    why = known.why_not_same if digest is None else ""
-    options = Options(migration.lacking_are_dropped, migration.any_text, digest, _why_unused(known))
+    options = Options(migration.lacking_are_dropped, migration.any_text)
     job = _Job(migration, index, step, root, options, known, dry_run)
-    findings = Findings([], migration.executor.world_size, why, known.why_not_same, known.other)
+    findings = Findings([], migration.executor.world_size, known.why_not_same, known.other)
     with nullcontext() if dry_run else _locked(root):
         job.find(found, findings)
         if not dry_run:
             job.take_over(findings)
     return findings
-
-
-def _why_unused(known: Known) -> str:
-    return known.why_not_same if known.other else NOT_PROVED
 
 
 def _runner_of(executor: Any) -> int:
@@ -211,16 +200,8 @@ class _Job:
         rank, stamp = Rank(theirs.rank), theirs.stamp()
         outputs = self._outputs(theirs.rank)
         read = RankInput(self.migration.executor, self.index, theirs.rank, writes=not self.dry_run)
-        with (
-            tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as scratch,
-            TheirAnswers(theirs.cache, Path(scratch)) as answers,
-        ):
-            key, answered = self.step.metadata_key, answers.last_chunk()
-            their_files = Files(theirs, self._writer, outputs, key, answered)
-            asyncio.run(judge(rank, their_files, read, self.step.records_per_chunk, self.options))
-            find_answers(rank, answers, self.options)
-        if answers.problem:
-            rank.leave_answer(answers.problem)
+        their_files = Files(theirs, self._writer, outputs, self.step.metadata_key)
+        asyncio.run(judge(rank, their_files, read, self.step.records_per_chunk, self.options))
         committed = {name for chunk in rank.chunks if chunk.finished for name in chunk.files}
         rank.aside = [name for names in outputs.values() for name in names if name not in committed]
         self.found.append(_Found(rank, theirs, stamp, their_files, read))

@@ -12,7 +12,6 @@ processed again, unless the user says that they were dropped (``lacking_are_drop
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -21,15 +20,12 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import Answer, CachedRequest
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.generation.datatroves_answers import key_of, result_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.preflight.migration.findings import LACKS, NOT_PROVED, Chunk, Left, Rank, Shape
+from datatrove_ckpt.preflight.migration.findings import LACKS, Chunk, Left, Rank, Shape
 from datatrove_ckpt.preflight.migration.rank_input import RankInput
 from datatrove_ckpt.preflight.migration.rows import Row, Rows, digest, read_chunk_file, read_output
-from datatrove_ckpt.preflight.migration.their_answers import TheirAnswers
 from datatrove_ckpt.preflight.migration.theirs import TheirRank
 
 _LACKS = f"{LACKS}: its rollouts returned None, or it was lost"
@@ -47,14 +43,10 @@ class Options(NamedTuple):
     Attributes:
         lacking_are_dropped: documents that files of finished chunks lack were dropped by their rollouts.
         any_text: the rollout changes the text of documents, so an id is enough.
-        settings: digest of the settings that its requests had, see ``settings_digest``; None: not known.
-        why_unused: why its answers are not used if that is None.
     """
 
     lacking_are_dropped: bool = False
     any_text: bool = False
-    settings: str | None = None
-    why_unused: str = NOT_PROVED
 
 
 class Kept(NamedTuple):
@@ -74,13 +66,9 @@ class Files:
 
     Args:
         outputs: names of output files.
-        answered: the last chunk with a saved answer, or -1.
     """
 
-    def __init__(
-        self, theirs: TheirRank, writer: DiskWriter, outputs: dict[int, list[str]], metadata_key: str, answered: int
-    ) -> None:
-        self._answered = answered
+    def __init__(self, theirs: TheirRank, writer: DiskWriter, outputs: dict[int, list[str]], metadata_key: str) -> None:
         self.theirs = theirs
         self.writer = writer
         self.outputs = outputs
@@ -91,7 +79,7 @@ class Files:
     @property
     def chunks(self) -> int:
         """One more than the last chunk of which there is anything."""
-        return max(self.last, self._answered, *self.chunk_files, *self.outputs) + 1
+        return max((self.last, *self.chunk_files, *self.outputs)) + 1
 
     def matcher(self, index: int, any_text: bool) -> Matcher:
         """Reads what there is of a chunk."""
@@ -271,35 +259,3 @@ def _check(rank: Rank, files: Files, rows: Counter[str], beyond: list[int], docu
             f"holds none of their files, named as {files.writer.output_filename.template!r} says. Set output_folder "
             "and output_filename to those of datatrove's run, or put the files there. Nothing was changed."
         )
-
-
-def find_answers(rank: Rank, answers: TheirAnswers, options: Options) -> None:
-    """Adds the answers of documents that are left, to their chunks."""
-    for chunk in rank.chunks:
-        if chunk.finished or not chunk.left:
-            continue
-        ordinals: dict[str, list[int]] = {}
-        for left in chunk.left:
-            ordinals.setdefault(left.id, []).append(left.ordinal)
-        chunk.answers = list(_answers_of(rank, chunk, answers, ordinals, options))
-
-
-def _answers_of(
-    rank: Rank, chunk: Chunk, answers: TheirAnswers, ordinals: dict[str, list[int]], options: Options
-) -> Iterator[CachedRequest]:
-    repeated = {left.id for left in chunk.left if left.why == _REPEATED}
-    for doc_id, rollout_idx, name, result, error in answers.of_chunk(chunk.index):
-        found = ordinals.get(doc_id)
-        if found is None:
-            continue
-        if doc_id in repeated or len(found) > 1:
-            rank.leave_answer("the id of the document is there several times")
-        elif error is not None:
-            rank.leave_answer("the server has rejected the request")
-        elif options.settings is None:
-            rank.leave_answer(options.why_unused)
-        elif result is None or (kept := result_of(result)) is None:
-            rank.leave_answer("the server has not finished it")
-        else:
-            key = key_of(options.settings, rollout_idx, name)
-            yield CachedRequest(chunk.index, found[0], doc_id, key, Answer(kept, None))

@@ -6,14 +6,16 @@ of datatrove's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from datatrove.io import get_datafolder
 
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.generation.datatroves_answers import settings_digest, settings_of
+from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.preflight.migration.findings import Shape
 from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.remote_errors import file_system_call
@@ -58,7 +60,7 @@ def read_known(executor: Any, logging_dir: str | None, step: InferenceRunner) ->
     if any(_OURS in one for one in steps):
         return Known(
             why="executor.json in the logging_dir is of a run of this program, so it tells nothing of datatrove's "
-            "(name that of datatrove's run with --logging-dir, or give --same-model if it had the model of CONFIG)"
+            "(name that of datatrove's run with --logging-dir)"
         )
     tasks = content.get("world_size")
     known = Known(tasks if isinstance(tasks, int) else None)
@@ -66,13 +68,13 @@ def read_known(executor: Any, logging_dir: str | None, step: InferenceRunner) ->
     if len(runners) != 1:
         known.why = (
             "no executor.json of datatrove's run says which model and parameters it had (name its logging_dir with "
-            "--logging-dir, or give --same-model if they were those of CONFIG)"
+            "--logging-dir)"
         )
         return known
     try:
-        theirs, ours = settings_of(runners[0]["config"]), settings_of(step.config)
+        theirs, ours = _settings_of(runners[0]["config"]), _settings_of(step.config)
     except (KeyError, TypeError, ValueError, AttributeError):
-        known.why = "executor.json of datatrove's run has no config of its runner (give --same-model if CONFIG has it)"
+        known.why = "executor.json of datatrove's run has no config of its runner"
         return known
     known.runner = runners[0]
     known.other = {
@@ -92,9 +94,22 @@ def _executor_json(executor: Any, logging_dir: str | None) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def digest_of(known: Known, step: InferenceRunner, same_model: bool) -> str | None:
-    """The digest of the settings that datatrove's requests had; None if they are not known to be ours."""
-    return settings_digest(step.config) if same_model or not known.why_not_same else None
+def _settings_of(config: InferenceConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a request gets besides what its rollout gives, of our config, or of datatrove's as JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no config.
+    """
+    fields = vars(config) if isinstance(config, InferenceConfig) else config
+    settings = {
+        "model_name_or_path": fields["model_name_or_path"],
+        "canned_answers": fields["server_type"] == "dummy",
+        "use_chat": fields["use_chat"],
+        "default_generation_params": fields["default_generation_params"],
+        "model_kwargs": answering_flags(fields["model_kwargs"]),
+    }
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(settings, option=orjson.OPT_NON_STR_KEYS, default=str))
+    return plain
 
 
 def check_known(known: Known, step: InferenceRunner, tasks: int) -> None:

@@ -2,7 +2,7 @@
 
     last_chunk/00000.txt      the chunk up to which all are finished. Written in place, so a kill may leave it empty
     00000/chunk_00007.jsonl   the finished documents of an unfinished chunk, each with its results
-    00000/replay.sqlite3      the answers of unfinished chunks
+    00000/replay.sqlite3      answers of documents that are not finished; not used: nothing proves which model gave them
 
 A rank without an unfinished chunk has the first file only.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.layout import (
-    CACHE,
     FROM_DATATROVE,
     RUN,
     is_datatroves,
@@ -56,10 +55,6 @@ class TheirRank:
         if not self.folder.is_dir():
             return {}
         return {index: journal_path(self.folder, index) for index in journal_indices(self.folder)}
-
-    @property
-    def cache(self) -> Path:
-        return self.folder / CACHE
 
     def stamp(self) -> Stamp:
         """Names, sizes and times of its files: others if the run is still on."""

@@ -49,11 +49,11 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 _VERSION = 1
-_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
 @dataclass
@@ -82,7 +82,7 @@ class ReshardPlan:
     unfinished: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
-        return orjson.dumps({"version": _VERSION, **asdict(self)}, option=_INDENTED | orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps({"version": _VERSION, **asdict(self)}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
 
     @classmethod
     def read(cls, root: Path) -> ReshardPlan | None:
@@ -266,7 +266,7 @@ def _change_tasks(path: Path, tasks: int, number: int) -> None:
 def _replace(path: Path, content: Json) -> None:
     """As this version writes it. What a fork kept to compare its input with is gone: documents get other numbers."""
     kept = {name: value for name, value in stamped(content).items() if name != FORKED}
-    files.disk.replace(path, orjson.dumps(kept, option=_INDENTED))
+    files.disk.replace(path, sealed_json(kept))
 
 
 class RankLocks:

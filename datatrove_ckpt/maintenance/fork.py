@@ -51,6 +51,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, unstarted_ranks
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.maintenance.inspect import RankFolder, find_ranks, name_place, summarise
@@ -226,7 +227,7 @@ def _fork_rank(rank: RankFolder, said: str, folder: Path, keep_answers: bool, fo
     settings = KEPT_SETTINGS if keep_answers else ("identity_version", "tasks")
     fields = {name: rank.identity[name] for name in (*settings, RESHARDS) if name in rank.identity}
     content = {**stamped(fields), FORKED: forked.to_json(), "owner": _no_owner()}
-    files.disk.replace(folder / RUN, orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    files.disk.replace(folder / RUN, sealed_json(content))
     fork.ranks += 1
     fork.positions += len(fingerprints)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import StorageFailed
@@ -59,7 +59,7 @@ def upload_rank(url: str, folder: Path) -> None:
     """
     snapshot, uploads = _snapshot(folder), Uploads(Versions(url))
     try:
-        uploads.start_version(orjson.loads(snapshot.run), snapshot)
+        uploads.start_version(parse_run(folder / layout.RUN, snapshot.run), snapshot)
         for name in snapshot.sizes:
             with (folder / name).open("rb") as file:
                 while data := file.read(MAX_OBJECT_BYTES):

@@ -31,7 +31,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
@@ -39,6 +38,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, LOCK, RUN, last_chunk_of, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
@@ -225,7 +225,7 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
     except CheckpointCorrupt as error:
         raise Damaged(str(error)) from error
     run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], versions, commits)}
-    _write(staging / RUN, [orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)])
+    _write(staging / RUN, [sealed_json(run)])
     files.disk.sync_dir(staging)
 
 

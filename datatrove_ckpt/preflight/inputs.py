@@ -17,17 +17,16 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder
+from datatrove_ckpt.checkpoint.shares import Shares, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import checkpoints_here
-from datatrove_ckpt.generation.rank_share import read_shares
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.shares import Shares
 from datatrove_ckpt.readers.steps import describe_pipeline, describe_step, differences
 from datatrove_ckpt.runner import InferenceRunner
 

@@ -35,6 +35,7 @@ from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import CrashingDisk, SimulatedCrash, copy_tree, disk_in_place
 from tests.jobs import STOPS_SOON, runner
+from tests.kept import content_of
 from tests.mirrors import ask_twice
 
 SIZES = (9, 1, 0, 14, 5)
@@ -601,7 +602,7 @@ def state(job: Job) -> dict[str, Any]:
         if name.startswith("reshard/") and not (job.checkpoints / RESHARD_PLAN).exists():
             continue  # what a kill has left of the folder
         if path.name == "run.json":
-            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key != "owner"}
+            found[name] = {key: value for key, value in content_of(path).items() if key != "owner"}
         elif path.name == "replay.sqlite3":
             with sqlite3.connect(path) as connection:
                 columns = "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence, result"

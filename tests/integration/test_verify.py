@@ -36,6 +36,7 @@ from datatrove_ckpt.testing import (
 )
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.jobs import documents, runner, writer
+from tests.kept import edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., tuple[int, str]]
@@ -107,8 +108,7 @@ def edit_commits(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]
 
 
 def edit_settings(folder: Path, rank: int, **changes: Any) -> None:
-    path = folder / "checkpoints" / f"{rank:05d}" / "run.json"
-    path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
+    edit(folder / "checkpoints" / f"{rank:05d}" / "run.json", **changes)
 
 
 # clean ---------------------------------------------------------------------------------------------------------------

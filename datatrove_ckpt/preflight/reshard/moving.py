@@ -20,9 +20,9 @@ from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, journal_path, rank_
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.resharding import Staging
+from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.preflight.reshard.scan import RankInput
 from datatrove_ckpt.readers.parts import between
-from datatrove_ckpt.readers.shares import Part, Place
 
 _HERE = Path()
 _START = Place(0, ())

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
@@ -22,9 +21,9 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
 )
 from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
+from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
-from datatrove_ckpt.generation.rank_share import read_shares
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
@@ -39,7 +38,6 @@ from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, Seekin
 from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
 from datatrove_ckpt.readers.parts import divide, joined
 from datatrove_ckpt.readers.sampling import list_input
-from datatrove_ckpt.readers.shares import Part, Share, Shares, names_hash
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -280,8 +278,9 @@ class _Reshard:
             if each.is_done and not mine:
                 plan.done.append(task)
         known = {rank: [self._known(part) for part in mine] for rank, mine in sorted(shares.items())}
-        content = Shares(self._round + 1, self._tasks, self._input, known).to_json()
-        staging.write(SHARES, orjson.dumps(content))
+        data = Shares(self._round + 1, self._tasks, self._input, known).to_bytes()
+        Shares.from_bytes(data, self._root / SHARES)  # whatever is wrong with it, nothing has changed yet
+        staging.write(SHARES, data)
         self._count(ranks)
         return plan
 

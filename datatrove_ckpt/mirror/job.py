@@ -205,12 +205,12 @@ def _compare(
     ranks = [int(name) for name in store.names() if is_rank(name)]
     ranks = [rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda rank: _newest(f"{store.url}/{rank:05d}"), ranks)
+        found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
         kept = {rank: _kept(manifest) for rank, manifest in zip(ranks, found, strict=True) if manifest is not None}
     return compare_kept(kept, job, identity, counts)
 
 
-def _newest(url: str) -> Manifest | None:
+def newest_manifest(url: str) -> Manifest | None:
     """The newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
     mirrored = Versions(url)
     for version in reversed(mirrored.all_versions()):

@@ -12,7 +12,7 @@ so one folder of before ``reshard`` beside ``shares.json`` of after it would los
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,15 +42,11 @@ def count_reshards(root: Path, rank: int, tasks: int | None = None) -> int:
             for another number of tasks.
     """
     dealt = _read_dealt(root)
-    number = dealt.round
-    for one in {*rank_numbers(root)[:1], rank}:  # any rank that was there tells
-        path = rank_folder(root, one) / RUN
-        if path.exists() and (kept := read_run(path).get(RESHARDS, 0)) > number:
-            raise CheckpointMismatch(_shares_lost(root, path, kept, number))
+    refuse_lost_shares(root, {*rank_numbers(root)[:1], rank})  # any rank that was there tells
     if tasks is not None:
         _refuse_older(root, [rank], dealt)
         refuse_other_number(root, tasks)
-    return number
+    return dealt.round
 
 
 def refuse_unfitting(root: Path) -> None:
@@ -65,17 +61,26 @@ def refuse_unfitting(root: Path) -> None:
         raise CheckpointMismatch(text)
 
 
-def refuse_lost_shares(root: Path) -> None:
+def refuse_lost_shares(root: Path, ranks: Iterable[int] | None = None) -> None:
     """
+    Args:
+        ranks: look at these; None: at all.
+
     Raises:
         CheckpointMismatch: a rank has read a share of ``shares.json``, and the file is missing or older.
         CheckpointCorrupt: ``shares.json`` cannot be read.
     """
     number = _read_dealt(root).round
-    for rank in rank_numbers(root) if root.is_dir() else []:
+    if ranks is None:
+        ranks = rank_numbers(root) if root.is_dir() else []
+    for rank in ranks:
         path = rank_folder(root, rank) / RUN
         if (kept := _kept_number(path, number)) > number:
-            raise CheckpointMismatch(_shares_lost(root, path, kept, number))
+            raise CheckpointMismatch(
+                f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
+                f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
+                "each rank reads. Bring the file back."
+            )
 
 
 def refuse_other_number(root: Path, tasks: int) -> None:
@@ -176,11 +181,3 @@ def _kept_number(path: Path, otherwise: int) -> int:
         with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
             return int(read_run(path).get(RESHARDS, 0))
     return otherwise
-
-
-def _shares_lost(root: Path, path: Path, kept: int, number: int) -> str:
-    return (
-        f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
-        f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
-        "each rank reads. Bring the file back."
-    )

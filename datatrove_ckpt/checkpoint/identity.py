@@ -108,6 +108,12 @@ class Owner(TypedDict):
     commits: int
 
 
+def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
+    """This process as an owner, with a nonce of its own. With fence 0 no process has worked on the rank."""
+    host, pid = socket.gethostname(), os.getpid()
+    return Owner(fence=fence, host=host, pid=pid, nonce=secrets.token_hex(8), earlier=earlier or {}, commits=commits)
+
+
 class Fence:
     """Tells whether this process is still the owner of a rank. Made by ``RunClaim.take``. Any thread may use it."""
 
@@ -206,14 +212,7 @@ class RunClaim:
         Args:
             commits: the number of commits that the rank has now.
         """
-        owner: Owner = {
-            "fence": self._fence + 1,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "nonce": secrets.token_hex(8),
-            "earlier": self._earlier,
-            "commits": commits,
-        }
+        owner = new_owner(self._fence + 1, self._earlier, commits)
         reshards = {RESHARDS: self._reshards} if self._reshards else {}
         kept = {**self._fields, **reshards, "owner": owner}
         if self.forked is not None:

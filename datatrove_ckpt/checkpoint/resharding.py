@@ -16,21 +16,17 @@ answers are deleted before they are put again. ``reshard`` holds the locks of al
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.forks import FORKED, is_unstarted
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
@@ -238,9 +234,8 @@ def _forget_unfinished(folder: Path, has_record: bool) -> None:
 
 def _start(path: Path, source: Path) -> None:
     if not path.exists():
-        owner = {"fence": 0, "host": socket.gethostname(), "pid": os.getpid(), "nonce": secrets.token_hex(8)}
         files.disk.make_dirs(path.parent, files.PRIVATE_FOLDER)
-        _replace(path, {**read_run(source), "owner": {**owner, "earlier": {}, "commits": 0}})
+        _replace(path, {**read_run(source), "owner": new_owner()})
 
 
 def _change_tasks(path: Path, tasks: int, number: int) -> None:
@@ -253,15 +248,8 @@ def _change_tasks(path: Path, tasks: int, number: int) -> None:
         return
     owner = run.get("owner", {})
     earlier = {**owner.get("earlier", {}), **({owner["nonce"]: None} if "nonce" in owner else {})}
-    fields: dict[str, Any] = {
-        **owner,
-        "fence": owner.get("fence", 0) + 1,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "nonce": secrets.token_hex(8),
-        "earlier": earlier,
-    }
-    _replace(path, {**run, "tasks": tasks, **reshards, "owner": fields})
+    taken = new_owner(owner.get("fence", 0) + 1, earlier, owner.get("commits", 0))
+    _replace(path, {**run, "tasks": tasks, **reshards, "owner": taken})
 
 
 def _replace(path: Path, content: Json) -> None:

@@ -44,33 +44,23 @@ def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
     return content
 
 
-def read_sealed_file(path: Path, sealed: Collection[int], advice: str) -> Json | None:
-    """The same, from a file; None if there is none.
-
-    Args:
-        advice: what the user can do about damage.
-
-    Raises:
-        CheckpointCorrupt: it is damaged, or holds something else.
-        StorageFailed: it cannot be read.
-    """
-    with explained("read", path):
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return None
-    try:
-        return read_sealed(data, sealed)
-    except ValueError as error:
-        raise CheckpointCorrupt(f"{path} cannot be read ({error}). {advice}") from error
-
-
 def sealed_shard(content: Json) -> bytes:
     """The bytes of a ``shard.json``."""
     return sealed_json({"version": SHARD_VERSION, **content}, indent=False)
 
 
 def read_shard(path: Path) -> Json:
-    """The content of ``shard.json``; empty if there is none. Raises as ``read_sealed_file``."""
-    advice = "Restore it from a copy, or remove it: then nothing shows whether the input of this finished rank changes."
-    return read_sealed_file(path, (SHARD_VERSION,), advice) or {}
+    """The content of ``shard.json``; empty if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or holds something else.
+        StorageFailed: it cannot be read.
+    """
+    try:
+        with explained("read", path):
+            return read_sealed(path.read_bytes(), (SHARD_VERSION,)) if path.exists() else {}
+    except ValueError as error:
+        raise CheckpointCorrupt(
+            f"{path} cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "
+            "input of this finished rank changes."
+        ) from error

@@ -132,6 +132,7 @@ class Shares:
         return sealed_json(content, indent=False)
 
     @classmethod
+    @lru_cache(maxsize=1)  # a start asks several times
     def from_bytes(cls, data: bytes, path: object) -> Shares:
         """
         Raises:
@@ -168,11 +169,6 @@ class Shares:
             raise ValueError(f"the shares hold {len(found)} files, not the {self.input.partition(':')[0]} of the input")
 
 
-@lru_cache(maxsize=1)  # a start asks several times
-def _parsed(data: bytes, path: Path) -> Shares:
-    return Shares.from_bytes(data, path)
-
-
 def read_shares(root: Path) -> Shares | None:
     """The shares of all ranks below ``checkpoints_local_dir``; None if datatrove deals out the files.
 
@@ -182,4 +178,4 @@ def read_shares(root: Path) -> Shares | None:
     """
     path = root / SHARES
     with explained("read", path):
-        return _parsed(path.read_bytes(), path) if path.exists() else None
+        return Shares.from_bytes(path.read_bytes(), path) if path.exists() else None

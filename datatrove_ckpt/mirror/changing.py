@@ -83,7 +83,8 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         url: ``checkpoints_remote_dir``. That it is no mirror of before is checked already.
         root: ``checkpoints_local_dir``.
     """
-    folders = [layout.rank_folder(each, rank) for each in _roots(root) for rank in layout.rank_numbers(each)]
+    roots = [root, *layout.retry_folders(root)]
+    folders = [layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)]
     finished = {f"{url}/{folder.relative_to(root)}": folder for folder in folders if layout.is_finished(folder)}
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -103,10 +104,6 @@ def upload_finished_ranks(url: str, root: Path) -> None:
 def _is_uploaded(url: str) -> bool:
     """A kill in the first upload leaves version 1, which is empty."""
     return any(version.number > 1 for version in Versions(url).all_versions())
-
-
-def _roots(root: Path) -> list[Path]:
-    return [root, *layout.retry_folders(root)]
 
 
 def _snapshot(folder: Path) -> Snapshot:

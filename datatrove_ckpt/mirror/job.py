@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from loguru import logger
 
@@ -50,9 +49,8 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
     """
     store, missing = ObjectStore(url), {}
     try:
-        _copy_shares(shares := _compare_shares(store, root), root)
-        if shares.upload is not None:
-            missing[SHARES] = shares.upload
+        if (shares := _compare_shares(store, root)) is not None:
+            missing[SHARES] = shares
         job = _read_job(store)
         if job and not compare(job, identity):
             return missing
@@ -76,7 +74,7 @@ def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Ca
     """
     store = ObjectStore(url)
     try:
-        _compare_shares(store, root)
+        _compare_shares(store, root, copy=False)
         job = _read_job(store)
         if job and not compare(job, identity):
             return JobChanges()
@@ -94,12 +92,7 @@ def restore_shares(url: str, folder: Path, trusted: bool = True) -> None:
     Raises:
         CheckpointMismatch, CheckpointCorrupt, ConfigError: see ``_compare_shares``.
     """
-    store = ObjectStore(url)
-    try:
-        _copy_shares(_compare_shares(store, folder, trusted), folder)
-    except CheckpointMismatch:
-        if trusted:
-            raise
+    _compare_shares(ObjectStore(url), folder, trusted)
 
 
 def upload_shares(url: str, root: Path) -> None:
@@ -118,26 +111,15 @@ def upload_shares(url: str, root: Path) -> None:
         ) from error
 
 
-class _SharesFound(NamedTuple):
-    """``shares.json`` as bytes: what the mirror lacks, and what the folder lacks."""
-
-    upload: bytes | None = None
-    copy: bytes | None = None
-
-
-def _copy_shares(found: _SharesFound, root: Path) -> None:
-    if found.copy is not None:
-        files.disk.make_dirs(root)
-        files.disk.replace(root / SHARES, found.copy)
-
-
 def _sealed(url: str, shares: bytes) -> bytes:
     """``shares.json`` as a mirror has it: with an HMAC like that of a version, if there is a key."""
     return seal(Seal(url).add(SHARES, unseal(shares) or shares))
 
 
-def _compare_shares(store: ObjectStore, root: Path, trusted: bool = True) -> _SharesFound:
-    """Compares ``shares.json`` of a mirror with that of a folder.
+def _compare_shares(store: ObjectStore, root: Path, trusted: bool = True, copy: bool = True) -> bytes | None:
+    """Compares ``shares.json`` of a mirror with that of a folder, and copies a newer one from the mirror.
+
+    Returns what the mirror lacks.
 
     Raises:
         CheckpointMismatch: the mirror has ranks from before ``reshard``, or dealt out otherwise: what has moved between
@@ -148,11 +130,11 @@ def _compare_shares(store: ObjectStore, root: Path, trusted: bool = True) -> _Sh
     ours = here.read_bytes() if here.exists() else None
     upload = None if ours is None else _sealed(store.url, ours)
     if mirrored == upload:
-        return _SharesFound()
+        return None
     where = f"{store.url}/{SHARES}"
     if not any(is_rank(name) for name in store.names()):
-        if ours is not None:  # a new mirror gets shares.json before it gets any rank
-            return _SharesFound(upload)
+        if ours is not None or not trusted:  # a new mirror gets shares.json before it gets any rank
+            return upload
         raise CheckpointMismatch(
             f"{where} deals out an input to other tasks, and no task is on this mirror, so nothing shows that it is "
             "the input of this run. If another node has just started it, run the same command again once a task of it "
@@ -164,16 +146,19 @@ def _compare_shares(store: ObjectStore, root: Path, trusted: bool = True) -> _Sh
         if mirrored is not None:
             older = Shares.from_bytes(mirrored, where).round
             if ours is not None and without_seal(body) == (unseal(ours) or ours):  # the key is new, or another one
-                return _SharesFound(upload)
+                return upload
             if trusted:
                 Seal(store.url).check(SHARES, body, adopts())
     except CheckpointCorrupt as error:
         if ours is None:
             raise
         logger.warning(f"{error} This node does not need it, and uploads its own.")
-        return _SharesFound(upload)
+        return upload
     if older > number:
-        return _SharesFound(copy=seal(without_seal(body)))
+        if copy:
+            files.disk.make_dirs(root)
+            files.disk.replace(here, seal(without_seal(body)))
+        return None
     raise CheckpointMismatch(
         f"checkpoints_remote_dir: {store.url} holds this run as it was before `datatrove-ckpt reshard` dealt it "
         f"out anew, or dealt out otherwise (number {number}; the mirror has {f'number {older}' if older else 'none'}). "

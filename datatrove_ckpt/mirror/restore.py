@@ -25,8 +25,6 @@ start.
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -35,7 +33,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, LOCK, RUN, last_chunk_of, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.sealed import sealed_json
@@ -256,14 +254,7 @@ def _new_owner(owner: OwnerJson, versions: list[Version], commits: int) -> Owner
     for version in versions:
         if earlier.get(version.nonce, 0) is not None:
             earlier[version.nonce] = version.number
-    return {
-        **owner,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "nonce": secrets.token_hex(8),
-        "earlier": earlier,
-        "commits": commits,
-    }
+    return {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
 
 
 def _forget_last_chunk(folder: Path) -> None:

@@ -354,7 +354,7 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("fork", "0"): (_nothing, "fork checkpoints new"),
     ("fork", "1"): (_damaged, "fork checkpoints new"),
     ("fork", "2"): (_nothing, "fork empty new"),
-    ("reshard", "0"): (_nothing, "reshard job.yaml --tasks 2 --dry-run"),
+    ("reshard", "0"): (_unfinished, "reshard job.yaml --tasks 2 --dry-run"),
     ("reshard", "1"): (_damaged, "reshard job.yaml --tasks 2"),
     ("reshard", "2"): (_nothing, "reshard checkpoints --tasks 2"),
     ("schema", "0"): (_nothing, "schema"),

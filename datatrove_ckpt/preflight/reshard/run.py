@@ -238,7 +238,8 @@ class _Reshard:
     def run(self, locks: _HeldLocks, dry_run: bool) -> Resharded:
         with _quiet():
             ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
-        if all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
+        come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)
+        if not come_back and all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
             raise ConfigError(
                 f"reshard: nothing is left to deal out: the run in {self._root} is finished. Go on with "
                 f"{plural(self._before, 'task')}."

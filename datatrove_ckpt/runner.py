@@ -36,7 +36,7 @@ from datatrove_ckpt.generation.messages import RankMessages
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
-from datatrove_ckpt.generation.rank_mirror import open_mirror, restore_from_mirror
+from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
 from datatrove_ckpt.generation.rank_share import open_source
 from datatrove_ckpt.generation.run_identity import run_identity
@@ -251,9 +251,10 @@ class InferenceRunner(CarriesCode, PipelineStep):
             unopened = NullCheckpoint(self.output_writer, rank, self.records_per_chunk, preemption.shutdown)
             self._process(data, rank, world_size, preemption, unopened, None)
         elif not self.retry_dead_letters:
-            restore_from_mirror(self, rank, preemption)
-            opened = self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
-            self._process(data, rank, world_size, preemption, *opened)
+            with naming_mirror(self, rank):
+                restore_from_mirror(self, rank, preemption)
+                opened = self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
+                self._process(data, rank, world_size, preemption, *opened)
         else:
             for one in retried_ranks(self.checkpoints_root, rank, world_size):
                 self._retry(data, one, world_size, preemption)

@@ -1,4 +1,4 @@
-"""How many answers a checkpoint has kept, seen from outside while its run is on.
+"""What a checkpoint has kept: the content of its files, and how many answers, seen from outside while its run is on.
 
 An answer is written down a moment after it came. So a test that says exactly what a kill -9 may cost waits until those
 are kept that are not to be lost.
@@ -12,10 +12,22 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
+from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    """Of ``run.json``, ``job.json``, ``shard.json`` or ``shares.json``, without its checksum."""
+    return read_sealed(path.read_bytes(), ())
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Changes such a file as a program does: its checksum is right."""
+    path.write_bytes(sealed_json(content_of(path) | changes))
 
 
 def until_kept(checkpoints: Path, number: int) -> None:

@@ -15,6 +15,7 @@ from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import FORMAT
 
 ELSEWHERE = "node7"
@@ -114,7 +115,7 @@ def write_rank(
     folder.mkdir(parents=True)
     owner = {"fence": attempts, "host": ELSEWHERE, "pid": 42, "nonce": f"{number:016x}", "earlier": {}, "commits": 0}
     run = {"format": FORMAT, "records_per_chunk": per_chunk, **settings, "owner": owner}
-    (folder / layout.RUN).write_bytes(orjson.dumps(run))
+    (folder / layout.RUN).write_bytes(sealed_json(run))
     dead = [orjson.dumps({"kind": kind, "error": error, "document": {}}) + b"\n" for kind, error in letters]
     size = len(b"".join(dead))
     lines = [commit(index, per_chunk) for index in range(chunks - 1)]

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -22,10 +20,10 @@ from datatrove_ckpt.checkpoint.commits import (
     read_commits,
     read_last_chunk,
 )
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, SHARD, is_finished, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import is_count
+from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 _START_OVER = "Restore the file from a copy, or start this rank over: remove its folder and its output."
@@ -56,7 +54,7 @@ class Expected:
             finished: whether the rank is finished; None: look.
 
         Raises:
-            CheckpointCorrupt: ``run.json`` cannot be read.
+            CheckpointCorrupt: ``run.json`` or ``shard.json`` cannot be read.
         """
         if finished is None:
             finished = is_finished(folder)
@@ -114,13 +112,7 @@ def read_complete_commits(folder: Path, finished: bool | None = None) -> dict[in
 
 
 def _documents(shard: Path) -> int | None:
-    """The number of documents in ``shard.json``. What is wrong with the file is said by who needs the rest of it."""
-    try:
-        with explained("read", shard):
-            content = orjson.loads(shard.read_bytes()) if shard.exists() else {}
-    except orjson.JSONDecodeError:
-        return None
-    documents = content.get("documents") if isinstance(content, dict) else None
+    documents = read_shard(shard).get("documents")
     return documents if is_count(documents) else None
 
 

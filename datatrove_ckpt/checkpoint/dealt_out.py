@@ -12,26 +12,21 @@ so one folder of before ``reshard`` beside ``shares.json`` of after it would los
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import orjson
-
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARES, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.shares import Shares, read_shares
 from datatrove_ckpt.checkpoint.versions import RESHARDS
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch
+
+_BY_DATATROVE = Shares(0, 0, "", {})
 
 
-class _Dealt(NamedTuple):
-    """How many times the input was dealt out anew, to how many tasks, and the shares of retired ranks."""
-
-    number: int
-    tasks: int
-    retired: dict[int, Any]
+def _read_dealt(root: Path) -> Shares:
+    return read_shares(root) or _BY_DATATROVE
 
 
 def count_reshards(root: Path, rank: int, tasks: int | None = None) -> int:
@@ -47,15 +42,11 @@ def count_reshards(root: Path, rank: int, tasks: int | None = None) -> int:
             for another number of tasks.
     """
     dealt = _read_dealt(root)
-    number = dealt.number
-    for one in {*rank_numbers(root)[:1], rank}:  # any rank that was there tells
-        path = rank_folder(root, one) / RUN
-        if path.exists() and (kept := read_run(path).get(RESHARDS, 0)) > number:
-            raise CheckpointMismatch(_shares_lost(root, path, kept, number))
+    refuse_lost_shares(root, {*rank_numbers(root)[:1], rank})  # any rank that was there tells
     if tasks is not None:
         _refuse_older(root, [rank], dealt)
         refuse_other_number(root, tasks)
-    return number
+    return dealt.round
 
 
 def refuse_unfitting(root: Path) -> None:
@@ -70,17 +61,26 @@ def refuse_unfitting(root: Path) -> None:
         raise CheckpointMismatch(text)
 
 
-def refuse_lost_shares(root: Path) -> None:
+def refuse_lost_shares(root: Path, ranks: Iterable[int] | None = None) -> None:
     """
+    Args:
+        ranks: look at these; None: at all.
+
     Raises:
         CheckpointMismatch: a rank has read a share of ``shares.json``, and the file is missing or older.
         CheckpointCorrupt: ``shares.json`` cannot be read.
     """
-    number = _read_dealt(root).number
-    for rank in rank_numbers(root) if root.is_dir() else []:
+    number = _read_dealt(root).round
+    if ranks is None:
+        ranks = rank_numbers(root) if root.is_dir() else []
+    for rank in ranks:
         path = rank_folder(root, rank) / RUN
         if (kept := _kept_number(path, number)) > number:
-            raise CheckpointMismatch(_shares_lost(root, path, kept, number))
+            raise CheckpointMismatch(
+                f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
+                f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
+                "each rank reads. Bring the file back."
+            )
 
 
 def refuse_other_number(root: Path, tasks: int) -> None:
@@ -89,7 +89,7 @@ def refuse_other_number(root: Path, tasks: int) -> None:
         CheckpointMismatch: ``shares.json`` deals the input out to another number of tasks.
     """
     dealt = _read_dealt(root)
-    if dealt.number and dealt.tasks != tasks:
+    if dealt.round and dealt.tasks != tasks:
         raise CheckpointMismatch(
             f"{root / SHARES} deals the input out to another number of tasks than this run has:\n"
             f"  tasks: {dealt.tasks} -> {tasks}\n"
@@ -134,7 +134,7 @@ def older_ranks(root: Path) -> Iterator[tuple[int, str]]:
         CheckpointCorrupt: ``shares.json`` cannot be read.
     """
     dealt = _read_dealt(root)
-    return _older(root, rank_numbers(root) if dealt.number else [], dealt)
+    return _older(root, rank_numbers(root) if dealt.round else [], dealt)
 
 
 def retired_ranks(root: Path) -> set[int]:
@@ -155,19 +155,19 @@ def ranks_with_documents(root: Path) -> set[int]:
     return {rank for rank, share in _read_dealt(root).retired.items() if share or rank_folder(root, rank).exists()}
 
 
-def _refuse_older(root: Path, ranks: list[int], dealt: _Dealt) -> None:
+def _refuse_older(root: Path, ranks: list[int], dealt: Shares) -> None:
     for _, text in _older(root, ranks, dealt):
         raise CheckpointMismatch(text)
 
 
-def _older(root: Path, ranks: list[int], dealt: _Dealt) -> Iterator[tuple[int, str]]:
+def _older(root: Path, ranks: list[int], dealt: Shares) -> Iterator[tuple[int, str]]:
     for rank in ranks:
         path = rank_folder(root, rank) / RUN
-        if (kept := _kept_number(path, dealt.number)) < dealt.number:
+        if (kept := _kept_number(path, dealt.round)) < dealt.round:
             again = f"datatrove-ckpt reshard WHAT --tasks {dealt.tasks}, then run" if rank >= dealt.tasks else "run"
             yield (
                 rank,
-                f"{path.parent} is of before `datatrove-ckpt reshard` dealt the input out anew (number {dealt.number}; "
+                f"{path.parent} is of before `datatrove-ckpt reshard` dealt the input out anew (number {dealt.round}; "
                 f"this folder has {f'number {kept}' if kept else 'none'}): it was restored from an older copy. What "
                 "was not committed then may be other tasks' now, so documents would be lost or there twice. Bring the "
                 f"folder back as it was after reshard. If there is no such copy, move it and the output files of task "
@@ -181,26 +181,3 @@ def _kept_number(path: Path, otherwise: int) -> int:
         with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
             return int(read_run(path).get(RESHARDS, 0))
     return otherwise
-
-
-def _shares_lost(root: Path, path: Path, kept: int, number: int) -> str:
-    return (
-        f"{path} says that the input was dealt out anew by `datatrove-ckpt reshard` (number {kept}), but "
-        f"{root / SHARES} {f'is older (number {number})' if number else 'is missing'}, so nobody knows what "
-        "each rank reads. Bring the file back."
-    )
-
-
-def _read_dealt(root: Path) -> _Dealt:
-    path = root / SHARES
-    with explained("read", path):
-        data = path.read_bytes() if path.exists() else None
-    if data is None:
-        return _Dealt(0, 0, {})
-    try:
-        content = orjson.loads(data)
-        tasks = int(content["tasks"])
-        retired = {int(rank): share for rank, share in content["ranks"].items() if int(rank) >= tasks}
-        return _Dealt(int(content["round"]), tasks, retired)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"{path} cannot be read ({error!r}). Restore it from a copy.") from error

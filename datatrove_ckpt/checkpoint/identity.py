@@ -37,11 +37,12 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
 from datatrove_ckpt.checkpoint.forks import FORKED, WAY_OUT, Forked, is_unstarted
-from datatrove_ckpt.checkpoint.layout import RUN
+from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import holds_work
+from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.setting_values import same_value
-from datatrove_ckpt.checkpoint.versions import RESHARDS, check_format, settings_in, stamped
+from datatrove_ckpt.checkpoint.versions import RESHARDS, SEALED_FORMATS, check_format, settings_in, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.redaction import without_secrets
@@ -50,6 +51,7 @@ _MAX_BYTES = 64 * 2**20
 """Of ``run.json``, which holds a few values of the user's besides names and numbers."""
 _MAX_TASKS = 10_000_000
 _NO_RUN = "Restore it from a copy or from the mirror. If there is none, start this rank over: move its folder away."
+_NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
 _USERS_FIELDS = ("imports", "rollout_fn", "shared_context", "default_generation_params", "model_kwargs")
 """Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
@@ -104,6 +106,12 @@ class Owner(TypedDict):
     nonce: str
     earlier: dict[str, int | None]
     commits: int
+
+
+def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
+    """This process as an owner, with a nonce of its own. With fence 0 no process has worked on the rank."""
+    host, pid = socket.gethostname(), os.getpid()
+    return Owner(fence=fence, host=host, pid=pid, nonce=secrets.token_hex(8), earlier=earlier or {}, commits=commits)
 
 
 class Fence:
@@ -204,21 +212,14 @@ class RunClaim:
         Args:
             commits: the number of commits that the rank has now.
         """
-        owner: Owner = {
-            "fence": self._fence + 1,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "nonce": secrets.token_hex(8),
-            "earlier": self._earlier,
-            "commits": commits,
-        }
+        owner = new_owner(self._fence + 1, self._earlier, commits)
         reshards = {RESHARDS: self._reshards} if self._reshards else {}
         kept = {**self._fields, **reshards, "owner": owner}
         if self.forked is not None:
             kept[FORKED] = self.forked.to_json()
         if self._accepted:
             kept["accepted_changes"] = self._accepted
-        files.disk.replace(self._path, orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        files.disk.replace(self._path, sealed_json(kept))
         return Fence(self._path, owner)
 
 
@@ -269,14 +270,25 @@ def _load(path: Path) -> Json:
         if isinstance(error.__cause__, PermissionError):
             raise StorageFailed(f"{not_readable(path)}.") from error
         raise
+    return parse_run(path, data)
+
+
+def parse_run(path: Path | str, data: bytes) -> Json:
+    """The content of ``run.json`` or ``job.json`` from its bytes.
+
+    Raises:
+        CheckpointCorrupt: they hold no run. The message names ``path``.
+        VersionMismatch: a newer version of this program wrote it.
+    """
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        content = orjson.loads(data)
+        content = read_sealed(data, SEALED_FORMATS)
         check_format(path, content)  # first: the rest may look otherwise in a newer one
         return check_run(content)
     except ValueError as error:
-        raise CheckpointCorrupt(f"{path} does not hold a run ({error}). {_NO_RUN}") from error
+        advice = _NO_JOB if str(path).endswith(JOB) else _NO_RUN
+        raise CheckpointCorrupt(f"{path} does not hold a run ({error}). {advice}") from error
 
 
 def not_readable(path: Path | str) -> str:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import orjson
-
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
     Change,
@@ -36,6 +34,7 @@ from datatrove_ckpt.checkpoint.identity import (
 from datatrove_ckpt.checkpoint.layout import JOB, JOB_LOCK, LOCK, RUN, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import holds_work
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointLocked
 
 _GUARD_SECONDS = 60.0
@@ -180,7 +179,7 @@ def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> byte
     """The content of a ``job.json`` that comes after one with the content ``before``."""
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     job = {**as_kept(identity.fields), **({"accepted_changes": accepted} if accepted else {})}
-    return orjson.dumps(job, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    return sealed_json(job)
 
 
 def _refusal(root: Path, found: JobChanges, identity: RunIdentity) -> Exception:

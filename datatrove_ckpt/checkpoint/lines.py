@@ -26,22 +26,22 @@ Json: TypeAlias = dict[str, Any]
 """A JSON object. Its values are ``Any`` because the checkpoint only stores, compares and prints them: a position is
 defined by the reader, and an identity by the caller."""
 
-_PREFIX = b'{"xxh":"'
-BODY_AT = len(_PREFIX) + 16 + len(b'",')
+PREFIX = b'{"xxh":"'
+BODY_AT = len(PREFIX) + 16 + len(b'",')
 
 
 def seal(body: bytes) -> bytes:
     """Returns a JSON object's bytes as a line with a checksum."""
     rest = body[1:]
-    return b'%s%s",%s\n' % (_PREFIX, xxhash.xxh3_64_hexdigest(rest).encode(), rest)
+    return b'%s%s",%s\n' % (PREFIX, xxhash.xxh3_64_hexdigest(rest).encode(), rest)
 
 
 def unseal(line: bytes) -> bytes | None:
     """Returns the JSON object's bytes without the checksum; None if the line is not whole."""
-    if not line.endswith(b"\n") or not line.startswith(_PREFIX):
+    if not line.endswith(b"\n") or not line.startswith(PREFIX):
         return None
     rest = line[BODY_AT:-1]
-    if line[len(_PREFIX) : BODY_AT] != b'%s",' % xxhash.xxh3_64_hexdigest(rest).encode():
+    if line[len(PREFIX) : BODY_AT] != b'%s",' % xxhash.xxh3_64_hexdigest(rest).encode():
         return None
     return b"{" + rest
 

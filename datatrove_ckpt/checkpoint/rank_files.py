@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import orjson
-
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import ChunkKey, CompleteChunk, PublishedChunk
@@ -28,6 +26,7 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, HISTORY, RET
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
@@ -219,7 +218,7 @@ class RankFiles:
             Fenced: another process has taken the rank over.
         """
         self._fence.check(thorough=True)
-        files.disk.replace(self._folder / SHARD, orjson.dumps(shard))
+        files.disk.replace(self._folder / SHARD, sealed_shard(shard))
         self._shard_written = True
 
     # history -----------------------------------------------------------------------------------------------------

@@ -16,21 +16,17 @@ answers are deleted before they are put again. ``reshard`` holds the locks of al
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.forks import FORKED, is_unstarted
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
@@ -49,11 +45,11 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 _VERSION = 1
-_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
 @dataclass
@@ -82,7 +78,7 @@ class ReshardPlan:
     unfinished: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
-        return orjson.dumps({"version": _VERSION, **asdict(self)}, option=_INDENTED | orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps({"version": _VERSION, **asdict(self)}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
 
     @classmethod
     def read(cls, root: Path) -> ReshardPlan | None:
@@ -190,7 +186,7 @@ def carry_out(
     for rank, first in plan.answers.items():
         _merge_answers(rank_folder(staged, rank) / CACHE, rank_folder(root, rank) / CACHE, first)
     for rank in plan.retired:
-        _forget_unfinished(rank_folder(root, rank))
+        _forget_unfinished(rank_folder(root, rank), f"{rank_folder(Path(), rank)}/{SHARD}" in plan.moved)
     for rank, source in plan.started.items():
         _start(rank_folder(root, rank) / RUN, rank_folder(root, source) / RUN)
     for folder in [root, *retry_folders(root)]:
@@ -224,10 +220,11 @@ def _merge_answers(staged: Path, path: Path, first: int) -> None:
         found.close()
 
 
-def _forget_unfinished(folder: Path) -> None:
+def _forget_unfinished(folder: Path, has_record: bool) -> None:
     if not folder.is_dir():
         return
-    files.disk.remove(folder / SHARD)  # it says how many documents there were to its end
+    if not has_record:  # the plan is an earlier release's, and this one says how many documents there were to its end
+        files.disk.remove(folder / SHARD)
     for index in journal_indices(folder):
         files.disk.remove(journal_path(folder, index))
     for suffix in ("", *CACHE_LOGS):
@@ -237,9 +234,8 @@ def _forget_unfinished(folder: Path) -> None:
 
 def _start(path: Path, source: Path) -> None:
     if not path.exists():
-        owner = {"fence": 0, "host": socket.gethostname(), "pid": os.getpid(), "nonce": secrets.token_hex(8)}
         files.disk.make_dirs(path.parent, files.PRIVATE_FOLDER)
-        _replace(path, {**read_run(source), "owner": {**owner, "earlier": {}, "commits": 0}})
+        _replace(path, {**read_run(source), "owner": new_owner()})
 
 
 def _change_tasks(path: Path, tasks: int, number: int) -> None:
@@ -252,21 +248,14 @@ def _change_tasks(path: Path, tasks: int, number: int) -> None:
         return
     owner = run.get("owner", {})
     earlier = {**owner.get("earlier", {}), **({owner["nonce"]: None} if "nonce" in owner else {})}
-    fields: dict[str, Any] = {
-        **owner,
-        "fence": owner.get("fence", 0) + 1,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "nonce": secrets.token_hex(8),
-        "earlier": earlier,
-    }
-    _replace(path, {**run, "tasks": tasks, **reshards, "owner": fields})
+    taken = new_owner(owner.get("fence", 0) + 1, earlier, owner.get("commits", 0))
+    _replace(path, {**run, "tasks": tasks, **reshards, "owner": taken})
 
 
 def _replace(path: Path, content: Json) -> None:
     """As this version writes it. What a fork kept to compare its input with is gone: documents get other numbers."""
     kept = {name: value for name, value in stamped(content).items() if name != FORKED}
-    files.disk.replace(path, orjson.dumps(kept, option=_INDENTED))
+    files.disk.replace(path, sealed_json(kept))
 
 
 class RankLocks:

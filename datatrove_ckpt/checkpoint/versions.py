@@ -8,6 +8,8 @@ it refuses a newer one before it reads anything else, and names the release (``w
     1       0.1.0
     2       0.2.0              history.jsonl, job.json, shard.json; times, work and hashes of the hub in commits, and
                                checksums of answers, which 0.1.0 takes for damage
+    3       0.2.0              a checksum in front of run.json, job.json, shard.json and shares.json, which earlier
+                               builds of 0.2.0 take for a setting
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.forks import FORKED
 from datatrove_ckpt.errors import VersionMismatch
 
-FORMAT = 2
+FORMAT = 3
 """What this version writes."""
+SEALED_FORMATS = range(3, FORMAT + 1)
+"""``run.json`` and ``job.json`` of these have a checksum."""
 OLDEST_FORMAT = 1
 """All formats from this one on can be continued. It stays as it is within a major version of the package."""
 FORMAT_KEY = "format"

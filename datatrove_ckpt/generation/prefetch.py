@@ -24,6 +24,7 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.documents import fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
@@ -37,7 +38,6 @@ from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
-from datatrove_ckpt.readers.shares import Share
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 from datatrove_ckpt.readers.steps import StepRecord
 

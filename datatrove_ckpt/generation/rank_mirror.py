@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.layout import rank_folder
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror.changing import upload_finished_ranks
-from datatrove_ckpt.mirror.job import join_mirrored_job
+from datatrove_ckpt.mirror.job import join_mirrored_job, newest_manifest
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.process.preemption import Preemption
@@ -30,6 +35,24 @@ def restore_from_mirror(step: _Step, rank: int, preemption: Preemption) -> None:
     if step.checkpoints_remote_dir is not None:
         with preemption.interruptible():
             restore_rank(step.checkpoints_remote_dir, step.checkpoints_root, rank, retries=step.retry_dead_letters)
+
+
+@contextmanager
+def naming_mirror(step: _Step, rank: int) -> Iterator[None]:
+    """Says of a damaged checkpoint how it comes back from the mirror, if there is one that has it."""
+    try:
+        yield
+    except CheckpointCorrupt as error:
+        folder, found = rank_folder(step.checkpoints_root, rank), None
+        if step.checkpoints_remote_dir is not None:
+            with suppress(OSError, CkptError):
+                found = newest_manifest(url := f"{step.checkpoints_remote_dir}/{folder.name}")
+        if found is None or not found.files:
+            raise
+        raise CheckpointCorrupt(
+            f"{error} The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
+            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again."
+        ) from error
 
 
 def mirror_finished_ranks(step: _Step, root: Path) -> None:

@@ -6,36 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-import orjson
 from datatrove.data import Document
 
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.layout import SHARES
+from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shares import Shares
 from datatrove_ckpt.readers.steps import StepRecord
-
-
-def read_shares(root: Path) -> Shares | None:
-    """The shares of all ranks below ``checkpoints_local_dir``; None if datatrove deals out the files.
-
-    Raises:
-        CheckpointCorrupt: the file holds none.
-        StorageFailed: it cannot be read.
-    """
-    path = root / SHARES
-    try:
-        with explained("read", path):
-            content = path.read_bytes() if path.exists() else None
-    except FileNotFoundError:
-        return None
-    if content is None:
-        return None
-    try:
-        return Shares.from_json(orjson.loads(content), path)
-    except orjson.JSONDecodeError:
-        return Shares.from_json(None, path)
 
 
 class _Step(Protocol):

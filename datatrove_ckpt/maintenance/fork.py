@@ -17,9 +17,7 @@ read: its request caches are copied under the locks of their ranks.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import socket
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +34,7 @@ from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.dealt_out import ranks_with_documents, refuse_unfitting
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.forks import FORKED, KEPT_SETTINGS, Forked
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.kept_answers import read_answers
 from datatrove_ckpt.checkpoint.layout import (
@@ -51,6 +49,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, unstarted_ranks
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.maintenance.inspect import RankFolder, find_ranks, name_place, summarise
@@ -225,8 +224,8 @@ def _fork_rank(rank: RankFolder, said: str, folder: Path, keep_answers: bool, fo
     _keep_answers(folder, rank.folder / KEPT_ANSWERS if keep_answers else None, committed, fork.answers)
     settings = KEPT_SETTINGS if keep_answers else ("identity_version", "tasks")
     fields = {name: rank.identity[name] for name in (*settings, RESHARDS) if name in rank.identity}
-    content = {**stamped(fields), FORKED: forked.to_json(), "owner": _no_owner()}
-    files.disk.replace(folder / RUN, orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    content = {**stamped(fields), FORKED: forked.to_json(), "owner": new_owner()}
+    files.disk.replace(folder / RUN, sealed_json(content))
     fork.ranks += 1
     fork.positions += len(fingerprints)
 
@@ -238,12 +237,6 @@ def _fingerprints(rank: RankFolder, commits: Iterable[Commit]) -> dict[int, str]
         if known:
             found[max(known)] = known[max(known)]
     return {ordinal: text for ordinal, text in sorted(found.items()) if text}
-
-
-def _no_owner() -> dict[str, object]:
-    """Of a rank on which no process has worked (fence 0). Its nonce tells it from every other rank on a mirror."""
-    host, pid = socket.gethostname(), os.getpid()
-    return {"fence": 0, "host": host, "pid": pid, "nonce": secrets.token_hex(8), "earlier": {}, "commits": 0}
 
 
 # answers -------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commit_sums import CommitSums, sum_commits, sum_journal
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.identity import check_run
-from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.versions import check_format
+from datatrove_ckpt.checkpoint.identity import parse_run
+from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, StorageFailed
 from datatrove_ckpt.maintenance.inspect import RankFolder, check_readable, summarise
 from datatrove_ckpt.maintenance.judge import judge
@@ -168,14 +168,8 @@ def _run(found: _Files) -> Json:
             raise CheckpointCorrupt(f"{found.folder} holds no {layout.RUN}.")
         return {}
     path = found.path(layout.RUN)
-    try:
-        with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
-            content = orjson.loads(file.read())
-        check_format(path, content)
-        run = check_run(content)
-    except ValueError as error:
-        raise CheckpointCorrupt(f"{path} does not hold a run ({error}).") from error
-    return run
+    with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
+        return parse_run(path, file.read())
 
 
 def _last_chunk(folder: str) -> int | None:
@@ -190,11 +184,8 @@ def _documents_of_input(found: _Files) -> int | None:
     """The number of documents that a finished rank has read, as shard.json says."""
     if layout.SHARD not in found.entries:
         return None
-    with suppress(ValueError, OSError):
-        content = orjson.loads(Path(found.path(layout.SHARD)).read_bytes())
-        documents = content.get("documents") if isinstance(content, dict) else None
-        return documents if type(documents) is int else None
-    return None
+    documents = read_shard(Path(found.path(layout.SHARD))).get("documents")
+    return documents if is_count(documents) else None
 
 
 def _read_journals(

@@ -22,13 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import orjson
-
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.identity import Change, RunClaim, RunIdentity, read_run, records
 from datatrove_ckpt.checkpoint.layout import JOB, LOCK, RUN
 from datatrove_ckpt.checkpoint.lines import Json, seal
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import stamped
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.maintenance.copied_parts import check_not_halfway, missing_ranks, ranks_of_another_number
@@ -199,4 +198,4 @@ def _move_job(path: Path, content: Json, where: str) -> None:
     change = Change(FOLDER, content.get(FOLDER), where, "", "", None)
     accepted = [*content.get("accepted_changes", []), *records([change])]
     moved = stamped({**content, FOLDER: where, "accepted_changes": accepted})
-    files.disk.replace(path, orjson.dumps(moved, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    files.disk.replace(path, sealed_json(moved))

@@ -42,7 +42,7 @@ from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.setting_values import comparable, same_value
-from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
@@ -287,7 +287,7 @@ def _check_number_of_ranks(report: Report) -> None:
         report.add_problem("rank", str(error), path=report.checkpoints / RESHARD_PLAN)
     try:
         refuse_lost_shares(report.checkpoints)
-    except CheckpointMismatch as error:
+    except CheckpointError as error:
         report.add_problem("rank", str(error), path=report.checkpoints / SHARES)
         return
     for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import StorageFailed
@@ -26,7 +26,7 @@ from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.remote_errors import failure_text
 
-_THREADS = 16
+_THREADS = 32
 
 
 def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
@@ -59,7 +59,7 @@ def upload_rank(url: str, folder: Path) -> None:
     """
     snapshot, uploads = _snapshot(folder), Uploads(Versions(url))
     try:
-        uploads.start_version(orjson.loads(snapshot.run), snapshot)
+        uploads.start_version(parse_run(folder / layout.RUN, snapshot.run), snapshot)
         for name in snapshot.sizes:
             with (folder / name).open("rb") as file:
                 while data := file.read(MAX_OBJECT_BYTES):
@@ -76,23 +76,22 @@ def upload_rank(url: str, folder: Path) -> None:
 def upload_finished_ranks(url: str, root: Path) -> None:
     """Uploads the finished ranks that a mirror lacks, those of an earlier number of tasks and retries among them.
 
-    After ``reshard`` a run has a new mirror, and ranks that run no more would never reach it. Without ``shares.json``
-    nothing happens. A remote that fails costs a warning; the next start tries again.
+    A mirror may be set later, and after ``reshard`` a run has a new one: ranks that run no more would never reach it.
+    A remote that fails costs a warning; the next start tries again.
 
     Args:
         url: ``checkpoints_remote_dir``. That it is no mirror of before is checked already.
         root: ``checkpoints_local_dir``.
     """
-    if not (root / layout.SHARES).exists():
-        return
-    folders = [layout.rank_folder(each, rank) for each in _roots(root) for rank in layout.rank_numbers(each)]
+    roots = [root, *layout.retry_folders(root)]
+    folders = [layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)]
     finished = {f"{url}/{folder.relative_to(root)}": folder for folder in folders if layout.is_finished(folder)}
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
-            known = threads.map(lambda place: bool(Versions(place).all_versions()), finished)
+            known = threads.map(_is_uploaded, finished)
             missing = [place for place, is_there in zip(finished, known, strict=True) if not is_there]
         if missing:
-            upload_shares(url, root)  # first: a mirror without it is one of before
+            upload_shares(url, root)  # first, if there is one: a mirror without it is one of before
             with ThreadPoolExecutor(_THREADS) as threads:
                 list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
             logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
@@ -102,8 +101,9 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         )
 
 
-def _roots(root: Path) -> list[Path]:
-    return [root, *layout.retry_folders(root)]
+def _is_uploaded(url: str) -> bool:
+    """A kill in the first upload leaves version 1, which is empty."""
+    return any(version.number > 1 for version in Versions(url).all_versions())
 
 
 def _snapshot(folder: Path) -> Snapshot:

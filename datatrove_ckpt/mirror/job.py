@@ -13,18 +13,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, check_run, compare, refusal, way_back
+from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, compare, parse_run, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journal, is_rank, rank_folder
-from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.versions import check_format
-from datatrove_ckpt.errors import CheckpointMismatch, StorageFailed
+from datatrove_ckpt.checkpoint.lines import Json, seal, unseal
+from datatrove_ckpt.checkpoint.shares import Shares
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
 from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.seal import Seal, adopts, without_seal
 from datatrove_ckpt.remote_errors import failure_text
 
 _MAX_BYTES = 2**26
@@ -43,14 +43,13 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         What the mirror lacks, by name. The rank's mirror uploads it, because a remote may hang.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run; the message names each field with both values. Or the
-            mirror is that of an earlier number of tasks.
+        CheckpointMismatch: another rank belongs to another run; the message names each field with both values. Or see
+            ``_compare_shares``.
         ConfigError: the bucket does not exist.
     """
     store, missing = ObjectStore(url), {}
     try:
-        if (shares := _newer_shares(store, root)) is not None:
-            _refuse_older(store, shares)
+        if (shares := _compare_shares(store, root)) is not None:
             missing[SHARES] = shares
         job = _read_job(store)
         if job and not compare(job, identity):
@@ -75,8 +74,7 @@ def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Ca
     """
     store = ObjectStore(url)
     try:
-        if (root / SHARES).exists():
-            _refuse_older(store, (root / SHARES).read_bytes())
+        _compare_shares(store, root, copy=False)
         job = _read_job(store)
         if job and not compare(job, identity):
             return JobChanges()
@@ -85,30 +83,16 @@ def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Ca
         return JobChanges()
 
 
-def _refuse_older(store: ObjectStore, shares: bytes) -> None:
-    """Refuses a mirror with ranks from before ``reshard``. What has moved between ranks since would be lost or twice.
-
-    A new mirror gets ``shares.json`` before it gets any rank.
-    """
-    older, number = _number(store.read(SHARES, _MAX_SHARES_BYTES)), _number(shares)
-    if older < number and any(is_rank(name) for name in store.names()):
-        raise CheckpointMismatch(
-            f"checkpoints_remote_dir: {store.url} holds this run as it was before `datatrove-ckpt reshard` dealt it "
-            f"out anew (number {number}; the mirror has {f'number {older}' if older else 'none'}). A node that "
-            "restores a task from there would lose or repeat documents. Set checkpoints_remote_dir to another, empty "
-            "place, or to null."
-        )
-
-
-def restore_shares(url: str, folder: Path) -> None:
+def restore_shares(url: str, folder: Path, trusted: bool = True) -> None:
     """Copies ``shares.json`` of a mirror into a folder that has none, or an older one. Raises OSError.
 
+    Args:
+        trusted: False: for a command that only looks. It needs no key, and a mirror without ranks is none.
+
     Raises:
-        CheckpointMismatch: the mirror is that of an earlier number of tasks.
+        CheckpointMismatch, CheckpointCorrupt, ConfigError: see ``_compare_shares``.
     """
-    store = ObjectStore(url)
-    if (shares := _newer_shares(store, folder)) is not None:
-        _refuse_older(store, shares)
+    _compare_shares(ObjectStore(url), folder, trusted)
 
 
 def upload_shares(url: str, root: Path) -> None:
@@ -120,31 +104,67 @@ def upload_shares(url: str, root: Path) -> None:
     if not (root / SHARES).exists():
         return
     try:
-        ObjectStore(url).put(SHARES, (root / SHARES).read_bytes())
+        ObjectStore(url).put(SHARES, _sealed(url, (root / SHARES).read_bytes()))
     except OSError as error:
         raise StorageFailed(
             f"Could not upload {SHARES} to {url}: {failure_text(error)}. Correct that, and run the same command again."
         ) from error
 
 
-def _newer_shares(store: ObjectStore, root: Path) -> bytes | None:
-    """This node's ``shares.json`` if the mirror has none or an older one. A newer one is copied to this node."""
-    mirrored = store.read(SHARES, _MAX_SHARES_BYTES)
-    here = (root / SHARES).read_bytes() if (root / SHARES).exists() else None
-    if mirrored == here:
-        return None
-    if _number(mirrored) > _number(here):
-        files.disk.make_dirs(root)
-        files.disk.replace(root / SHARES, mirrored or b"")
-        return None
-    return here
+def _sealed(url: str, shares: bytes) -> bytes:
+    """``shares.json`` as a mirror has it: with an HMAC like that of a version, if there is a key."""
+    return seal(Seal(url).add(SHARES, unseal(shares) or shares))
 
 
-def _number(shares: bytes | None) -> int:
+def _compare_shares(store: ObjectStore, root: Path, trusted: bool = True, copy: bool = True) -> bytes | None:
+    """Compares ``shares.json`` of a mirror with that of a folder, and copies a newer one from the mirror.
+
+    Returns what the mirror lacks.
+
+    Raises:
+        CheckpointMismatch: the mirror has ranks from before ``reshard``, or dealt out otherwise: what has moved between
+            ranks since would be lost or twice. Or it has no rank: nothing shows that its shares are those of this run.
+        CheckpointCorrupt, ConfigError: the mirror's is damaged, or not sealed with the key.
+    """
+    here, mirrored = root / SHARES, store.read(SHARES, _MAX_SHARES_BYTES)
+    ours = here.read_bytes() if here.exists() else None
+    upload = None if ours is None else _sealed(store.url, ours)
+    if mirrored == upload:
+        return None
+    where = f"{store.url}/{SHARES}"
+    if not any(is_rank(name) for name in store.names()):
+        if ours is not None or not trusted:  # a new mirror gets shares.json before it gets any rank
+            return upload
+        raise CheckpointMismatch(
+            f"{where} deals out an input to other tasks, and no task is on this mirror, so nothing shows that it is "
+            "the input of this run. If another node has just started it, run the same command again once a task of it "
+            "is there. Otherwise remove this file, or set checkpoints_remote_dir to another, empty place."
+        )
+    number = 0 if ours is None else Shares.from_bytes(ours, here).round
+    body, older = unseal(mirrored or b"") or mirrored or b"", 0
     try:
-        return int(orjson.loads(shares or b"{}")["round"])
-    except (KeyError, TypeError, ValueError):
-        return 0  # none, or one that a kill has cut off
+        if mirrored is not None:
+            older = Shares.from_bytes(mirrored, where).round
+            if ours is not None and without_seal(body) == (unseal(ours) or ours):  # the key is new, or another one
+                return upload
+            if trusted:
+                Seal(store.url).check(SHARES, body, adopts())
+    except CheckpointCorrupt as error:
+        if ours is None:
+            raise
+        logger.warning(f"{error} This node does not need it, and uploads its own.")
+        return upload
+    if older > number:
+        if copy:
+            files.disk.make_dirs(root)
+            files.disk.replace(here, seal(without_seal(body)))
+        return None
+    raise CheckpointMismatch(
+        f"checkpoints_remote_dir: {store.url} holds this run as it was before `datatrove-ckpt reshard` dealt it "
+        f"out anew, or dealt out otherwise (number {number}; the mirror has {f'number {older}' if older else 'none'}). "
+        "A node that restores a task from there would lose or repeat documents. Set checkpoints_remote_dir to another, "
+        "empty place, or to null."
+    )
 
 
 def _read_job(store: ObjectStore) -> Json:
@@ -154,12 +174,9 @@ def _read_job(store: ObjectStore) -> Json:
         VersionMismatch: a newer version of this program wrote it.
     """
     try:
-        read = orjson.loads(store.read(JOB, _MAX_BYTES) or b"")
-        check_format(f"{store.url}/{JOB}", read)
-        content: Json = check_run(read)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return parse_run(f"{store.url}/{JOB}", store.read(JOB, _MAX_BYTES) or b"")
+    except CheckpointCorrupt:
         return {}
-    return content
 
 
 def _compare(
@@ -173,12 +190,12 @@ def _compare(
     ranks = [int(name) for name in store.names() if is_rank(name)]
     ranks = [rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda rank: _newest(f"{store.url}/{rank:05d}"), ranks)
+        found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
         kept = {rank: _kept(manifest) for rank, manifest in zip(ranks, found, strict=True) if manifest is not None}
     return compare_kept(kept, job, identity, counts)
 
 
-def _newest(url: str) -> Manifest | None:
+def newest_manifest(url: str) -> Manifest | None:
     """The newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
     mirrored = Versions(url)
     for version in reversed(mirrored.all_versions()):

@@ -24,11 +24,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
+from datatrove_ckpt.checkpoint.layout import RUN
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
@@ -156,7 +157,7 @@ class RemoteMirror:
             # Again, because taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
             self._put_shared()
-            uploads.start_version(orjson.loads(snapshot.run), snapshot)
+            uploads.start_version(parse_run(self._folder / RUN, snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
                     self._raise_if_interrupted(last)

@@ -13,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.mirror.job import restore_shares
 from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Version, Versions
@@ -71,7 +70,7 @@ class MirrorReader:
                     if copied is not None:
                         self.ranks[name] = copied
             if not (self._folder / layout.SHARES).exists():  # a mirror that has ranks keeps what it has
-                restore_shares(self.url, self._folder)
+                restore_shares(self.url, self._folder, self._trusted)
         except OSError as error:
             raise unreadable(self.url, error) from error
 
@@ -110,7 +109,7 @@ class MirrorReader:
                 path.unlink()
         for name, blocks in contents.items():
             (folder / name).write_bytes(b"".join(blocks))
-        (folder / layout.RUN).write_bytes(orjson.dumps(manifest.run))
+        (folder / layout.RUN).write_bytes(sealed_json(manifest.run))
         if not manifest.finished:
             (folder / layout.LOCK).touch()
 

@@ -25,20 +25,18 @@ start.
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, LOCK, RUN, last_chunk_of, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
@@ -225,7 +223,7 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
     except CheckpointCorrupt as error:
         raise Damaged(str(error)) from error
     run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], versions, commits)}
-    _write(staging / RUN, [orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)])
+    _write(staging / RUN, [sealed_json(run)])
     files.disk.sync_dir(staging)
 
 
@@ -256,14 +254,7 @@ def _new_owner(owner: OwnerJson, versions: list[Version], commits: int) -> Owner
     for version in versions:
         if earlier.get(version.nonce, 0) is not None:
             earlier[version.nonce] = version.number
-    return {
-        **owner,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "nonce": secrets.token_hex(8),
-        "earlier": earlier,
-        "commits": commits,
-    }
+    return {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
 
 
 def _forget_last_chunk(folder: Path) -> None:

@@ -14,7 +14,7 @@ import hmac
 import os
 import re
 
-from datatrove_ckpt.checkpoint.layout import retry_number
+from datatrove_ckpt.checkpoint.layout import is_rank, retry_number
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
 
@@ -25,10 +25,10 @@ _SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
 
 
 class Seal:
-    """Adds and checks the seals of one rank's versions. Without a key it adds none.
+    """Adds and checks the seals of one rank's versions, or of ``shares.json``. Without a key it adds none.
 
     Args:
-        url: URL of the rank's folder on the remote.
+        url: URL of the rank's folder on the remote, or of the mirror: then its place is "".
 
     Raises:
         ConfigError: the key is too short.
@@ -38,7 +38,7 @@ class Seal:
         self._url = url
         *_, parent, folder = ["", *url.rstrip("/").split("/")]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = folder if retry_number(parent) is None else f"{parent}/{folder}"
+        self._place = f"{parent}/{folder}" if retry_number(parent) is not None else folder if is_rank(folder) else ""
         self._key = Key.wrap(os.environ.get(MIRROR_KEY_VARIABLE))
         if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:
             raise ConfigError(

@@ -16,18 +16,17 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder
+from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.shares import Shares, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import checkpoints_here
-from datatrove_ckpt.generation.rank_share import read_shares
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.shares import Shares
 from datatrove_ckpt.readers.steps import describe_pipeline, describe_step, differences
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -100,11 +99,11 @@ def check_inputs_unchanged(executor: Any) -> int:
 
 
 def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecord]]:
-    """What each finished rank has read, if a record tells."""
+    """What each finished rank has read, if a record tells; also those of an earlier, larger number of tasks."""
     if (root := checkpoints_here(executor, step)) is None:
         return []
     records = []
-    for rank in range(executor.world_size):
+    for rank in rank_numbers(root) if root.is_dir() else []:
         folder = rank_folder(root, rank)
         record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
         # Another number of tasks is refused as such, and not for the files that each rank would get by it.
@@ -174,13 +173,14 @@ def _check_reader(
             continue
         if shares is None:
             names = inputs.of_rank(rank, executor.world_size).names
-        else:
-            names = [file.name for file in record.files]
+        else:  # part of a file is compared as the whole of it, by the rank that has its end
+            read = {file.name for file in record.files}
+            names = [part.name for part in shares.of(rank).parts if part.end is None or part.name in read]
         seed = getattr(reader, "shuffle_seed", None)
         _compare(rank, record, names if seed is None else shuffled_names(names, seed), options_of(reader), changes)
     if changes.ranks:
         changes.added -= then.keys()
-        raise CheckpointMismatch(_message(reader, changes, len(records.keys() - resuming) == executor.world_size))
+        raise CheckpointMismatch(_message(reader, changes, {*range(executor.world_size)} <= records.keys() - resuming))
     touched = sum(then[name].modified != now[name].modified for name in then)
     if touched:
         logger.warning(

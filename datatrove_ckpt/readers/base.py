@@ -23,6 +23,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
 
+from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
@@ -46,7 +47,6 @@ from datatrove_ckpt.readers.sampling import record_reader
 from datatrove_ckpt.readers.saved_state import READER_VERSION as _VERSION
 from datatrove_ckpt.readers.saved_state import USUAL_KEYS, checked_state
 from datatrove_ckpt.readers.shard import Skipped
-from datatrove_ckpt.readers.shares import Share
 from datatrove_ckpt.redaction import check_no_secrets, check_options
 
 

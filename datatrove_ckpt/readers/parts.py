@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition
 from datatrove_ckpt.readers.rows import ALL_ROWS, FileRead
-from datatrove_ckpt.readers.shares import Part, Place
 
 
 class PartInputs(Inputs):

@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 from datatrove.data import Document
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord, SkippedLines
-from datatrove_ckpt.readers.shares import Share
 
 State: TypeAlias = dict[str, Any]
 """The state of a reader: plain JSON values."""

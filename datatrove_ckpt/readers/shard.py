@@ -14,12 +14,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
+from datatrove_ckpt.checkpoint.sealed import SHARD_VERSION, read_shard
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.readers.steps import StepRecord
 
-_VERSION = 1
 _NAMED_FILES, _NAME_CHARACTERS = 3, 40
 
 
@@ -121,7 +119,7 @@ class ShardRecord:
         readers = [{**asdict(reader), "files": [list(file) for file in reader.files]} for reader in self.readers]
         known = {"steps": self.steps, "pipeline": self.pipeline}
         steps = {name: [asdict(step) for step in found] for name, found in known.items() if found is not None}
-        return {"version": _VERSION, "skipped": self.skipped.to_json(), "readers": readers} | steps
+        return {"skipped": self.skipped.to_json(), "readers": readers} | steps
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
@@ -132,11 +130,10 @@ class ShardRecord:
             CheckpointCorrupt: it cannot be read.
         """
         try:
-            content = orjson.loads(path.read_bytes())
-            return cls._from_json(content) if content.get("version") == _VERSION else None
-        except FileNotFoundError:
-            return None
-        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            content = read_shard(path)
+            is_known = "readers" in content and content.get("version") in (1, SHARD_VERSION)
+            return cls._from_json(content) if is_known else None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 f"{path} cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody notices if the "
                 "input of this finished rank changes."

@@ -18,11 +18,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import orjson
 from datatrove.data import Document
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.positions import State
 
@@ -55,11 +55,7 @@ class StepStats:
 
     def restore(self, shard: Path) -> None:
         """Gives the steps what they counted when the rank read its input, from its ``shard.json``."""
-        try:
-            content = orjson.loads(shard.read_bytes())
-        except (FileNotFoundError, orjson.JSONDecodeError):
-            content = {}
-        if not self._take(content) and self._steps:
+        if not self._take(read_shard(shard)) and self._steps:
             logger.warning(
                 "The stats of the steps before InferenceRunner are empty: an earlier release, or another pipeline, has "
                 "finished this rank, and a retry of dead letters does not run them."

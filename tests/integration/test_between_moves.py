@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,9 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.preflight.before_run import check_before_run
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
+from datatrove_ckpt.testing.disks import copy_tree
+from tests.kept import content_of, edit
 
 from .test_moves_together import elsewhere
 from .test_reshard import Job, answers, job, mirrored, server, some
@@ -245,3 +250,93 @@ def test_a_mirror_whose_shares_are_older_than_the_ranks_is_no_way_out(job: Job) 
             job.executor(tasks).run()
     (job.folder / "mirror" / SHARES).write_bytes(now)
     job.finish(3)
+
+
+def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(job: Job) -> None:
+    """Also if the first upload of a task was killed after its empty first version."""
+    job.write_input((3, 2, 4))
+    executor = job.executor(3)
+    for rank in (0, 1):
+        executor._run_for_rank(rank)
+    job.changes = mirrored(job)
+    check_before_run(job.executor(3))
+    first, *others = sorted((job.folder / "mirror/00001").glob("generation-*"))
+    for path in others:
+        path.unlink()
+    assert first.name.startswith("generation-00000001-")
+    check_before_run(job.executor(3))
+    asked = job.server.asked.copy()
+    job.stop_in_the_middle(3, {"text 2-3"}, ranks=[2])
+    shutil.rmtree(job.checkpoints)
+    job.executor(3).run()
+    assert {question: job.server.asked[question] for question in asked} == asked
+    job.check_finished()
+
+
+KEY = "0123456789abcdef-secret"
+
+
+def edits(ranks: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What somebody may do to ``shares.json`` on the mirror. The last four hold every file once, as they should."""
+    parts = [(rank, at, part) for rank, share in ranks.items() for at, part in enumerate(share)]
+    rank, at, cut = next(one for one in parts if one[2][2] and len(one[2][2]) > 1)
+    after, behind, rest = next(one for one in parts if one[2][0] == cut[0] and one[2][1] == cut[2])
+    earlier = [cut[2][0] - 1, *cut[2][1:]]
+    here, there = [*ranks[rank]], [*ranks[after]]
+    here[at], there[behind] = [*cut[:2], earlier, *cut[3:]], [rest[0], earlier, *rest[2:]]
+    return {
+        "a share is empty": ranks | {"0": []},
+        "a share twice": ranks | {"0": ranks["1"]},
+        "no ranks": {},
+        "a task is gone": {name: share for name, share in ranks.items() if name != "3"},
+        "a share of two": ranks | {"0": [*ranks["0"], *ranks["1"]], "1": []},
+        "another order": {name: share[::-1] for name, share in ranks.items()},
+        "shares changed hands": ranks | {"0": ranks["1"], "1": ranks["0"]},
+        "a cut is elsewhere": ranks | ({rank: here, after: there} if rank != after else {rank: []}),
+    }
+
+
+@pytest.mark.parametrize("key", [KEY, None], ids=["key", "no key"])
+def test_whoever_edits_the_shares_on_a_mirror_loses_and_repeats_no_document(
+    job: Job, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if key:
+        monkeypatch.setenv(MIRROR_KEY_VARIABLE, key)
+    dealt_out_anew(job, 4, 2)
+    job.changes = mirrored(job)
+    check_before_run(job.executor(2))
+    job.stop_in_the_middle(2, some(job, 5))
+    shares, start = job.folder / "mirror" / SHARES, job.folder.with_name("start")
+    shutil.rmtree(job.checkpoints)
+    check_before_run(job.executor(2))  # the mirror is enough
+    shutil.rmtree(job.checkpoints)
+    copy_tree(job.folder, start)
+    for number, ranks in enumerate(edits(content_of(shares)["ranks"]).values()):
+        edit(shares, ranks=ranks)
+        holds_each_file_once = number > 3
+        says = "is not sealed" if key and holds_each_file_once else r"shares\.json cannot be read"
+        refused = pytest.raises(CkptError, match=says)
+        with refused if key or not holds_each_file_once else suppress(CkptError):
+            check_before_run(job.executor(2))
+            job.executor(2).run()
+            job.check_finished()
+        with refused if key else suppress(CkptError):
+            run_rank(job, 0, 2)
+        copy_tree(start, job.folder)
+
+
+def test_a_mirror_without_tasks_gives_no_shares(job: Job) -> None:
+    dealt_out_anew(job, 4, 2)
+    (job.folder / "mirror").mkdir()
+    shutil.copy(job.checkpoints / SHARES, job.folder / "mirror")
+    shutil.rmtree(job.checkpoints)
+    job.changes = mirrored(job)
+    for start in (lambda: check_before_run(job.executor(2)), lambda: run_rank(job, 0, 2)):
+        with pytest.raises(CkptError, match="no task is on this mirror"):
+            start()
+
+
+def test_edited_shares_are_a_problem_of_verify(job: Job) -> None:
+    dealt_out_anew(job, 4, 2)
+    edit(job.checkpoints / SHARES, ranks={})
+    assert any("the shares hold 0 files, not the 5 of the input" in problem for problem in problems(job))

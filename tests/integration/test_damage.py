@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, ServerUnavailable
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.jobs import STOPS_SOON, documents, runner
@@ -248,8 +250,8 @@ def judge(half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], 
         run(folder, server)
     except CkptError as error:
         assert str(folder) in str(error), f"{name}: does not say where: {error}"
-        # A changed value of run.json is another run to this one; only a run knows what it should be.
-        assert code == 1 or isinstance(error, CheckpointMismatch), f"{name}: refused ({error}), but verify says {text}"
+        assert code == 1, f"{name}: refused ({error}), but verify says {text}"
+        assert "accept_changes" not in str(error), f"{name}: is called another setting: {error}"
         assert outputs(folder / "output") == before, f"{name}: refused, but the output was changed"
         return "refused"
     assert outputs(folder / "output") == half.output, name
@@ -279,6 +281,29 @@ def test_all_damage_is_refused_or_does_not_matter(
     half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], seed: int
 ) -> None:
     judge_all(half, server, said, mutations(half, 20, seed))
+
+
+@pytest.mark.parametrize(
+    ("file", "read", "advice"),
+    [
+        ("00000/run.json", read_run, "start this rank over: move its folder away"),
+        ("job.json", read_run, "Remove it: the next start makes it again"),
+        ("00000/shard.json", read_shard, "Restore it from a copy, or remove it"),
+    ],
+)
+def test_every_damaged_byte_is_damage_and_no_other_setting(
+    half: Half, file: str, read: Callable[[Path], Any], advice: str
+) -> None:
+    path = half.restore(finished=True) / "checkpoints" / file
+    data, good = path.read_bytes(), read(path)
+    for at, bit in itertools.product(range(len(data)), (0, 6)):
+        path.write_bytes(flipped(data, at, bit))
+        with pytest.raises(CheckpointCorrupt) as refused:
+            read(path)
+        assert str(path) in str(refused.value)
+        assert advice in str(refused.value)
+    path.write_bytes(data)
+    assert read(path) == good
 
 
 # the commit log ------------------------------------------------------------------------------------------------------

@@ -228,6 +228,8 @@ def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.Mon
     Path("configs/quickstart.yaml").write_text(text.replace("server_type: llamacpp", "server_type: dummy"))
     monkeypatch.setenv("HOME", str(folder))
     for line in help_examples():
+        if line.startswith("datatrove-ckpt reshard"):  # of a run that is not finished
+            Path("quickstart/checkpoints/00000/lock").touch()
         type_in(line)
 
 
@@ -352,7 +354,7 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("fork", "0"): (_nothing, "fork checkpoints new"),
     ("fork", "1"): (_damaged, "fork checkpoints new"),
     ("fork", "2"): (_nothing, "fork empty new"),
-    ("reshard", "0"): (_nothing, "reshard job.yaml --tasks 2 --dry-run"),
+    ("reshard", "0"): (_unfinished, "reshard job.yaml --tasks 2 --dry-run"),
     ("reshard", "1"): (_damaged, "reshard job.yaml --tasks 2"),
     ("reshard", "2"): (_nothing, "reshard checkpoints --tasks 2"),
     ("schema", "0"): (_nothing, "schema"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -99,6 +100,29 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     assert outputs(job.folder / "output") == expected
     assert any("Restored" in line and "from version" in line for line in log)
     MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
+def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_command_that_is_named(
+    job: Job, expected: dict[str, bytes], file: str
+) -> None:
+    job.run_until("text 5 again")
+    path = job.rank / file
+    data = path.read_bytes()
+    path.write_bytes(data[:20] + b"x" + data[21:] + b"x\n" + data)
+    with FakeServer() as server:
+        with pytest.raises(CheckpointCorrupt, match="has this task as of 20") as refused:
+            job.run(server)
+        command = re.search(r"\((mv .*)\), and run the same command again\.$", str(refused.value))
+        assert command is not None
+        assert f"The mirror {job.remote}/00000 has" in str(refused.value)
+        with pytest.raises(CheckpointCorrupt) as without:
+            job.run(server, checkpoints_remote_dir=None)
+        assert "has this task" not in str(without.value)
+        subprocess.run(command[1], shell=True, check=True)
+        job.run(server)
+        assert server.asked.total() == 1
+    assert outputs(job.folder / "output") == expected
 
 
 def test_output_of_a_node_that_was_lost_before_the_first_version_is_written_again(

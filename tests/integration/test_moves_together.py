@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from datatrove_ckpt.maintenance.where import open_place
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import moves
 from tests.datatrove_job import Datatrove
+from tests.kept import content_of
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 from .test_migrate import Call, call, datatrove, expected, folder, migrate, written
@@ -28,11 +30,6 @@ from .test_migrate_doubts import job as left_job
 from .test_reshard import Job, answers, job, server, some
 
 __all__ = ["answers", "call", "datatrove", "folder", "job", "left", "left_job", "make", "server"]  # fixtures
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_bytes())
-    return content
 
 
 def elsewhere(job: Job, *parts: str) -> Job:
@@ -54,11 +51,11 @@ def test_what_reshard_writes_has_its_format_and_version(job: Job) -> None:
         *job.checkpoints.glob("0*/run.json"),
         job.checkpoints / "job.json",
     ):  # as 0.1.0 wrote them
-        content = read_json(path) | {"format": 1}
+        content = content_of(path) | {"format": 1}
         del content["written_by"]
         path.write_text(json.dumps(content))
     job.reshard(2, 3)
-    written = [read_json(path) for path in (*job.checkpoints.glob("0*/run.json"), job.checkpoints / "job.json")]
+    written = [content_of(path) for path in (*job.checkpoints.glob("0*/run.json"), job.checkpoints / "job.json")]
     assert {(content["format"], content["written_by"]) for content in written} == {(FORMAT, __version__)}
     job.finish(3)
 
@@ -128,7 +125,7 @@ def test_a_fork_gets_other_tasks_once_each_has_started(job: Job, capsys: pytest.
         new.reshard(2, 3)
     new.stop_in_the_middle(2, some(job, 7), ranks=[1])
     new.reshard(2, 3)
-    assert not any("forked" in read_json(path) for path in new.checkpoints.glob("0*/run.json"))
+    assert not any("forked" in content_of(path) for path in new.checkpoints.glob("0*/run.json"))
     new.finish(3)
 
 
@@ -231,14 +228,21 @@ def test_status_tells_a_fork_that_has_not_started(job: Job, capsys: pytest.Captu
     assert "Run the command that started it again" in capsys.readouterr().out
 
 
+def refusing(texts: set[str]) -> Callable[[dict[str, Any], int], int | None]:
+    """So that a task is not finished."""
+    return lambda payload, times: 403 if payload["messages"][-1]["content"][-1] in texts else None
+
+
 def test_a_retry_of_dead_letters_names_the_number_of_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """datatrove would say that none of the tasks is finished."""
     monkeypatch.chdir(tmp_path)
-    with FakeServer() as server:
+    with FakeServer(
+        status=lambda payload, times: 403 if payload["messages"][-1]["content"].endswith("c") else None
+    ) as server:
         write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
-        assert main(["run", "job.yaml"]) == 0
+        assert main(["run", "job.yaml"]) == 1
     assert main(["reshard", "job.yaml", "--tasks", "3"]) == 0
     capsys.readouterr()
     assert main(["run", "job.yaml", "--retry-dead-letters"]) == 1
@@ -256,12 +260,16 @@ def test_verify_compares_the_new_number_of_tasks_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with FakeServer() as server:
+    refused = {"c"}
+    with FakeServer(
+        status=lambda payload, times: 403 if payload["messages"][-1]["content"][-1] in refused else None
+    ) as server:
         write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
-        assert main(["run", "job.yaml"]) == 0
-    assert main(["reshard", "job.yaml", "--tasks", "3"]) == 0
-    assert "--executor.tasks=3" in capsys.readouterr().out
-    assert main(["run", "job.yaml", "--executor.tasks=3"]) == 0
+        assert main(["run", "job.yaml"]) == 1
+        assert main(["reshard", "job.yaml", "--tasks", "3"]) == 0
+        assert "--executor.tasks=3" in capsys.readouterr().out
+        refused.clear()
+        assert main(["run", "job.yaml", "--executor.tasks=3"]) == 0
     assert main(["verify", "job.yaml", "--executor.tasks=3", "--full"]) == 0
     capsys.readouterr()
     main(["verify", "job.yaml"])
@@ -272,7 +280,7 @@ def test_verify_compares_the_new_number_of_tasks_with_the_file(
 def test_a_run_of_datatroves_is_taken_over_and_dealt_out_anew(left_job: Path, call: Call, datatrove: Datatrove) -> None:
     migrate(call)
     for path in Path("ours").glob("0*/run.json"):
-        assert (read_json(path)["format"], read_json(path)["written_by"]) == (FORMAT, __version__)
+        assert (content_of(path)["format"], content_of(path)["written_by"]) == (FORMAT, __version__)
     assert call("status", "job.yaml")[0] == 0
     code, _, error = call("reshard", "job.yaml", "--tasks", "3")
     assert code == 0, error

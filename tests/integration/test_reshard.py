@@ -24,17 +24,21 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN
 from datatrove_ckpt.checkpoint.lines import read_lines
+from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
+from datatrove_ckpt.maintenance.fork import check_source
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import make_plan
 from datatrove_ckpt.preflight.before_run import check_before_run
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.reshard.run import Resharded, reshard
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import CrashingDisk, SimulatedCrash, copy_tree, disk_in_place
 from tests.jobs import STOPS_SOON, runner
+from tests.kept import content_of
 from tests.mirrors import ask_twice
 
 SIZES = (9, 1, 0, 14, 5)
@@ -197,7 +201,7 @@ def test_every_document_once_whatever_the_numbers_of_tasks(job: Job, kind: str, 
     job.kind = kind
     job.write_input()
     for number, (before, after) in enumerate(itertools.pairwise(numbers)):
-        job.stop_in_the_middle(before, some(job, number))
+        job.stop_in_the_middle(before, {*some(job, number), min(some(job, 0))})  # so that none is finished
         saved = job.saved()
         found = job.reshard(before, after)
         assert (found.before, found.after) == (before, after)
@@ -243,7 +247,11 @@ def test_every_document_once_whatever_happens_in_between(job: Job, seed: int) ->
     job.stop_in_the_middle(tasks, some(job, seed), ranks=[chance.randrange(tasks)])
     for number in range(3):
         saved, after = job.saved(), chance.choice([1, 2, 3, 7, tasks])
-        expected = job.reshard(tasks, after, dry_run=True)
+        try:
+            expected = job.reshard(tasks, after, dry_run=True)
+        except ConfigError as done:
+            assert "nothing is left to deal out" in str(done)
+            break
         assert job.reshard(tasks, after) == expected
         assert job.saved() == saved
         tasks = after
@@ -252,12 +260,48 @@ def test_every_document_once_whatever_happens_in_between(job: Job, seed: int) ->
     job.finish(tasks)
 
 
-def test_a_finished_run_takes_another_number_of_tasks_and_has_nothing_to_do(job: Job) -> None:
-    job.executor(1).run()
-    assert sum(job.reshard(1, 4).dealt) == 0
-    job.server.asked.clear()
+def test_of_a_finished_run_nothing_is_dealt_out(job: Job) -> None:
+    job.stop_in_the_middle(3, some(job, 3))
+    job.reshard(3, 4)
+    job.finish(4)
+    before = state(job)
+    for tasks in (2, 4, 9):
+        with pytest.raises(ConfigError, match=r"nothing is left to deal out.*Go on with 4 tasks"):
+            job.reshard(4, tasks)
+    assert state(job) == before
     job.executor(4).run()
+
+
+def test_former_tasks_of_a_finished_run_come_back_so_that_it_can_be_forked(job: Job) -> None:
+    job.stop_in_the_middle(4, some(job, 3))
+    job.reshard(4, 2)
+    job.finish(2)
+    new = str(job.folder / "new")
+    with pytest.raises(ConfigError, match="nothing is left to deal out"):
+        job.reshard(2, 2)
+    with pytest.raises(ConfigError, match=r"reshard \.\.\. --tasks 4"):
+        check_source(job.checkpoints)
+    job.reshard(2, 4)
+    job.finish(4)
     assert not job.server.asked
+    assert main(["fork", str(job.checkpoints), new]) == 0
+
+
+def test_the_input_of_tasks_that_there_are_no_more_is_compared(job: Job) -> None:
+    """Of a task that was finished, of the files that a task had read to their end, and of one that did not start."""
+    job.write_input((3, 3, 4, 3, 3, 4, 3, 3, 4))
+    job.stop_in_the_middle(8, {"text 0-2", "text 8-3"}, ranks=[*range(7)])
+    job.reshard(8, 4)
+    for numbers in ((4, 5, 6), range(9)):
+        for number in numbers:
+            path = job.input / f"{number}.jsonl"
+            kept = path.read_bytes()
+            path.write_bytes(kept + b'{"id": "new", "text": "text new"}\n')
+            with pytest.raises(CheckpointMismatch, match=rf"changed: '{number}\.jsonl'"):
+                check_before_run(job.executor(4))
+            path.write_bytes(kept)
+        job.executor(4).run()
+        assert check_inputs_unchanged(job.executor(4)) == 9
     job.check_finished()
 
 
@@ -464,8 +508,6 @@ def test_a_document_that_a_retry_has_delivered_never_moves_to_another_task(job: 
         job.reshard(2, 1)
     job.executor(2).run()
     job.check_finished()
-    job.reshard(2, 1)
-    job.check_finished()
 
 
 @pytest.mark.parametrize("trace", ["output", "last_chunk"])
@@ -515,8 +557,6 @@ def test_a_rank_that_had_read_its_input_to_the_end_may_go(job: Job) -> None:
     (job.checkpoints / "00001" / "shard.json").write_text('{"version": 1, "documents": 5}')
     job.reshard(2, 1)
     job.finish(1)
-    job.reshard(1, 2)
-    job.finish(2)
 
 
 def test_chunks_that_were_committed_out_of_order_keep_their_place(job: Job) -> None:
@@ -531,7 +571,7 @@ def test_chunks_that_were_committed_out_of_order_keep_their_place(job: Job) -> N
     assert commits[0].counts.read == 0
     assert sum(commit.counts.read for commit in commits.values()) == commits[max(commits)].next_ordinal
     job.answers.ready = None
-    job.stop_in_the_middle(1, {"text 2-3"})
+    job.stop_in_the_middle(1, {"text 2-1"})
     job.reshard(1, 3)
     job.finish(3)
 
@@ -601,7 +641,7 @@ def state(job: Job) -> dict[str, Any]:
         if name.startswith("reshard/") and not (job.checkpoints / RESHARD_PLAN).exists():
             continue  # what a kill has left of the folder
         if path.name == "run.json":
-            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key != "owner"}
+            found[name] = {key: value for key, value in content_of(path).items() if key != "owner"}
         elif path.name == "replay.sqlite3":
             with sqlite3.connect(path) as connection:
                 columns = "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence, result"

@@ -37,6 +37,7 @@ from datatrove_ckpt.testing import (
 )
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.jobs import documents, runner, writer
+from tests.kept import edit
 from tests.rank_folders import write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -109,8 +110,7 @@ def edit_commits(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]
 
 
 def edit_settings(folder: Path, rank: int, **changes: Any) -> None:
-    path = folder / "checkpoints" / f"{rank:05d}" / "run.json"
-    path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
+    edit(folder / "checkpoints" / f"{rank:05d}" / "run.json", **changes)
 
 
 # clean ---------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from datatrove_ckpt.checkpoint.shares import Part
 from datatrove_ckpt.preflight.reshard.dealing import deal, fill_level
-from datatrove_ckpt.readers.shares import Part
 
 
 def cut(part: Part, ends: Sequence[int]) -> list[Part]:

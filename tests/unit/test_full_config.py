@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from datatrove.io import DataFolder
 
+from datatrove_ckpt.checkpoint.sealed import read_sealed
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.yaml_config import MASK
 from datatrove_ckpt.cli.yaml_text import read_value
@@ -91,7 +92,7 @@ def kept() -> dict[str, bytes]:
         str(path): path.read_bytes() for folder in ("out", "checkpoints") for path in Path(folder).rglob("*.json*")
     }
     del found["checkpoints/00000/history.jsonl"]
-    identity = json.loads(found.pop("checkpoints/00000/run.json"))
+    identity = read_sealed(found.pop("checkpoints/00000/run.json"), ())
     found["identity"] = json.dumps({key: value for key, value in identity.items() if "pid" not in str(value)}).encode()
     lines = found.pop("checkpoints/00000/commits.jsonl").splitlines()
     return found | {"commits": json.dumps([json.loads(line)["files"] for line in lines]).encode()}

@@ -32,6 +32,7 @@ from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
+from tests.kept import content_of
 
 DATA = Path(__file__).parent.parent / "data"
 RELEASE_0_1_0 = DATA / "checkpoint_0_1_0"
@@ -516,7 +517,7 @@ def run_json(folder: Path) -> Path:
 
 def fields_of(folder: Path) -> dict[str, Any]:
     """The identity that is kept."""
-    kept: dict[str, Any] = json.loads(run_json(folder).read_bytes())
+    kept = content_of(run_json(folder))
     return {name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")}
 
 

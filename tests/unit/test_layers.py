@@ -30,7 +30,7 @@ ROOMS = {
     "inference.client": "errors backoff redaction config process",
     "inference.servers": "errors backoff redaction config process inference.client",
     "output": "errors formatting backoff redaction remote_errors config documents checkpoint",
-    "readers": "errors formatting backoff redaction remote_errors config",
+    "readers": "errors formatting backoff redaction remote_errors config checkpoint",
     "torch": "errors readers",
     "generation": "errors formatting redaction config documents rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 
+from datatrove_ckpt.checkpoint.shares import Part, Place, Share, Shares, names_hash
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.readers import Reading, SeekingReader, jsonl, position_state, tables
 from datatrove_ckpt.readers.parts import after, between, divide, joined
-from datatrove_ckpt.readers.shares import Part, Place, Share, Shares, names_hash
 from tests.unit.test_readers import KINDS, plain, reader, rows, write, write_jsonl
 
 FORMATS = KINDS
@@ -186,16 +186,83 @@ def test_a_part_that_ends_before_it_begins_is_empty(tmp_path: Path) -> None:
     begin = places(expected)[0]
     damaged = after(whole(read), begin)[0]._replace(end=())
     share = share_of(read, [damaged, *after(whole(read), begin)])
-    shares = Shares.from_json(json.loads(json.dumps(Shares(1, 1, share.input, {0: share.parts}).to_json())), "x")
+    begun = between(whole(read), Place(0, ()), places(expected)[0])
+    shares = Shares.from_bytes(Shares(1, 1, share.input, {0: share.parts, 1: begun}).to_bytes(), "x")
     assert plain(read_share(read, shares.of(0))) == plain(expected[1:])
 
 
-def test_shares_come_back_from_json() -> None:
-    parts = [Part("a", bytes=3), Part("b", (4, 5), (6, 7), 100, "hash", 9), Part("c", (1,), None, 7)]
-    shares = Shares(2, 3, names_hash(["a", "b"]), {0: parts, 5: []})
-    content = json.loads(json.dumps(shares.to_json()))
-    assert Shares.from_json(content, "x") == shares
-    assert shares.of(1).parts == []
-    for damaged in ({**content, "version": 9}, {**content, "ranks": {"0": [["a"]]}}, None):
-        with pytest.raises(CheckpointCorrupt, match=r"shares\.json cannot be read"):
-            Shares.from_json(damaged, "shares.json")
+PARTS = {
+    0: [Part("a", bytes=3), Part("b", (), (6, 7), 100, "hash", 9)],
+    1: [Part("b", (6, 7), (9, 0), 100, "hash", 2), Part("b", (9, 0), None, 100, "hash", 4)],
+    5: [Part("c", (), (1,), 7), Part("c", (1,), None, 7)],
+}
+SHARES = Shares(2, 3, names_hash(["a", "b", "c"]), PARTS)
+
+
+def test_shares_come_back_from_their_bytes() -> None:
+    assert Shares.from_bytes(SHARES.to_bytes(), "x") == SHARES
+    assert SHARES.of(2).parts == []
+    assert [*SHARES.retired] == [5]
+    earlier = json.loads(SHARES.to_bytes()) | {"version": 1}  # a release before this one wrote no checksum
+    del earlier["xxh"]
+    assert Shares.from_bytes(json.dumps(earlier).encode(), "x") == SHARES
+
+
+def test_every_damaged_byte_of_shares_is_seen() -> None:
+    data = SHARES.to_bytes()
+    for place in range(len(data)):
+        with pytest.raises(CheckpointCorrupt, match=r"^shares\.json cannot be read"):
+            Shares.from_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], "shares.json")
+        with pytest.raises(CheckpointCorrupt, match=r"^shares\.json cannot be read"):
+            Shares.from_bytes(data[:place], "shares.json")
+
+
+def edited(ranks: dict[int, list[Part]]) -> dict[str, dict[int, list[Part]]]:
+    """What somebody may do to the shares who makes the checksum right again."""
+    first, second, third = ranks[0], ranks[1], ranks[5]
+    part = first[1]
+    return {
+        "no ranks": {},
+        "a rank is gone": {0: first, 1: second},
+        "a rank of now is gone": {1: second, 5: third},
+        "a share is empty": ranks | {0: []},
+        "all shares are empty": {rank: [] for rank in ranks},
+        "a file is gone": ranks | {0: first[1:]},
+        "a part is gone": ranks | {0: first[:1]},
+        "the last part is gone": ranks | {1: second[:1]},
+        "a part in the middle is gone": ranks | {1: second[1:]},
+        "a file is there twice": ranks | {1: [*second, first[0]]},
+        "a part is there twice": ranks | {1: [*second, part]},
+        "a part is there twice in one share": ranks | {1: [*second, second[1]]},
+        "a share is there twice": ranks | {2: first},
+        "a share in the place of another": ranks | {1: first},
+        "a part ends earlier": ranks | {0: [first[0], part._replace(end=(5, 7))]},
+        "a part ends later": ranks | {0: [first[0], part._replace(end=(7, 7))]},
+        "a part ends at the end": ranks | {0: [first[0], part._replace(end=None)]},
+        "a part begins later": ranks | {1: [second[0]._replace(begin=(7, 7)), second[1]]},
+        "a part begins earlier": ranks | {1: [second[0]._replace(begin=(5, 7)), second[1]]},
+        "a part is the whole file": ranks | {0: [first[0], Part("b")]},
+        "the last part ends": ranks | {1: [second[0], second[1]._replace(end=(9, 9))]},
+        "a whole file ends": ranks | {0: [Part("a", end=(1,)), part]},
+        "a whole file begins later": ranks | {0: [Part("a", begin=(1,)), part]},
+        "a part is empty": ranks | {0: [first[0], part._replace(begin=(6, 7))]},
+        "another name": ranks | {0: [Part("d"), part]},
+        "a name too many": ranks | {0: [*first, Part("d")]},
+        "a name in the place of another": ranks | {0: [Part("c"), part]},
+        "a part of another file": ranks | {0: [first[0], part._replace(name="a")]},
+    }
+
+
+@pytest.mark.parametrize("what", edited(PARTS))
+def test_shares_that_lose_or_repeat_a_document_are_refused(what: str) -> None:
+    data = Shares(2, 3, SHARES.input, edited(PARTS)[what]).to_bytes()
+    with pytest.raises(CheckpointCorrupt, match=r"^shares\.json cannot be read \(the shares (do not )?hold "):
+        Shares.from_bytes(data, "shares.json")
+
+
+@pytest.mark.parametrize("change", [{"version": 9}, {"ranks": {"0": [["a"]]}}, {"ranks": []}, {"round": "x"}, None])
+def test_what_are_no_shares_is_refused(change: dict[str, Any] | None) -> None:
+    content = [] if change is None else json.loads(SHARES.to_bytes()) | {"version": 1} | change
+    content and content.pop("xxh")
+    with pytest.raises(CheckpointCorrupt, match=r"^shares\.json cannot be read"):
+        Shares.from_bytes(json.dumps(content).encode(), "shares.json")

@@ -17,6 +17,7 @@ from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
 from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.annotations import parameters_of
 from datatrove_ckpt.cli.main import main
@@ -74,7 +75,7 @@ def mark_as_finished(number: int, tasks: int) -> None:
     for rank in range(number):
         for file, text in (
             (f"logs/completions/{rank:05d}", ""),
-            (f"checkpoints/{rank:05d}/run.json", json.dumps(runs)),
+            (f"checkpoints/{rank:05d}/run.json", sealed_json(runs).decode()),
             (f"checkpoints/{rank:05d}/commits.jsonl", commit),
         ):
             path = Path("slurm_run", file)

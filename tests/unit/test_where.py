@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.maintenance.where import is_config, open_place
@@ -46,7 +46,7 @@ def mirror(url: str, number: int = 1, finished: bool = False, **files: bytes) ->
 def rank(folder: Path, number: int = 0) -> Path:
     rank = folder / f"{number:05d}"
     rank.mkdir(parents=True)
-    (rank / "run.json").write_bytes(orjson.dumps(RUN))
+    (rank / "run.json").write_bytes(sealed_json(RUN))
     return rank
 
 

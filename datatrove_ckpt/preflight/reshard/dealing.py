@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from datatrove_ckpt.readers.shares import Part
+from datatrove_ckpt.checkpoint.shares import Part
 
 Cut = Callable[[Part, Sequence[int]], list[Part]]
 """Divides a part after about so many bytes of it each, in ascending order. Fewer pieces than asked for are fine."""

@@ -20,9 +20,9 @@ from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, journal_path, rank_
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.resharding import Staging
+from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.preflight.reshard.scan import RankInput
 from datatrove_ckpt.readers.parts import between
-from datatrove_ckpt.readers.shares import Part, Place
 
 _HERE = Path()
 _START = Place(0, ())
@@ -151,7 +151,6 @@ def kept_share(source: RankInput) -> list[Part]:
     """What a rank has committed, as parts of its input."""
     point = source.point
     parts = between(source.parts, _START, source.places[0]) if point.next_ordinal else []
-    committed = sorted(ordinal for one in point.done.values() for ordinal in range(one.first_ordinal, one.next_ordinal))
-    for first, last in runs_of(committed):
+    for first, last in runs_of(source.committed):
         parts += between(source.parts, source.place_after(first - 1), source.place_after(last))
     return parts

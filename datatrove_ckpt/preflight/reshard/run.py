@@ -9,21 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
-    RUN,
+    SHARD,
     SHARES,
     is_finished,
     rank_folder,
     rank_numbers,
 )
 from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
+from datatrove_ckpt.checkpoint.sealed import sealed_shard
+from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import check_job
-from datatrove_ckpt.generation.rank_share import read_shares
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
@@ -38,8 +39,9 @@ from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
 from datatrove_ckpt.readers.parts import divide, joined
-from datatrove_ckpt.readers.sampling import list_input
-from datatrove_ckpt.readers.shares import Part, Share, Shares, names_hash
+from datatrove_ckpt.readers.sampling import list_input, options_of, sample_files
+from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.steps import describe_pipeline
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -217,6 +219,7 @@ class _Reshard:
         finished: Collection[int],
     ) -> None:
         self._executor = executor
+        self._steps = steps
         self._reader: Any = steps[0]
         self._runner = runner
         self._root = root
@@ -235,6 +238,12 @@ class _Reshard:
     def run(self, locks: _HeldLocks, dry_run: bool) -> Resharded:
         with log_disabled("datatrove_ckpt.readers"):
             ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
+        come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)
+        if not come_back and all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
+            raise ConfigError(
+                f"reshard: nothing is left to deal out: the run in {self._root} is finished. Go on with "
+                f"{plural(self._before, 'task')}."
+            )
         staging = Staging(self._root)
         try:
             plan = self._stage(ranks, staging)
@@ -274,14 +283,18 @@ class _Reshard:
         report.dealt = [load + sum(part.bytes for part in mine) for load, mine in zip(loads, dealt, strict=True)]
         shares = {rank: kept_share(each) for rank, each in ranks.items() if rank >= self._tasks and not each.is_done}
         shares |= {rank: each.parts for rank, each in ranks.items() if rank >= self._tasks and each.is_done}
+        for rank in plan.retired:
+            if ranks[rank].has_started:
+                self._record_input(ranks[rank], shares[rank], plan, staging)
         for task, each in own.items():
             mine = [*(moved[task].parts if task in moved else []), *dealt[task]]
             shares[task] = joined([*each.touched(self._scanner.sized), *mine])
             if each.is_done and not mine:
                 plan.done.append(task)
         known = {rank: [self._known(part) for part in mine] for rank, mine in sorted(shares.items())}
-        content = Shares(self._round + 1, self._tasks, self._input, known).to_json()
-        staging.write(SHARES, orjson.dumps(content))
+        data = Shares(self._round + 1, self._tasks, self._input, known).to_bytes()
+        Shares.from_bytes(data, self._root / SHARES)  # whatever is wrong with it, nothing has changed yet
+        staging.write(SHARES, data)
         self._count(ranks)
         return plan
 
@@ -306,7 +319,7 @@ class _Reshard:
             )
             move(each, target, staging)
             plan.moved += close_gaps(each, staging)
-            if not (own[task].folder / RUN).exists():
+            if not own[task].has_started:
                 plan.started[task] = rank
         with_journals = [rank for rank in plan.retired if ranks[rank].point.journals]
         plan.unfinished = unfinished_files(self._runner.output_writer, self._root, with_journals)
@@ -316,6 +329,15 @@ class _Reshard:
         if self._runner.config.seed is not None:
             self._report.lost_answers = self._report.moved_answers
         return moved
+
+    def _record_input(self, rank: RankInput, parts: Sequence[Part], plan: ReshardPlan, staging: Staging) -> None:
+        """Stages the record by which the input of a finished rank is compared. A file belongs to who has its end."""
+        files = [self._index[part.name] for part in parts if part.end is None]
+        read = ReaderRecord(options_of(self._reader), sample_files(self._inputs, files))
+        record = ShardRecord([read], pipeline=describe_pipeline(self._steps)).to_json()
+        name = f"{rank.folder.name}/{SHARD}"
+        staging.write(name, sealed_shard({**record, "documents": rank.point.next_ordinal + len(rank.committed)}))
+        plan.moved.append(name)
 
     def _count(self, ranks: dict[int, RankInput]) -> None:
         for each in ranks.values():

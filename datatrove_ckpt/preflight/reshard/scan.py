@@ -28,12 +28,12 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.shares import Part, Place, Share
 from datatrove_ckpt.documents import fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.readers.parts import after, between
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Reading, position_of
-from datatrove_ckpt.readers.shares import Part, Place, Share
 
 
 @dataclass
@@ -74,10 +74,18 @@ class RankInput:
 
     def open_ordinals(self) -> list[int]:
         """Documents that were touched, or come before one that was, and are in no commit."""
-        committed = {
-            ordinal for one in self.point.done.values() for ordinal in range(one.first_ordinal, one.next_ordinal)
-        }
+        committed = {*self.committed}
         return [ordinal for ordinal in range(self.point.next_ordinal, self.next_ordinal) if ordinal not in committed]
+
+    @property
+    def has_started(self) -> bool:
+        return (self.folder / RUN).exists()
+
+    @property
+    def committed(self) -> list[int]:
+        """Documents in commits after the unbroken run of them."""
+        done = self.point.done.values()
+        return sorted(ordinal for one in done for ordinal in range(one.first_ordinal, one.next_ordinal))
 
     def place_after(self, ordinal: int) -> Place:
         """The place right after a document that was touched, or after the one before the first of these."""
@@ -125,7 +133,7 @@ class Scanner:
         """
         share = self._share_of(rank)
         found = RankInput(rank, rank_folder(self._root, rank), share.parts)
-        if not (found.folder / RUN).exists():
+        if not found.has_started:
             found.rest = self.sized(found.parts)
             return found
         commits = read_complete_commits(found.folder, rank in self._finished)

@@ -5,20 +5,29 @@ next ``reshard``, but what the rank has read stays the beginning of its share. S
 position after it, too, and a chunk that is made again finds its documents.
 
 ``shares.json`` holds the shares of all ranks, and a hash over the names of all files: a file that is added later is in
-no share, so it is refused.
+no share, so it is refused. Together the shares are each file once: whatever was done to ``shares.json``, no document is
+in two shares or in none.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from xxhash import xxh3_128_hexdigest
 
+from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.layout import SHARES
+from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
-VERSION = 1
+VERSION = 2
+"""1 has no checksum."""
 
 FilePosition: TypeAlias = tuple[int, ...]
 """As in ``positions``."""
@@ -112,22 +121,61 @@ class Shares:
     def of(self, rank: int) -> Share:
         return Share(self.round, self.input, self.ranks.get(rank, []))
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def retired(self) -> dict[int, list[Part]]:
+        """The shares of the ranks of an earlier, larger number of tasks."""
+        return {rank: parts for rank, parts in self.ranks.items() if rank >= self.tasks}
+
+    def to_bytes(self) -> bytes:
         ranks = {str(rank): [part.to_json() for part in parts] for rank, parts in self.ranks.items()}
-        return {"version": VERSION, "round": self.round, "tasks": self.tasks, "input": self.input, "ranks": ranks}
+        content = {"version": VERSION, "round": self.round, "tasks": self.tasks, "input": self.input, "ranks": ranks}
+        return sealed_json(content, indent=False)
 
     @classmethod
-    def from_json(cls, content: Any, path: object) -> Shares:
+    @lru_cache(maxsize=1)  # a start asks several times
+    def from_bytes(cls, data: bytes, path: object) -> Shares:
         """
         Raises:
-            CheckpointCorrupt: it holds no shares. The message names ``path``.
+            CheckpointCorrupt: it holds no shares, or they are not each file once. The message names ``path``.
         """
         try:
-            if content["version"] != VERSION:
+            content = read_sealed(data, (VERSION,))
+            if content["version"] not in (1, VERSION):
                 raise ValueError(f"version {content['version']}")
             ranks = {int(rank): [Part.from_json(part) for part in parts] for rank, parts in content["ranks"].items()}
-            return cls(int(content["round"]), int(content["tasks"]), str(content["input"]), ranks)
+            shares = cls(int(content["round"]), int(content["tasks"]), str(content["input"]), ranks)
+            shares._check_cover()
+            return shares
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointCorrupt(
-                f"{path} cannot be read ({error!r}), so nobody knows what each task reads. Restore it from a copy."
+                f"{path} cannot be read ({error}), so it is not known what each task reads. Restore it from a copy, or "
+                "from the mirror."
             ) from error
+
+    def _check_cover(self) -> None:
+        """
+        Raises:
+            ValueError: a part of a file is in no share, or in two.
+        """
+        found: dict[str, list[Part]] = defaultdict(list)
+        for part in chain(*self.ranks.values()):
+            if part.end is None or part.end != part.begin:
+                found[part.name].append(part)
+        for name, parts in found.items():
+            parts.sort(key=lambda part: part.begin)
+            if [part.begin for part in parts] + [None] != [(), *(part.end for part in parts)]:
+                raise ValueError(f"the shares do not hold {name!r} once")
+        if names_hash(list(found)) != self.input:
+            raise ValueError(f"the shares hold {len(found)} files, not the {self.input.partition(':')[0]} of the input")
+
+
+def read_shares(root: Path) -> Shares | None:
+    """The shares of all ranks below ``checkpoints_local_dir``; None if datatrove deals out the files.
+
+    Raises:
+        CheckpointCorrupt: the file holds none.
+        StorageFailed: it cannot be read.
+    """
+    path = root / SHARES
+    with explained("read", path):
+        return Shares.from_bytes(path.read_bytes(), path) if path.exists() else None

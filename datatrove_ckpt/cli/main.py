@@ -17,7 +17,8 @@ from importlib import import_module
 
 from datatrove_ckpt.cli.parsers import make_parser, split_overrides, takes_overrides
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.redaction import log_text
+from datatrove_ckpt.formatting import printable
+from datatrove_ckpt.redaction import redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,5 +53,5 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
 def fail(error: BaseException, code: int) -> int:
     """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print("\n".join(map(log_text, [f"error: {error}", *notes])), file=sys.stderr)
+    print(printable(redact("\n".join([f"error: {error}", *notes]))), file=sys.stderr)
     return code

@@ -22,6 +22,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.documents import encode, is_plain
+from datatrove_ckpt.errors import causes
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_tasks import DocumentTasks
 from datatrove_ckpt.generation.drain import Drain
@@ -218,6 +219,7 @@ class Scheduler:
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()
             note_sent([request.last_payload for request in requests])
+            note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             hashes = [request.last_hash for request in requests]
             letter = self._failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
             return self._finished(source, slot, "dead", letter, requests)

@@ -43,10 +43,9 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers.server import make_server
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, config, documents, make_server, runner, writer
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -67,6 +67,9 @@ class RankMessages:
                 f"Rank {self.rank}: the rollout returned None for each document, which drops it, so none is in the "
                 "output. Does the rollout lack a return?"
             )
+        if not counts.read:
+            logger.success(f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}")
+            return
         logger.success(
             f"Rank {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to {where} "
             f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); {plural(counts.requests, 'request')}, "

@@ -304,6 +304,6 @@ def test_a_server_that_fails_is_both_errors_of_datatrove(
 def test_a_server_that_does_not_start_is_a_server_error(tmp_path: Path, real_ready_window: None) -> None:
     with FakeServer() as server:
         step = runner(tmp_path, server, config={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1})
-    with pytest.raises(ServerError, match="No endpoint answered") as caught:
+    with pytest.raises(ServerError, match="No endpoint was ready") as caught:
         step.run(documents(1))
     assert isinstance(caught.value, errors.ServerStartFailed)

@@ -606,6 +606,8 @@ def test_an_input_without_documents_is_said(job: Path, call: Call, capfd: pytest
         path.write_text("")
     _, said = call("run", "job.yaml")
     assert said.startswith("There are no documents in the input, so there is no output in ")
+    log = (job / "logs" / "logs" / "task_00000.log").read_text()
+    assert "Rank 0: there are no documents in its input." in log
     assert main(["status", "job.yaml"]) == 0
     assert "  documents  none in the input\n" in capfd.readouterr().out
 

@@ -81,13 +81,13 @@ class ExternalServers(Server):
                 if now + delay > started + window:
                     each = "".join(f"  {cause}\n" for cause in causes)
                     raise ServerStartFailed(
-                        f"No endpoint answered within {window:g} s:\n{each}Check that the server runs, that this "
-                        "machine can reach it, and endpoint_url."
+                        f"No endpoint was ready within {window:g} s:\n{each}Check that the server runs, that this "
+                        "machine can reach it, and endpoint_url. One that answers 429 limits requests: start later."
                     )
                 # One that refuses connections is tried again at once; one that is silent has taken its time already.
                 if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
                     said_at = now
-                    logger.warning(waiting(causes[0], True, now - started, window))
+                    logger.warning(waiting(causes[0], ": HTTP " not in causes[0], now - started, window))
                 await asyncio.sleep(delay)
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
@@ -181,7 +181,7 @@ async def _get(session: aiohttp.ClientSession, target: HiddenUrl, headers: Hidde
             raise limit_reached(f"No connection to {target}") from None
         raise _NotReady(target.redactor(headers)(redacted_error(error)) or type(error).__name__) from None
     if may_pass(status):
-        raise _NotReady(f"HTTP {status}")
+        raise _NotReady(f"HTTP {status}{', which means too many requests' if status == 429 else ''}")
     return status, body
 
 

@@ -1,0 +1,158 @@
+"""The identity of the user's code, tried with edits of small projects: ``tests/data/code_edits_*.txt`` hold them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt.checkpoint.identity import as_kept
+from datatrove_ckpt.generation.run_identity import code_identity
+
+DATA = Path(__file__).parent.parent / "data"
+_EDIT = re.compile("«([^«»→]*)→([^«»]*)»")
+_FLAGS = re.compile(r" \[([^]]+)\]")
+
+
+class Row(NamedTuple):
+    """An edit: the project's files before and after it, by name."""
+
+    name: str
+    flags: set[str]
+    before: dict[str, str]
+    after: dict[str, str]
+
+
+def rows(kind: str) -> Iterator[Row]:
+    for part in re.split(r"^## ", (DATA / f"code_edits_{kind}.txt").read_text(), flags=re.M)[1:]:
+        name, _, text = re.sub(r"^# .*\n", "", part, flags=re.M).partition("\n")
+        flags = set(_FLAGS.findall(name))
+        if any(re.fullmatch(r"3\.\d+", flag) and tuple(map(int, flag.split("."))) > sys.version_info for flag in flags):
+            continue
+        name = _FLAGS.sub("", name)
+        before, edits = files(text, None), [(found[1], found[2]) for found in _EDIT.finditer(text)]
+        if not name.startswith("each: "):
+            yield Row(name, flags, before, files(text, set(range(len(edits)))))
+            continue
+        for index, (old, new) in enumerate(edits):
+            change = " ".join(f"{old} -> {new}".split()) if old else f"with {' '.join(new.split())}"
+            yield Row(f"{name[6:]}: {change}", flags, before, files(text, {index}))
+
+
+def files(text: str, edited: set[int] | None) -> dict[str, str]:
+    """The files with some of the edits."""
+    numbers = iter(range(text.count("→")))
+    text = _EDIT.sub(lambda found: found[2 if edited is not None and next(numbers) in edited else 1], text)
+    parts = re.split(r"^--- ?(.*)\n", f"--- script.py\n{text}", flags=re.M)[1:]
+    found = {name: content for name, content in zip(parts[::2], parts[1::2], strict=True) if name}
+    found["script.py"] = re.sub(
+        r"^rollout: (.*)$",
+        r'async def rollout(document, generate):\n    return await generate({"prompt": \1})',
+        found["script.py"],
+        flags=re.M,
+    )
+    if "rename" in found:
+        found[f"{found.pop('rename').strip()}.py"] = found.pop("script.py")
+    return found
+
+
+class Project:
+    """A project in a folder of its own, loaded as a new process would."""
+
+    def __init__(self, folder: Path, files: dict[str, str], flags: set[str], patch: pytest.MonkeyPatch) -> None:
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.syspath_prepend(folder)
+        for line in files.get("environment", "").split():
+            patch.setenv(*line.split("="))
+        name = "rename" if "rename" in files else next(iter({"script.py", "asking.py"} & files.keys()))
+        path = folder / name
+        module_name = "__main__" if "main" in flags else path.stem
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec
+        assert spec.loader
+        self.script = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, module_name, self.script)
+        spec.loader.exec_module(self.script)
+        self.rollout, self.context = self.script.rollout, getattr(self.script, "shared_context", None)
+        names = {"adapter", "expand_metadata"} & vars(self.script).keys()
+        writer = getattr(self.script, "Writer", JsonlWriter)
+        settings = {name: getattr(self.script, name) for name in names}
+        self.writer = writer(str(folder.parent / "out"), "${rank}.jsonl", compression=None, **settings)
+
+    def identity(self) -> str:
+        """As a file keeps it."""
+        fields = code_identity(self.rollout, self.context, output_writer=self.writer).fields
+        return json.dumps(as_kept(fields), indent=1, sort_keys=True)
+
+    def behaviour(self) -> Any:
+        """What it asks and writes for a document."""
+        asked: list[str] = []
+
+        async def generate(payload: Any) -> Any:
+            asked.append(repr(payload))
+            return types.SimpleNamespace(text="Answer")
+
+        async def run() -> Any:
+            document = Document(text="Ab c, d", id="id 1", metadata={"kind": "a", "n": 3})
+            context = self.context() if callable(self.context) else self.context or {}
+            result = await self.rollout(document, generate, **context)
+            return result if isinstance(result, str | list) else "", repr(self.writer.adapter(document))
+
+        return asked, asyncio.run(run())
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    loaded = set(sys.modules)
+
+    def purge() -> None:
+        for name in set(sys.modules) - loaded:
+            if str(getattr(sys.modules[name], "__file__", None) or tmp_path).startswith(str(tmp_path)):
+                del sys.modules[name]
+
+    def load_project(version: str, files: dict[str, str], flags: set[str]) -> Project:
+        purge()
+        return Project(tmp_path / version, files, flags, monkeypatch)
+
+    yield load_project
+    purge()
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows("seen")])
+def test_an_edit_that_changes_the_work_is_seen(load: Any, row: Row) -> None:
+    before = load("before", row.before, row.flags)
+    identity, behaviour = before.identity(), before.behaviour()
+    after = load("after", row.after, row.flags)
+    assert after.identity() != identity
+    assert after.behaviour() != behaviour
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows("harmless")])
+def test_an_edit_that_changes_nothing_is_not(load: Any, row: Row) -> None:
+    before = load("before", row.before, row.flags)
+    identity, behaviour = before.identity(), before.behaviour()
+    after = load("after", row.after, row.flags)
+    if "ran" in row.flags:
+        after.behaviour()
+    assert after.identity() == identity
+    assert after.behaviour() == behaviour or "unstable" in row.flags
+
+
+def test_the_table_is_large() -> None:
+    assert len(list(rows("seen"))) >= 300
+    assert len(list(rows("harmless"))) >= 100

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import functools
 import importlib
 import importlib.util
 import json
-import os
+import random
 import re
+import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,3 +159,150 @@ def test_an_edit_that_changes_nothing_is_not(load: Any, row: Row) -> None:
 def test_the_table_is_large() -> None:
     assert len(list(rows("seen"))) >= 300
     assert len(list(rows("harmless"))) >= 100
+
+
+# mutations of a library that is taken as the user's code --------------------------------------------------------------
+
+LIBRARIES = {row.name: row.before for row in rows("libraries")}
+MODULES = {
+    "jmespath": ["", ".ast", ".compat", ".exceptions", ".functions", ".lexer", ".parser", ".visitor"],
+    "texts": ["colorsys", "fnmatch", "shlex", "string", "textwrap"],
+}
+_OTHERS: dict[Any, Any] = {
+    **dict.fromkeys((ast.Eq, ast.Is, ast.In), ast.NotEq),
+    **{ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.And: ast.Or, ast.Or: ast.And},
+}
+
+
+def mutations(tree: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
+    """Nodes, each with a field and another value for it."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=bool(value)):
+                yield node, "value", not value
+            case ast.Constant(value=int(value)):
+                yield node, "value", value + 1
+            case ast.Constant(value=str(value)):
+                yield node, "value", value + "x"
+            case ast.Compare(ops=[operation]) if type(operation) in _OTHERS:
+                yield node, "ops", [_OTHERS[type(operation)]()]
+            case ast.BinOp(op=operation) | ast.BoolOp(op=operation) if type(operation) in _OTHERS:
+                yield node, "op", _OTHERS[type(operation)]()
+            case ast.If() | ast.IfExp():
+                yield node, "test", ast.UnaryOp(ast.Not(), node.test)
+            case ast.Return(value=ast.AST()):
+                yield node, "value", None
+            case ast.FunctionDef():
+                for index, statement in enumerate(node.body):
+                    if isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr):
+                        yield node, "body", [*node.body[:index], ast.Pass(), *node.body[index + 1 :]]
+
+
+def library(name: str) -> dict[str, str]:
+    """A project of a script and a copy of a library."""
+    found = LIBRARIES[name] | {f"users_{name}/__init__.py": ""}
+    for part in MODULES[name]:
+        spec = importlib.util.find_spec(f"jmespath{part}" if name == "jmespath" else part)
+        assert spec
+        assert spec.origin
+        source = Path(spec.origin).read_text().replace("from jmespath", "from users_jmespath")
+        found[f"users_{name}/{part.strip('.') or '__init__'}.py"] = source
+    return found
+
+
+def executed_lines(work: Callable[[], Any], folder: Path) -> set[tuple[str, int]]:
+    found: set[tuple[str, int]] = set()
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(str(folder)):
+            return None
+        found.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+class Endless(BaseException):
+    pass
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """What a mutated library gives; None if it raises, or if its loop does not end."""
+
+    def end(number: int, frame: Any) -> None:
+        raise Endless
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 5)
+    try:
+        return work()
+    except (Exception, Endless):
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def mutated(project: dict[str, str], file: str, index: int) -> tuple[dict[str, str], str]:
+    """The project with one mutation, and what it is."""
+    tree = ast.parse(project[file])
+    node, field, value = list(mutations(tree))[index]
+    setattr(node, field, value)
+    line = node.lineno  # type: ignore[attr-defined]
+    source = ast.unparse(ast.fix_missing_locations(tree))
+    return {**project, file: source}, f"{file}, line {line}: {field} of {type(node).__name__}"
+
+
+def sites(project: dict[str, str], is_one: Callable[[str, int], bool]) -> list[tuple[str, int]]:
+    """Where the library can be mutated."""
+    return [
+        (file, index)
+        for file in sorted(project.keys() - {"script.py"})
+        for index, (node, _, _) in enumerate(mutations(ast.parse(project[file])))
+        if is_one(file, node.lineno)  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [(name, 25) for name in LIBRARIES] + [pytest.param(name, 400, marks=pytest.mark.slow) for name in LIBRARIES],
+)
+def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(
+    load: Any, tmp_path: Path, name: str, number: int
+) -> None:
+    project = library(name)
+    lines = executed_lines(lambda: load("before", project, set()).behaviour(), tmp_path)
+    before = load("before", project, set())
+    identity, behaviour = before.identity(), before.behaviour()
+    missed, changed = [], 0
+    executed = sites(project, lambda file, line: (str(tmp_path / "before" / file), line) in lines)
+    for file, index in random.Random(number).sample(executed, number):
+        after_project, change = mutated(project, file, index)
+        after = attempt(functools.partial(load, "after", after_project, set()))
+        found = after and after.identity()
+        if after and attempt(after.behaviour) != behaviour:
+            changed += 1
+            missed += [change] if found == identity else []
+    assert missed == []
+    assert changed > number / 3
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_mutation_of_what_is_not_reached_is_not_seen(load: Any, number: int) -> None:
+    script = "from users_jmespath.lexer import Lexer\nrollout: str(list(Lexer().tokenize('a[*].b')))\n"
+    project = {**library("jmespath"), **files(script, None)}
+    identity = load("before", project, set()).identity()
+    used = {f"users_jmespath/{name}.py" for name in ("lexer", "exceptions", "compat")}
+    seen = []
+    for file, index in random.Random(number).sample(sites(project, lambda file, line: file not in used), number):
+        after_project, change = mutated(project, file, index)
+        after = attempt(functools.partial(load, "after", after_project, set()))
+        seen += [change] if after and after.identity() != identity else []
+    assert seen == []

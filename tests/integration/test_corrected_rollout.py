@@ -159,5 +159,7 @@ def test_a_script_that_was_edited_after_a_kill_is_refused_and_the_edited_definit
         (tmp_path / file).write_text(original[file])
     finished = run()
     assert finished.returncode == 0, finished.stderr
-    rows = [json.loads(line) for path in (tmp_path / "output").glob("*.jsonl") for line in path.open()]
+    rows = [
+        json.loads(line) for path in (tmp_path / "output").glob("*.jsonl") for line in path.read_text().splitlines()
+    ]
     assert sorted(row["id"] for row in rows) == list("012345")

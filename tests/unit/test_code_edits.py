@@ -271,7 +271,7 @@ def sites(project: dict[str, str], is_one: Callable[[str, int], bool]) -> list[t
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [(name, 25) for name in LIBRARIES] + [pytest.param(name, 400, marks=pytest.mark.slow) for name in LIBRARIES],
+    [(name, 12) for name in LIBRARIES] + [pytest.param(name, 400, marks=pytest.mark.slow) for name in LIBRARIES],
 )
 def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(
     load: Any, tmp_path: Path, name: str, number: int

@@ -1,0 +1,307 @@
+"""The identity of the user's code, tried with edits of small projects: ``tests/data/code_edits_*.txt`` hold them."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import importlib
+import importlib.util
+import json
+import random
+import re
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt.checkpoint.identity import as_kept
+from datatrove_ckpt.generation.run_identity import code_identity
+
+DATA = Path(__file__).parent.parent / "data"
+_EDIT = re.compile("«([^«»→]*)→([^«»]*)»")
+_FLAGS = re.compile(r" \[([^]]+)\]")
+
+
+class Row(NamedTuple):
+    """An edit: the project's files before and after it, by name."""
+
+    name: str
+    flags: set[str]
+    before: dict[str, str]
+    after: dict[str, str]
+
+
+def rows(kind: str) -> Iterator[Row]:
+    for part in re.split(r"^## ", (DATA / f"code_edits_{kind}.txt").read_text(), flags=re.M)[1:]:
+        name, _, text = re.sub(r"^# .*\n", "", part, flags=re.M).partition("\n")
+        flags = set(_FLAGS.findall(name))
+        if any(re.fullmatch(r"3\.\d+", flag) and tuple(map(int, flag.split("."))) > sys.version_info for flag in flags):
+            continue
+        name = _FLAGS.sub("", name)
+        before, edits = files(text, None), [(found[1], found[2]) for found in _EDIT.finditer(text)]
+        if not name.startswith("each: "):
+            yield Row(name, flags, before, files(text, set(range(len(edits)))))
+            continue
+        for index, (old, new) in enumerate(edits):
+            change = " ".join(f"{old} -> {new}".split()) if old else f"with {' '.join(new.split())}"
+            yield Row(f"{name[6:]}: {change}", flags, before, files(text, {index}))
+
+
+def files(text: str, edited: set[int] | None) -> dict[str, str]:
+    """The files with some of the edits."""
+    numbers = iter(range(text.count("→")))
+    text = _EDIT.sub(lambda found: found[2 if edited is not None and next(numbers) in edited else 1], text)
+    parts = re.split(r"^--- ?(.*)\n", f"--- script.py\n{text}", flags=re.M)[1:]
+    found = {name: content for name, content in zip(parts[::2], parts[1::2], strict=True) if name}
+    found["script.py"] = re.sub(
+        r"^rollout: (.*)$",
+        r'async def rollout(document, generate):\n    return await generate({"prompt": \1})',
+        found["script.py"],
+        flags=re.M,
+    )
+    if "rename" in found:
+        found[f"{found.pop('rename').strip()}.py"] = found.pop("script.py")
+    return found
+
+
+class Project:
+    """A project in a folder of its own, loaded as a new process would."""
+
+    def __init__(self, folder: Path, files: dict[str, str], flags: set[str], patch: pytest.MonkeyPatch) -> None:
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.syspath_prepend(folder)
+        for line in files.get("environment", "").split():
+            patch.setenv(*line.split("="))
+        path = folder / ("script.py" if "script.py" in files else "asking.py")
+        module_name = "__main__" if "main" in flags else path.stem
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec
+        assert spec.loader
+        self.script = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, module_name, self.script)
+        spec.loader.exec_module(self.script)
+        self.rollout, self.context = self.script.rollout, getattr(self.script, "shared_context", None)
+        names = {"adapter", "expand_metadata"} & vars(self.script).keys()
+        writer = getattr(self.script, "Writer", JsonlWriter)
+        settings = {name: getattr(self.script, name) for name in names}
+        self.writer = writer(str(folder.parent / "out"), "${rank}.jsonl", compression=None, **settings)
+
+    def identity(self) -> str:
+        """As a file keeps it."""
+        fields = code_identity(self.rollout, self.context, output_writer=self.writer).fields
+        return json.dumps(as_kept(fields), indent=1, sort_keys=True)
+
+    def behaviour(self) -> Any:
+        """What it asks and writes for a document."""
+        asked: list[str] = []
+
+        async def generate(payload: Any) -> Any:
+            asked.append(repr(payload))
+            return types.SimpleNamespace(text="Answer")
+
+        async def run() -> Any:
+            document = Document(text="Ab c, d", id="id 1", metadata={"kind": "a", "n": 3})
+            context = self.context() if callable(self.context) else self.context or {}
+            result = await self.rollout(document, generate, **context)
+            return result if isinstance(result, str | list) else "", repr(self.writer.adapter(document))
+
+        return asked, asyncio.run(run())
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    loaded = set(sys.modules)
+
+    def purge() -> None:
+        for name in set(sys.modules) - loaded:
+            if str(getattr(sys.modules[name], "__file__", None) or tmp_path).startswith(str(tmp_path)):
+                del sys.modules[name]
+
+    def load_project(version: str, files: dict[str, str], flags: set[str]) -> Project:
+        purge()
+        return Project(tmp_path / version, files, flags, monkeypatch)
+
+    yield load_project
+    purge()
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows("seen")])
+def test_an_edit_that_changes_the_work_is_seen(load: Any, row: Row) -> None:
+    before = load("before", row.before, row.flags)
+    identity, behaviour = before.identity(), before.behaviour()
+    after = load("after", row.after, row.flags)
+    assert after.identity() != identity
+    assert after.behaviour() != behaviour
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows("harmless")])
+def test_an_edit_that_changes_nothing_is_not(load: Any, row: Row) -> None:
+    before = load("before", row.before, row.flags)
+    identity, behaviour = before.identity(), before.behaviour()
+    after = load("after", row.after, row.flags)
+    if "ran" in row.flags:
+        after.behaviour()
+    assert after.identity() == identity
+    assert after.behaviour() == behaviour or "unstable" in row.flags
+
+
+def test_the_table_is_large() -> None:
+    assert len(list(rows("seen"))) >= 400
+    assert len(list(rows("harmless"))) >= 100
+
+
+# mutations of a library that is taken as the user's code --------------------------------------------------------------
+
+LIBRARIES = {row.name: row.before for row in rows("libraries")}
+MODULES = {
+    "jmespath": ["", ".ast", ".compat", ".exceptions", ".functions", ".lexer", ".parser", ".visitor"],
+    "texts": ["colorsys", "fnmatch", "shlex", "string", "textwrap"],
+}
+_OTHERS: dict[Any, Any] = {
+    **dict.fromkeys((ast.Eq, ast.Is, ast.In), ast.NotEq),
+    **{ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.And: ast.Or, ast.Or: ast.And},
+}
+
+
+def mutations(tree: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
+    """Nodes, each with a field and another value for it."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=bool(value)):
+                yield node, "value", not value
+            case ast.Constant(value=int(value)):
+                yield node, "value", value + 1
+            case ast.Constant(value=str(value)):
+                yield node, "value", value + "x"
+            case ast.Compare(ops=[operation]) if type(operation) in _OTHERS:
+                yield node, "ops", [_OTHERS[type(operation)]()]
+            case ast.BinOp(op=operation) | ast.BoolOp(op=operation) if type(operation) in _OTHERS:
+                yield node, "op", _OTHERS[type(operation)]()
+            case ast.If() | ast.IfExp():
+                yield node, "test", ast.UnaryOp(ast.Not(), node.test)
+            case ast.Return(value=ast.AST()):
+                yield node, "value", None
+            case ast.FunctionDef():
+                for index, statement in enumerate(node.body):
+                    if isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr):
+                        yield node, "body", [*node.body[:index], ast.Pass(), *node.body[index + 1 :]]
+
+
+def library(name: str) -> dict[str, str]:
+    """A project of a script and a copy of a library."""
+    found = LIBRARIES[name] | {f"users_{name}/__init__.py": ""}
+    for part in MODULES[name]:
+        spec = importlib.util.find_spec(f"jmespath{part}" if name == "jmespath" else part)
+        assert spec
+        assert spec.origin
+        source = Path(spec.origin).read_text().replace("from jmespath", "from users_jmespath")
+        found[f"users_{name}/{part.strip('.') or '__init__'}.py"] = source
+    return found
+
+
+def executed_lines(work: Callable[[], Any], folder: Path) -> set[tuple[str, int]]:
+    found: set[tuple[str, int]] = set()
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(str(folder)):
+            return None
+        found.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+class Endless(BaseException):
+    pass
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """What a mutated library gives; None if it raises, or if its loop does not end."""
+
+    def end(number: int, frame: Any) -> None:
+        raise Endless
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 5)
+    try:
+        return work()
+    except (Exception, Endless):
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def mutated(project: dict[str, str], file: str, index: int) -> tuple[dict[str, str], str]:
+    """The project with one mutation, and what it is."""
+    tree = ast.parse(project[file])
+    node, field, value = list(mutations(tree))[index]
+    setattr(node, field, value)
+    line = node.lineno  # type: ignore[attr-defined]
+    source = ast.unparse(ast.fix_missing_locations(tree))
+    return {**project, file: source}, f"{file}, line {line}: {field} of {type(node).__name__}"
+
+
+def sites(project: dict[str, str], is_one: Callable[[str, int], bool]) -> list[tuple[str, int]]:
+    """Where the library can be mutated."""
+    return [
+        (file, index)
+        for file in sorted(project.keys() - {"script.py"})
+        for index, (node, _, _) in enumerate(mutations(ast.parse(project[file])))
+        if is_one(file, node.lineno)  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [(name, 12) for name in LIBRARIES] + [pytest.param(name, 400, marks=pytest.mark.slow) for name in LIBRARIES],
+)
+def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(
+    load: Any, tmp_path: Path, name: str, number: int
+) -> None:
+    project = library(name)
+    lines = executed_lines(lambda: load("before", project, set()).behaviour(), tmp_path)
+    before = load("before", project, set())
+    identity, behaviour = before.identity(), before.behaviour()
+    missed, changed = [], 0
+    executed = sites(project, lambda file, line: (str(tmp_path / "before" / file), line) in lines)
+    for file, index in random.Random(number).sample(executed, number):
+        after_project, change = mutated(project, file, index)
+        after = attempt(functools.partial(load, "after", after_project, set()))
+        found = after and after.identity()
+        if after and attempt(after.behaviour) != behaviour:
+            changed += 1
+            missed += [change] if found == identity else []
+    assert missed == []
+    assert changed > number / 3
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_mutation_of_what_is_not_reached_is_not_seen(load: Any, number: int) -> None:
+    script = "from users_jmespath.lexer import Lexer\nrollout: str(list(Lexer().tokenize('a[*].b')))\n"
+    project = {**library("jmespath"), **files(script, None)}
+    identity = load("before", project, set()).identity()
+    used = {f"users_jmespath/{name}.py" for name in ("lexer", "exceptions", "compat")}
+    seen = []
+    for file, index in random.Random(number).sample(sites(project, lambda file, line: file not in used), number):
+        after_project, change = mutated(project, file, index)
+        after = attempt(functools.partial(load, "after", after_project, set()))
+        seen += [change] if after and after.identity() != identity else []
+    assert seen == []

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterable
@@ -53,10 +54,18 @@ _MAX_TASKS = 10_000_000
 _NO_RUN = "Restore it from a copy or from the mirror. If there is none, start this rank over: move its folder away."
 _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
-_USERS_FIELDS = ("imports", "rollout_fn", "shared_context", "default_generation_params", "model_kwargs")
+_USERS_FIELDS = (
+    "imports",
+    "uses",
+    "rollout_fn",
+    "shared_context",
+    "output_writer",
+    "default_generation_params",
+    "model_kwargs",
+)
 """Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
-FOLLOWED = "imports."
-"""Beginning of the fields about code of the user's other modules. A checkpoint of an earlier release has none."""
+_IDENTITY_VERSION = "identity_version"
+_OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\.")
 _LAYOUT = frozenset({"records_per_chunk", "tasks"})
 
 
@@ -68,17 +77,8 @@ class RunIdentity:
     """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
     notes: dict[str, str] = field(default_factory=dict)
     """What to add to the error if a field differs, by the name of the field."""
-    earlier: RunIdentity | None = None
-    """The same run as an earlier release described it."""
     how_to_accept: str = "set accept_changes=True"
     """What a user who is refused does to continue in spite of the changes."""
-
-    def described_like(self, kept: Json) -> RunIdentity:
-        """This run in the words of the release that wrote ``kept``."""
-        earlier = self.earlier
-        if earlier is None or kept.get("identity_version") != earlier.fields.get("identity_version"):
-            return self
-        return earlier
 
 
 class Change(NamedTuple):
@@ -194,6 +194,11 @@ class RunClaim:
         """What the rank keeps of the run that it was forked from; None: it is no fork."""
         if old:
             changes = compare(old, identity)
+            if not (self.is_first or describe_alike(old, identity.fields)):
+                logger.warning(
+                    f"{self._path}: another version of datatrove-ckpt described the code of this run in another way, "
+                    "so the code is not compared this time. From now on it is."
+                )
             owner = old.pop("owner", {})
             self._reshards = max(reshards, old.pop(RESHARDS, 0))
             self._fence = owner.get("fence", 0)
@@ -342,12 +347,11 @@ def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: 
 
 def compare(kept: Json, identity: RunIdentity) -> list[Change]:
     """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it."""
-    identity = identity.described_like(kept)
     old, new = settings_in(kept), settings_in(as_kept(identity.fields))
+    if not describe_alike(old, new):
+        old, new = without_code(old), without_code(new)
     if is_unstarted(kept):
         new = {name: value for name, value in new.items() if name in old}
-    elif not follows(old):
-        new = {name: value for name, value in new.items() if not name.startswith(FOLLOWED)}
     return [
         Change(name, old.get(name), new.get(name), _shown(old, name), _shown(new, name), identity.notes.get(name))
         for name in dict.fromkeys([*old, *new])
@@ -355,9 +359,14 @@ def compare(kept: Json, identity: RunIdentity) -> list[Change]:
     ]
 
 
-def follows(fields: Json) -> bool:
-    """Whether the release that wrote these fields described code of the user's other modules, and there was some."""
-    return any(name.startswith(FOLLOWED) for name in fields)
+def describe_alike(old: Json, new: Json) -> bool:
+    """Whether both descriptions of code are of one version, so that they can be compared."""
+    return bool(old.get(_IDENTITY_VERSION) == new.get(_IDENTITY_VERSION))
+
+
+def without_code(fields: Json) -> Json:
+    """The fields that mean the same in every version."""
+    return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
 def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMismatch:

@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.identity import (
     RunIdentity,
     as_kept,
     compare,
+    describe_alike,
     read_run,
     records,
     refusal,
@@ -149,8 +150,8 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
-    """``job.json`` agrees, and need not be written again without a secret."""
-    return _agrees(root, identity) and not shows_secret(root / JOB)
+    """``job.json`` agrees, also about code, and need not be written again without a secret."""
+    return _agrees(root, identity) and describe_alike(_read(root), identity.fields) and not shows_secret(root / JOB)
 
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:

@@ -5,7 +5,7 @@ Everything runs on one event loop, which never waits on a disk or on a reader: t
 
 Start at ``scheduler.py`` (one rank, from its first document to its last commit), then ``generate.py`` (one call of a
 rollout's ``generate``). Then ``prefetch.py`` (where documents come from), ``stop.py`` and ``drain.py`` (an early stop),
-``failures.py`` and ``dead_letters.py`` (documents that fail), ``run_identity.py`` and ``code_hash.py`` (what makes two
+``failures.py`` and ``dead_letters.py`` (documents that fail), ``run_identity.py`` and ``code_walk.py`` (what makes two
 runs the same run), ``null_checkpoint.py`` (a run without a checkpoint) and ``progress.py`` (statistics and progress
 bar).
 

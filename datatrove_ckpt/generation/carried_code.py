@@ -6,12 +6,13 @@ from copy import deepcopy
 from typing import Any, Self
 
 from datatrove.executor import SlurmPipelineExecutor
+from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.carried_secrets import secrets_in
-from datatrove_ckpt.generation.run_identity import CodeIdentity, check_stable, code_identity
+from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity
 from datatrove_ckpt.redaction import Veiled
 
 
@@ -30,13 +31,17 @@ class CarriesCode:
         ForkingPickler.register(cls, _for_process)
 
     def _note_code(self) -> None:
-        if self.checkpoints_local_dir is not None:
-            check_stable(self.rollout_fn, self.shared_context, self.accept_changes)
-        self._code_when_made = code_identity(self.rollout_fn, self.shared_context)
+        self._code_when_made = code_identity(self.rollout_fn, self.shared_context, output_writer=self.output_writer)
+        made = self._code_when_made.made
+        if made is not None and made.left and self.checkpoints_local_dir is not None:
+            logger.warning(
+                f"rollout_fn: a resume does not notice when these change: {'; '.join(made.left)}. They differ at each "
+                "start or machine, or cannot be known."
+            )
 
     def code(self) -> CodeIdentity:
         """What the code adds to the run's identity: of functions that were pickled by value, as they were then."""
-        return code_identity(self.rollout_fn, self.shared_context, self._code_when_made)
+        return code_identity(self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a pickle: also the code as this process describes it, and the names of the script that it uses.

@@ -91,7 +91,7 @@ class _Look:
         elif isinstance(thing, type):
             self._classes.append(thing)
         elif isinstance(thing, CodeIdentity):  # hashes, under the names of what they stand for
-            self._owners |= dict.fromkeys(map(id, (thing.fields, thing.fields_0_1, thing.bytecode)), "")
+            self._owners |= dict.fromkeys(map(id, thing.made or ()), "")
         else:
             self._of_object(thing)
 

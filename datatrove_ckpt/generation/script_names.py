@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from loguru import logger
 
 from datatrove_ckpt.generation.carried_secrets import secrets_in
-from datatrove_ckpt.generation.code_hash import loaded_names
+from datatrove_ckpt.generation.syntax import loaded_names
 
 _collecting = threading.local()
 

@@ -10,16 +10,16 @@ This module imports only the standard library: a test runs it alone on every Pyt
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import json
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 _Result = TypeVar("_Result")
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _STRINGS = {"JoinedStr", "TemplateStr"}  # the second is new in Python 3.14
 # The context follows from the parent node; the kind tells u"" from "".
@@ -55,57 +55,15 @@ def _alone(work: Callable[[], _Result]) -> _Result:
         return work()
 
 
-class Place(NamedTuple):
-    """Where a function begins, in the words of its code object: its name, and the line of its first decorator."""
-
-    name: str
-    line: int
-
-
-class ParsedModule(NamedTuple):
-    """A source file and its functions.
-
-    Attributes:
-        tree: not to be changed.
-        nodes: each with the statement around it. Several lambdas may begin in one line.
-        codes: what this Python compiles from them, as text.
-    """
-
-    tree: ast.Module
-    nodes: dict[Place, list[tuple[Function, ast.AST]]]
-    codes: dict[Place, list[str]]
-
-
-@functools.lru_cache(maxsize=32)
-def parse_module(source: str) -> ParsedModule:
-    """Empty if the source is none of this Python."""
-    try:
-        tree = parse(source)
-        code = compile_tree(tree)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ParsedModule(ast.Module([], []), {}, {})
-    nodes: dict[Place, list[tuple[Function, ast.AST]]] = {}
-    waiting: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
-    while waiting:
-        node, statement = waiting.pop()
-        if isinstance(node, ast.Lambda):
-            nodes.setdefault(Place("<lambda>", node.lineno), []).append((node, statement))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.decorator_list[0] if node.decorator_list else node
-            nodes.setdefault(Place(node.name, first.lineno), []).append((node, statement))
-        inner = node if isinstance(node, ast.stmt) else statement
-        waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
-    codes: dict[Place, list[str]] = {}
-    for nested in nested_codes(code):
-        codes.setdefault(Place(nested.co_name, nested.co_firstlineno), []).append(write_code(nested))
-    return ParsedModule(tree, nodes, codes)
-
-
 # trees as text -------------------------------------------------------------------------------------------------------
 
 
-def write_tree(tree: ast.AST) -> str:
-    """A syntax tree as ASCII text: equal for equal trees, on any Python version."""
+def write_tree(tree: ast.AST, documented: bool = True) -> str:
+    """A syntax tree as ASCII text: equal for equal trees, on any Python version.
+
+    Args:
+        documented: with docstrings and type hints. Without, only those of the fields of classes are left.
+    """
     # A stack, not recursion: a chain of a few hundred operators or elifs is a tree as deep.
     written: list[str] = []
     waiting: list[ast.AST | str] = [tree]
@@ -114,11 +72,34 @@ def write_tree(tree: ast.AST) -> str:
         if isinstance(item, str):
             written.append(item)
         else:
-            waiting += reversed(_written_parts(item))
+            waiting += reversed(_written_parts(item if documented else _without_hints(item), documented))
     return "".join(written)
 
 
-def _written_parts(node: ast.AST) -> list[ast.AST | str]:
+class _Field(ast.AnnAssign):
+    """A field of a class, whose hint counts."""
+
+
+def _without_hints(node: ast.AST) -> ast.AST:
+    """The node, or a copy of it, without docstring and hints of its own."""
+    if isinstance(node, ast.AnnAssign) and not isinstance(node, _Field):
+        # Without a value, it only makes a name local, which an assignment does, too.
+        return ast.Assign([node.target], node.value) if node.value else ast.Pass()
+    if isinstance(node, ast.arg):
+        return ast.arg(node.arg)
+    if not isinstance(node, _Documented):
+        return node
+    fields = dict(ast.iter_fields(node))
+    body = fields["body"][1:] if _docstring(node) is not None else fields["body"]
+    if isinstance(node, ast.ClassDef):
+        body = [_Field(**dict(ast.iter_fields(one))) if isinstance(one, ast.AnnAssign) else one for one in body]
+    else:
+        fields |= {"returns": None, "type_params": []}
+        body = [one for one in body if not isinstance(one, ast.AnnAssign) or one.value]
+    return type(node)(**{**fields, "body": body or [ast.Pass()]})
+
+
+def _written_parts(node: ast.AST, documented: bool) -> list[ast.AST | str]:
     """A node as text and nodes. Empty fields are left out: newer versions have more of them."""
     if isinstance(node, ast.Constant):
         return [_written_value(node.value)]
@@ -129,8 +110,8 @@ def _written_parts(node: ast.AST) -> list[ast.AST | str]:
             return [_written_value("".join(_text(part) for part in parts))]  # f"text" is "text"
     elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
         fields["format_spec"] = None  # f"{x:}" is f"{x}"
-    elif isinstance(node, _Documented):
-        fields |= _split_docstring(node)
+    elif documented and isinstance(node, _Documented) and (docstring := _docstring(node)) is not None:
+        fields |= {"docstring": docstring, "body": node.body[1:]}
     written: list[ast.AST | str] = [f"({type(node).__name__}"]
     for name, value in fields.items():
         if isinstance(value, list) and value:
@@ -183,17 +164,18 @@ def _text(part: ast.expr) -> str:
     return str(part.value) if isinstance(part, ast.Constant) else ""
 
 
-def _split_docstring(node: _Documented) -> dict[str, str | list[ast.stmt]]:
-    """The docstring and the rest of the body. An f-string without fields is no docstring, though it is written as one.
+def _docstring(node: _Documented) -> str | None:
+    """An f-string without fields is no docstring, though it is written as one.
 
     A function that is moved into a class is the same one, so the indentation that the lines share is removed. Here,
     since ``inspect.cleandoc`` and ``textwrap.dedent`` depend on the Python version. Other space counts: before Python
     3.13 all of it is in ``__doc__``.
     """
-    first, *rest = node.body
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        return {"docstring": _without_common_indent(first.value.value), "body": rest}
-    return {"body": node.body}
+    first = node.body[0]
+    is_text = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    return _without_common_indent(first.value.value) if is_text else None  # type: ignore[attr-defined]
 
 
 def _without_common_indent(docstring: str) -> str:
@@ -221,3 +203,14 @@ def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from nested_codes(constant)
+
+
+def loaded_names(function: types.FunctionType) -> set[str]:
+    """The globals, and names of built-in functions, that the code reads."""
+    return set().union(*map(_loaded, nested_codes(function.__code__)))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _loaded(code: types.CodeType) -> frozenset[str]:
+    kinds = ("LOAD_GLOBAL", "LOAD_NAME")
+    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname.startswith(kinds))

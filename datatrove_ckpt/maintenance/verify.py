@@ -25,7 +25,6 @@ Commits are read before the output folder is listed, so a chunk that a run finis
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +36,7 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt.checkpoint.commits import Commit, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
-from datatrove_ckpt.checkpoint.identity import FOLLOWED, follows, read_run
+from datatrove_ckpt.checkpoint.identity import describe_alike, read_run, without_code
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
@@ -49,9 +48,6 @@ from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_rank
 from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.maintenance.verify_columns import check_columns
 from datatrove_ckpt.maintenance.verify_output import check_output
-
-# The settings that describe the user's code, and the version of that description (see ``generation/run_identity.py``).
-_DESCRIBES_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports)\b")
 
 
 def verify(
@@ -214,17 +210,9 @@ def _check_settings(report: Report) -> None:
 
 def _check_equal_settings(report: Report, ranks: list[RankFolder]) -> None:
     settings = {rank.number: rank.settings for rank in ranks}
-    if len({fields.get("identity_version") for fields in settings.values()}) > 1:
+    if not all(describe_alike(settings[ranks[0].number], fields) for fields in settings.values()):
         # Some ranks were last run by another release, which describes the same code in another way.
-        settings = {
-            number: {name: value for name, value in fields.items() if not _DESCRIBES_CODE.match(name)}
-            for number, fields in settings.items()
-        }
-    if len({follows(fields) for fields in settings.values()}) > 1:
-        settings = {
-            number: {name: value for name, value in fields.items() if not name.startswith(FOLLOWED)}
-            for number, fields in settings.items()
-        }
+        settings = {number: without_code(fields) for number, fields in settings.items()}
     variants: dict[bytes, list[RankFolder]] = defaultdict(list)
     for rank in ranks:
         variants[comparable("", settings[rank.number])].append(rank)

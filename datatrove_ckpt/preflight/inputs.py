@@ -21,6 +21,7 @@ from datatrove_ckpt.checkpoint.shares import Shares, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import checkpoints_here
+from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
@@ -49,7 +50,7 @@ def note_steps(executor: Any) -> None:
     before: list[Any] = []
     for step in executor.pipeline:
         if isinstance(step, InferenceRunner):
-            step.steps_before = describe_pipeline(before)
+            step.steps_before = describe_pipeline(before, code_of)
             before = []
         else:
             before.append(step)
@@ -113,7 +114,7 @@ def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecor
 
 
 def _check_steps(pipeline: Sequence[Any], records: list[tuple[int, ShardRecord]]) -> None:
-    listed, visible = describe_pipeline(pipeline), [describe_step(step) for step in pipeline]
+    listed, visible = describe_pipeline(pipeline, code_of), [describe_step(step) for step in pipeline]
     changed: dict[int, list[str]] = {}
     for rank, record in records:
         if record.pipeline is not None:

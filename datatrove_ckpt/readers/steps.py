@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import platform
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +28,6 @@ STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatt
 
 _UNKNOWN = "?"
 _DOCUMENTS = "documents"
-_LAMBDA = "<lambda>"
 _NO_SETTINGS = {"name", "type", "stats"}
 _SHOWN_CHARACTERS = 200
 
@@ -65,38 +62,28 @@ def describe_generator(step: object, module: str, qualname: str) -> StepRecord:
     return StepRecord(_name(module, qualname)) if step is None else describe_step(step)
 
 
-def describe_pipeline(steps: Sequence[object]) -> list[StepRecord]:
-    """For the steps before a runner, as the executor has them. Each has a name.
+def describe_pipeline(steps: Sequence[object], code_of: Callable[[object], dict[str, str]]) -> list[StepRecord]:
+    """For the steps before a runner, as the executor has them. Each has a name, and the user's have their code.
 
     The package of a function is left out, because a script that is imported has another one, and so are the functions
-    in which it is defined. A changed function of the same name is not noticed, except for a lambda.
+    in which it is defined.
+
+    Args:
+        code_of: gives hashes of the code of a function or class, by name; none for those of packages.
     """
-    return [describe_step(step) if isinstance(step, PipelineStep) else _describe_callable(step) for step in steps]
+    return [_describe_listed(step, code_of) for step in steps]
 
 
-def _describe_callable(step: object) -> StepRecord:
+def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) -> StepRecord:
     while isinstance(step, functools.partial):
         step = step.func
-    if not callable(step):
+    if not isinstance(step, PipelineStep) and not callable(step):
         return StepRecord(_DOCUMENTS)
     name = getattr(step, "__qualname__", None)
     name = (name if isinstance(name, str) else type(step).__qualname__).rpartition("<locals>.")[2]
-    if name != _LAMBDA or not isinstance(step, types.FunctionType):
-        return StepRecord(name)
-    # Another Python makes other code of the same lambda, and only settings that both records have are compared.
-    code = xxh3_64_hexdigest(_code_text(step.__code__).encode())
-    return StepRecord(name, {f"code in Python {platform.python_version()}": code})
-
-
-def _code_text(value: object) -> str:
-    """Code or one of its constants, without line numbers, and the same in each process."""
-    if isinstance(value, types.CodeType):
-        return f"code({value.co_code.hex()}, {value.co_names}, {_code_text(value.co_consts)})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_code_text, value))})"
-    if isinstance(value, frozenset):
-        return f"{{{', '.join(sorted(map(_code_text, value)))}}}"
-    return repr(value)
+    record = describe_step(step) if isinstance(step, PipelineStep) else StepRecord(name)
+    code = code_of(step if hasattr(step, "__qualname__") else type(step))
+    return StepRecord(record.name, {**record.settings, **code})
 
 
 def plain_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path: Path)
         )
         with pytest.raises(CheckpointMismatch) as refused:
             runner(tmp_path, server, load(new).rollout, **one).run(documents(6))
-        assert "(code of the function rollout)" in str(refused.value)
+        assert "(code of the function rollouts_of_a_user.rollout)" in str(refused.value)
         assert "or pass accept_changes=True to InferenceRunner to mix the two: what is done stays" in str(refused.value)
         runner(tmp_path, server, load(new).rollout, accept_changes=True, **one).run(documents(6))
         assert set(server.asked.values()) == {1}
@@ -94,7 +94,7 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
         (tmp_path / "users_rollouts.py").write_text(CORRECTED)
         code, said = run()
         assert code == 1
-        assert "(code of the function rollout)" in said
+        assert "(code of the function users_rollouts.rollout)" in said
         assert f"The whole command: {command} {flag}" in said
         assert run(flag)[0] == 0
         assert set(server.asked.values()) == {1}

@@ -339,7 +339,7 @@ def test_a_corrected_rollout_is_refused_with_its_name_and_the_command_to_type(
     monkeypatch.delitem(sys.modules, "my_rollouts")
     error = run(*typed, code=1)
     assert "rollout_fn code: " in error
-    assert "(code of the function rewrite)" in error
+    assert "(code of the function my_rollouts.rewrite)" in error
     assert "or add --pipeline.1.accept_changes=true to the command to mix the two" in error
     command = f"datatrove-ckpt run job.yaml {' '.join(typed)} --pipeline.1.accept_changes=true"
     assert error.endswith(f"The whole command: {command}\n")
@@ -437,7 +437,7 @@ def two_files(tmp_path: Path) -> Path:
         ([drop_odd], [Hidden()], "then: reader -> drop_odd\n  now: reader -> tests.Hidden"),
         ([drop_odd], [passes_on], "then: reader -> drop_odd\n  now: reader -> passes_on"),
         ([Hidden(), drop_odd], [drop_odd], "then: reader -> tests.Hidden -> drop_odd\n"),
-        ([KEEPS_FIRST], [KEEPS_ALL], "<lambda>, code in Python "),
+        ([KEEPS_FIRST], [KEEPS_ALL], "<lambda>, code: "),
     ],
     ids=["gone", "new", "a class", "another", "hidden by it", "lambda"],
 )

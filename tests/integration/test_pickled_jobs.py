@@ -166,7 +166,7 @@ def test_a_queued_task_goes_on_whatever_happened_to_its_script(cluster: Cluster)
                 (cluster.folder / "site" / "prompts.py").write_text(PROMPTS.replace("!", "?"))
                 done = cluster.run_task()
                 assert "CheckpointMismatch" in done.stderr, done.stderr[-3000:]
-                assert "  imports.prompts.ending code: " in done.stderr
+                assert "  uses.ending code: " in done.stderr
                 (cluster.folder / "site" / "prompts.py").write_text(PROMPTS)
     assert [line["id"] for line in cluster.output()] == [f"id {number}" for number in range(DOCUMENTS)]
     assert all(line["prompt"] == "Rewrite:" for line in cluster.output())

@@ -478,7 +478,7 @@ def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers
     def adapter(self: Any, document: Document) -> dict[str, Any]:
         return {"id": document.id, "shape": document.metadata["rollout_results"][0].shape}
 
-    fixed = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter))
+    fixed = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter), accept_changes=True)
     fixed.run(documents(2))
     assert lines(tmp_path) == [{"id": "id 0", "shape": [2, 2]}, {"id": "id 1", "shape": [2, 2]}]
     assert set(server.asked.values()) == {1}
@@ -677,7 +677,7 @@ def test_another_prompt_constant_is_another_run(
 ) -> None:
     runner(tmp_path, server, ask_with_prompt).run(documents(1))
     monkeypatch.setitem(globals(), "PROMPT", "shout {}")
-    with pytest.raises(CheckpointMismatch, match=r'rollout_fn.PROMPT: "say \{\}" -> "shout \{\}"'):
+    with pytest.raises(CheckpointMismatch, match=r'uses.PROMPT: "say \{\}" -> "shout \{\}"'):
         runner(tmp_path, server, ask_with_prompt).run(documents(1))
 
 
@@ -695,7 +695,7 @@ def test_a_secret_among_a_rollouts_globals_is_kept_as_a_hash(
     step = runner(tmp_path, server, ask_with_key, shared_context=lambda: {})
     step.run(documents(1))
     content = (tmp_path / "checkpoints" / "00000" / "run.json").read_text() + repr(vars(step))
-    assert "rollout_fn.API_KEY" in content
+    assert "uses.API_KEY" in content
     assert API_KEY not in content
     monkeypatch.setitem(globals(), "API_KEY", "another")
     with pytest.raises(CheckpointMismatch, match="API_KEY"):

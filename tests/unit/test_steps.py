@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import platform
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
+from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.pipeline import record_steps
 from datatrove_ckpt.readers.steps import StepRecord, describe_pipeline, describe_step, differences, plain_settings
@@ -136,8 +137,8 @@ def test_the_list_of_an_executor_names_every_step() -> None:
         Callable().method,
         Callable,
     ]
-    listed = describe_pipeline(steps)
-    assert [step.name for step in listed] == [
+    found = listed(steps)
+    assert [step.name for step in found] == [
         "documents",
         "reader",
         "datatrove.StatelessFilter",
@@ -149,10 +150,14 @@ def test_the_list_of_an_executor_names_every_step() -> None:
         "Callable.method",
         "Callable",
     ]
-    assert differences(listed, describe_pipeline(steps)) == []
-    without = describe_pipeline([step for step in steps if step is not inner])
-    assert differences(listed, without) != []
-    assert differences(without, listed) != []
+    assert differences(found, listed(steps)) == []
+    without = listed([step for step in steps if step is not inner])
+    assert differences(found, without) != []
+    assert differences(without, found) != []
+
+
+def listed(steps: Any) -> list[StepRecord]:
+    return describe_pipeline(steps, code_of)
 
 
 SOURCE = "lambda data, rank, world_size: (one for one in data if one.id in {names} and (lambda: {number})())"
@@ -163,11 +168,11 @@ def lambda_of(number: int = 1, names: str = "{'a', 'b', 'c', 'd'}", before: str 
 
 
 def test_a_lambda_is_compared_by_its_code() -> None:
-    then = describe_pipeline([lambda_of()])
-    assert differences(then, describe_pipeline([lambda_of(before="\\\n\\\n")])) == []
-    (line,) = differences(then, describe_pipeline([lambda_of(2)]))
-    assert line.startswith(f"<lambda>, code in Python {platform.python_version()}: ")
-    assert differences(then, describe_pipeline([lambda_of(names="{'a', 'b', 'c', 'e'}")])) != []
+    then = listed([lambda_of()])
+    assert differences(then, listed([lambda_of(before="\\\n\\\n")])) == []
+    (line,) = differences(then, listed([lambda_of(2)]))
+    assert line.startswith(f"<lambda>, code in {sys.implementation.cache_tag}: ")
+    assert differences(then, listed([lambda_of(names="{'a', 'b', 'c', 'e'}")])) != []
     of_another_python = [StepRecord("<lambda>", {"code in Python 2.7": "0"})]
     assert differences(of_another_python, then) == []
 
@@ -177,4 +182,4 @@ def test_a_set_in_the_code_of_a_lambda_has_no_order() -> None:
     assert list(one) != list(two), "as in another process"
     code = lambda_of().__code__
     same = [types.FunctionType(code.replace(co_consts=(number,)), {}) for number in (one, two)]
-    assert differences(describe_pipeline(same[:1]), describe_pipeline(same[1:])) == []
+    assert differences(listed(same[:1]), listed(same[1:])) == []

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.generation import code_hash, code_hash_0_1, syntax, user_code
+from datatrove_ckpt.generation import code_source, syntax, user_code
+from datatrove_ckpt.generation.run_identity import code_identity
 from tests.unit.test_identity import load_changed
 
 PACKAGE = Path(syntax.__file__).parent.parent
@@ -43,15 +44,14 @@ def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return result
 
     rollouts = [load_changed(tmp_path, f"number_{number}").rollout for number in range(12)]
-    syntax.parse_module.cache_clear()
+    code_source.source_of.cache_clear()
     monkeypatch.setattr(ast, "parse", watched)
     with ThreadPoolExecutor(12) as pool:
         found = [
-            *pool.map(code_hash.code_hash, rollouts),
-            *pool.map(code_hash_0_1.code_hash, rollouts),
+            *pool.map(lambda rollout: code_identity(rollout, None).fields["rollout_fn code"], rollouts),
             *pool.map(user_code._returns_values_only, rollouts),
         ]
-    assert len(set(found)) == 3
+    assert len(set(found)) == 2
     assert most == 1
 
 

@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, re
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
@@ -334,7 +335,7 @@ class _Reshard:
         """Stages the record by which the input of a finished rank is compared. A file belongs to who has its end."""
         files = [self._index[part.name] for part in parts if part.end is None]
         read = ReaderRecord(options_of(self._reader), sample_files(self._inputs, files))
-        record = ShardRecord([read], pipeline=describe_pipeline(self._steps)).to_json()
+        record = ShardRecord([read], pipeline=describe_pipeline(self._steps, code_of)).to_json()
         name = f"{rank.folder.name}/{SHARD}"
         staging.write(name, sealed_shard({**record, "documents": rank.point.next_ordinal + len(rank.committed)}))
         plan.moved.append(name)

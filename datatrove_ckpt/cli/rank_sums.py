@@ -7,16 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.errors import CheckpointError
-from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus
-
-
-def number_of_tasks(rank: RankFolder) -> int:
-    """The number of tasks of the run that the rank belongs to; 0 if run.json does not tell."""
-    try:
-        return int(rank.identity.get("tasks") or 0)
-    except CheckpointError:
-        return 0
+from datatrove_ckpt.maintenance.inspect import RankStatus
 
 
 def sum_counts(summaries: Iterable[RankStatus]) -> DocumentCounts:

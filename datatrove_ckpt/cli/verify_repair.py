@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.rank_sums import number_of_tasks, sum_counts, totals
+from datatrove_ckpt.cli.rank_sums import sum_counts, totals
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import repair_mirror
@@ -61,14 +61,13 @@ def _check_config(report: Report, place: Place) -> None:
 
 
 def _as_json(report: Report, full: bool, code: int) -> Json:
-    tasks = max((number_of_tasks(rank) for rank in report.ranks if not rank.root), default=0)
     return {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
         "full": full,
         "exit_code": code,
         "ranks": [summary.to_json() for summary in report.summaries],
-        "totals": totals(report.summaries, tasks) | {"files": report.number_of_files},
+        "totals": totals(report.summaries, report.tasks) | {"files": report.number_of_files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }

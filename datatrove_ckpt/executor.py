@@ -143,8 +143,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if len(ranks) < len(local):
             logger.info(f"{len(local) - len(ranks)} of {plural_is(len(local), 'task')} complete already.")
         stats = self._stats_of_complete(set(local) - set(ranks))
+        results = self._here if self.workers == 1 else self._in_workers
         with self._screen(len(local), len(local) - len(ranks), stats) as screen:
-            for done, result in enumerate(self._results(ranks, screen), len(local) - len(ranks) + 1):
+            for done, result in enumerate(results(ranks, screen), len(local) - len(ranks) + 1):
                 logger.info(f"{done} of {plural(self.world_size, 'task')} completed.")
                 stats += result
         if left := self.get_incomplete_ranks(ranks, skip_completed=True):
@@ -184,9 +185,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if not intervals:
             return nullcontext()
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), min(intervals))
-
-    def _results(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
-        return self._here(ranks, screen) if self.workers == 1 else self._in_workers(ranks, screen)
 
     def _here(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         pipeline = self.pipeline

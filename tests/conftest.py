@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import hypothesis
 import pytest
 from datatrove.io import DataFolder
+from fsspec.implementations.memory import MemoryFileSystem
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, identity
 from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.output import targets
@@ -95,6 +97,29 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if lines:
         terminalreporter.section("tried, and nothing lost or written twice")
         terminalreporter.write("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs a command on the checkpoints of a job; gives its exit code and what it printed."""
+
+    def call(command: str, folder: Path, *options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main([command, str(folder / "checkpoints"), *options])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+@pytest.fixture
+def empty_memory_file_system() -> Iterator[None]:
+    """Nothing of another test is in fsspec's memory, nor is anything left there."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ import re
 import select
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PRESSURE = Path("/proc/pressure")
 LAG = 2.2  # seconds: the kernel brings its sums up to date every two seconds, when they are read
@@ -22,6 +24,14 @@ def stalled() -> float:
     files = [PRESSURE / name for name in ("cpu", "memory", "io")]
     sums = [re.search(r"^some .*total=(\d+)", file.read_text(), re.M) for file in files if file.exists()]
     return sum(int(found[1]) for found in sums if found) / 1e6
+
+
+def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
+    """Waits for what nothing tells of."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class Patience:

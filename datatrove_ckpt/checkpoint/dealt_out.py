@@ -44,7 +44,7 @@ def count_reshards(root: Path, rank: int, tasks: int | None = None) -> int:
     dealt = _read_dealt(root)
     refuse_lost_shares(root, {*rank_numbers(root)[:1], rank})  # any rank that was there tells
     if tasks is not None:
-        _refuse_older(root, [rank], dealt)
+        _refuse(_older(root, [rank], dealt))
         refuse_other_number(root, tasks)
     return dealt.round
 
@@ -57,8 +57,7 @@ def refuse_unfitting(root: Path) -> None:
         CheckpointCorrupt: ``shares.json`` cannot be read.
     """
     refuse_lost_shares(root)
-    for _, text in older_ranks(root):
-        raise CheckpointMismatch(text)
+    _refuse(older_ranks(root))
 
 
 def refuse_lost_shares(root: Path, ranks: Iterable[int] | None = None) -> None:
@@ -103,8 +102,7 @@ def refuse_lost_ranks(root: Path) -> None:
     Raises:
         CheckpointMismatch: a rank that runs no more has read something, and has no folder.
     """
-    for _, text in lost_ranks(root):
-        raise CheckpointMismatch(text)
+    _refuse(lost_ranks(root))
 
 
 def lost_ranks(root: Path) -> Iterator[tuple[int, str]]:
@@ -155,8 +153,8 @@ def ranks_with_documents(root: Path) -> set[int]:
     return {rank for rank, share in _read_dealt(root).retired.items() if share or rank_folder(root, rank).exists()}
 
 
-def _refuse_older(root: Path, ranks: list[int], dealt: Shares) -> None:
-    for _, text in _older(root, ranks, dealt):
+def _refuse(found: Iterator[tuple[int, str]]) -> None:
+    for _, text in found:
         raise CheckpointMismatch(text)
 
 

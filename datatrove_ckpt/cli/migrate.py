@@ -93,12 +93,8 @@ def _rank_lines(rank: Rank) -> Iterator[str]:
     else:
         yield f"rank {rank.rank}: no finished chunk"
     for chunk in rank.chunks:
-        if not chunk.finished and _is_begun(chunk):
+        if not chunk.finished and (chunk.kept or chunk.problems or chunk.redone):
             yield from _chunk_lines(chunk)
-
-
-def _is_begun(chunk: Chunk) -> bool:
-    return bool(chunk.kept or chunk.problems or chunk.redone)
 
 
 def _chunk_lines(chunk: Chunk) -> Iterator[str]:

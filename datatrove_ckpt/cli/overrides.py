@@ -50,16 +50,13 @@ def read_argument(text: str, kinds: list[Any]) -> Any:
     if isinstance(value, str):
         return value if text.startswith(("'", '"')) else text
     if isinstance(value, dict | list):
-        return value if _is_bracketed(text) and _takes_several(kinds) else text
+        takes_several = any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
+        return value if takes_several and _is_bracketed(text) else text
     return value if type(value) in kinds else text
 
 
 def _is_bracketed(text: str) -> bool:
     return text.lstrip().startswith(("{", "["))
-
-
-def _takes_several(kinds: list[Any]) -> bool:
-    return any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
 
 
 def _override(content: dict[str, Any], override: str) -> None:

@@ -346,15 +346,12 @@ def _parse_prices(text: str) -> tuple[float, float]:
 
 
 def _parse_tasks(text: str) -> int:
-    return int(_parse_number(text, lambda _: _is_count(text), "number of tasks, such as 8"))
+    return _parse_count(text, "tasks")
 
 
-def _parse_count(text: str) -> int:
-    return int(_parse_number(text, lambda _: _is_count(text), "number of GPUs, such as 8"))
-
-
-def _is_count(text: str) -> bool:
-    return re.fullmatch("[1-9][0-9]{0,6}", text) is not None
+def _parse_count(text: str, of: str = "GPUs") -> int:
+    is_count = re.fullmatch("[1-9][0-9]{0,6}", text) is not None
+    return int(_parse_number(text, lambda _: is_count, f"number of {of}, such as 8"))
 
 
 def parse_time(text: str) -> float:

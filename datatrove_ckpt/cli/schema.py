@@ -127,7 +127,7 @@ class _Definitions:
             parameters, open_ended = parameters_of(cls)
             texts = _descriptions(cls)
             needed = [name for name, one in parameters.items() if one.default is REQUIRED]
-            found: Schema = {"description": _summary(cls)}
+            found: Schema = {"description": inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]}
             self._found[key] = found
             found["type"] = "object" if needed else ["object", "null"]
             found["properties"] = {
@@ -201,10 +201,6 @@ def _may_be(cls: type, kinds: list[Any]) -> bool:
 
     named = [kind for kind in kinds if not is_callable(kind)]
     return fits(cls, named or kinds) and bool(named or not issubclass(cls, PipelineStep | PipelineExecutor))
-
-
-def _summary(cls: type) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
 
 
 def _descriptions(cls: type) -> dict[str, Schema]:

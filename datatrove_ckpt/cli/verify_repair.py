@@ -7,22 +7,24 @@ mistake on the command line; 3 (verify) no problem found, but not finished.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
+from typing import Any
 
 import orjson
 
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.rank_sums import number_of_tasks, sum_counts, totals
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.config_check import config_differences
 from datatrove_ckpt.maintenance.findings import Report
+from datatrove_ckpt.maintenance.inspect import RankStatus
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.where import Place, output_folder_of
@@ -61,14 +63,13 @@ def _check_config(report: Report, place: Place) -> None:
 
 
 def _as_json(report: Report, full: bool, code: int) -> Json:
-    tasks = max((number_of_tasks(rank) for rank in report.ranks if not rank.root), default=0)
     return {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
         "full": full,
         "exit_code": code,
         "ranks": [summary.to_json() for summary in report.summaries],
-        "totals": totals(report.summaries, tasks) | {"files": report.number_of_files},
+        "totals": totals(report.summaries, report.tasks) | {"files": report.number_of_files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }
@@ -141,3 +142,36 @@ def _what_next(plan: Plan, logging_dir: str | None, retired: Collection[int]) ->
         f"Done. Now remove {names}, where they exist (or repair again with --logging-dir LOGGING_DIR): datatrove skips "
         f"ranks that have such a marker. {again}"
     )
+
+
+# rank sums ------------------------------------------------------------------------------------------------------------
+
+# Sums over the ranks that ``verify`` looked at.
+
+
+def sum_counts(summaries: Iterable[RankStatus]) -> DocumentCounts:
+    """The counts of several ranks as one."""
+    total = DocumentCounts()
+    for summary in summaries:
+        total.add(summary.counts)
+    return total
+
+
+def totals(summaries: list[RankStatus], tasks: int) -> dict[str, Any]:
+    """Sums over all ranks. Retries are counted apart, since they read documents that were read before."""
+    retried = sum_counts(summary for summary in summaries if summary.root)
+    summaries = [summary for summary in summaries if not summary.root]
+    unfinished = DocumentCounts()
+    for summary in summaries:
+        unfinished.add(summary.unfinished)
+    journals = [number for summary in summaries for number in summary.journals.values()]
+    return {
+        "ranks": len(summaries),
+        "tasks": tasks,
+        "chunks": sum(summary.chunks for summary in summaries),
+        "unfinished_chunks": len(journals),
+        "documents_in_journals": sum(journals),
+        **asdict(sum_counts(summaries)),
+        "unfinished": asdict(unfinished),
+        "retried": asdict(retried),
+    }

@@ -171,7 +171,7 @@ class Requests:
             if result is None:
                 result = await self._send(key, body, payload)
             else:
-                self._rank.observer.from_cache()
+                self._rank.observer.own.cached += 1
             if config.accept_null_finish_reason and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:

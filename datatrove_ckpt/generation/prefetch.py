@@ -70,11 +70,6 @@ class SourceDocument:
         self.stats: State | None = None
         self._documents = documents
 
-    @property
-    def position_in_input(self) -> Position | None:
-        """Where the reader was right after this document; None if nobody knows."""
-        return position_of(self.document)
-
     def position(self) -> State | None:
         """The reader's state right after this document, to be saved; None if a resume cannot start there."""
         return self._documents.save(self.document, self.stats) if self.resumable else None
@@ -180,7 +175,7 @@ class DocumentSource:
             self._change.notify()
         if batch:
             self.handed_over += len(batch)
-            self._newest = batch[-1].position_in_input
+            self._newest = position_of(batch[-1].document)
         return ended, batch
 
     @property

@@ -65,9 +65,6 @@ class Progress:
     def request_failed(self) -> None:
         self.own.failed += 1
 
-    def from_cache(self) -> None:
-        self.own.cached += 1
-
     @property
     def documents(self) -> int:
         """Finished in this attempt."""

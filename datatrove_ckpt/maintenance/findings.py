@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, name_place
 from datatrove_ckpt.output.hub import HubFolder
 
@@ -85,6 +87,16 @@ class Report:
     def hub(self) -> HubFolder | None:
         """The output folder on the hub; None if it is elsewhere."""
         return HubFolder.of(self.folder)
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks of the run; 0 if no run.json tells."""
+        found = 0
+        for rank in self.ranks:
+            if not rank.root:
+                with suppress(CheckpointError):
+                    found = max(found, int(rank.identity.get("tasks") or 0))
+        return found
 
     @property
     def number_of_files(self) -> int:

@@ -27,7 +27,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from posixpath import dirname
 from typing import Any
 
 import orjson
@@ -46,8 +48,9 @@ from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.retried import delivered_twice
-from datatrove_ckpt.maintenance.verify_columns import check_columns
 from datatrove_ckpt.maintenance.verify_output import check_output
+from datatrove_ckpt.output.column_fit import Misfit, misfits
+from datatrove_ckpt.output.column_types import Schema, read_schema
 
 
 def verify(
@@ -285,3 +288,58 @@ def _check_number_of_ranks(report: Report) -> None:
     for number, rank in ranks.items():
         if tasks and number >= tasks and number not in retired:
             report.add_problem("rank", f"is one too many: the run has {plural(tasks, 'task')}.", rank, path=rank.folder)
+
+
+# verify columns -------------------------------------------------------------------------------------------------------
+
+# Whether the Parquet files of a run load as one dataset: no rank can see the columns of another one while it runs.
+#
+# Loaders take the columns of the first file of a folder, by name, and convert those of the others. Only footers are
+# read.
+
+
+@dataclass
+class _Found:
+    """The first file that does not fit the first file of all by a column, and how many more there are."""
+
+    chunk: CommittedChunk
+    path: str
+    first: str
+    why: Misfit
+    more: int = -1
+
+
+def check_columns(report: Report) -> None:
+    """Adds a problem for each column by which files of one folder do not load together, or not as what they are."""
+    broken = {problem.path for problem in report.problems}
+    files = {file.path: chunk for chunk in report.chunks for file in chunk.files if file.path.endswith(".parquet")}
+    firsts: dict[str, tuple[str, Schema]] = {}
+    found: dict[tuple[str, str], _Found] = {}
+    for path, chunk in sorted(files.items()):
+        if path in broken or (schema := _schema(report, path)) is None:
+            continue
+        first, expected = firsts.setdefault(dirname(path), (path, schema))
+        for why in misfits(expected, schema):
+            one = found.setdefault((first, why.column), _Found(chunk, path, first, why))
+            one.more += 1
+            if one.why.as_text and not why.as_text:  # the worse of both
+                one.chunk, one.path, one.why = chunk, path, why
+    for one in found.values():
+        report.add_problem("columns", _message(one), one.chunk.rank, one.chunk.index, one.path)
+
+
+def _message(one: _Found) -> str:
+    loads = "loads as text" if one.why.as_text else "does not load"
+    more = f" So {plural(one.more, 'more file')}." if one.more else ""
+    return (
+        f"{one.path} {loads} after {one.first}: column {one.why.column!r} is {one.why.later} there, and "
+        f"{one.why.first} in the first file, whose types loaders take.{more} Give the loader a schema, or start over "
+        "with one for ParquetWriter."
+    )
+
+
+def _schema(report: Report, path: str) -> Schema | None:
+    try:
+        return read_schema(report.folder, path)
+    except ImportError:
+        return None

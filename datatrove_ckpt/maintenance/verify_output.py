@@ -218,7 +218,7 @@ class _Uncommitted:
         self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
         self._ranks = {rank.key: rank for rank in report.ranks}
         self._later: dict[tuple[str, int], tuple[str, set[str]]] = {}
-        self._tasks = max((_tasks(rank) for rank in report.ranks if not rank.root), default=0)
+        self._tasks = report.tasks
         self._patterns = [
             output_pattern(template) for template in sorted({_template(rank) for rank in report.ranks} - {""})
         ]
@@ -284,10 +284,3 @@ def _template(rank: RankFolder) -> str:
         return str(rank.identity.get("output_filename", ""))
     except CheckpointError:
         return ""
-
-
-def _tasks(rank: RankFolder) -> int:
-    try:
-        return int(rank.identity.get("tasks") or 0)
-    except CheckpointError:
-        return 0

@@ -68,7 +68,7 @@ class RankCommits:
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
         self._chunks: set[int] = set()
-        self._unfinished: set[tuple[str, int]] = set()
+        self.unfinished: set[tuple[str, int]] = set()  # chunks with a journal: output may be there, and is made again
         self.doubtful: set[str] = set()
         """The folders of retries ("": the rank's own) that are finished, and may have lost commits."""
         for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
@@ -82,7 +82,7 @@ class RankCommits:
                 self._chunks |= set() if name else set(commits)
                 if expected.leaves_doubt:
                     self.doubtful.add(name)
-                self._unfinished |= {(name, index) for index in journal_indices(folder)}
+                self.unfinished |= {(name, index) for index in journal_indices(folder)}
 
     def _add(self, root: str, commits: Iterable[Commit]) -> None:
         self.files += [
@@ -96,10 +96,6 @@ class RankCommits:
     def has(self, chunk_index: int) -> bool:
         """Whether the rank itself, not a retry of it, has committed the chunk."""
         return chunk_index in self._chunks
-
-    def is_unfinished(self, root: str, chunk_index: int) -> bool:
-        """Whether the chunk has a journal: its output may be there already, and will be written again."""
-        return (root, chunk_index) in self._unfinished
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
@@ -363,7 +359,7 @@ class OutputCheck:
         if match is None:
             return False
         (root, _), chunk_index = rank_and_chunk(match)
-        return commits.is_unfinished(root, chunk_index)
+        return (root, chunk_index) in commits.unfinished
 
     def _repair(self, found: FoundFiles) -> str:
         """The command that has lost files made again."""

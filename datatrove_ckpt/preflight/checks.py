@@ -339,11 +339,10 @@ def check_remote(subject: str, folder: Any, deletes: bool = False) -> PreflightC
 
 def commits_each_write(folder: Any) -> bool:
     """Whether this is a repository on the Hugging Face hub, where each write is a commit."""
-    return "hf" in _protocols(folder.fs) and not str(folder.path).removeprefix("hf://").startswith("buckets/")
-
-
-def _protocols(fs: Any) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+    protocol = folder.fs.protocol
+    return "hf" in ((protocol,) if isinstance(protocol, str) else protocol) and not str(folder.path).removeprefix(
+        "hf://"
+    ).startswith("buckets/")
 
 
 def within(seconds: float, function: Callable[[], T], place: str) -> T:

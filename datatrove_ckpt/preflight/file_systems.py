@@ -72,9 +72,8 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
         if len(fields) < 4 or not path.is_relative_to(fields[1]):
             continue
         mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
-        if found is None or len(mount.point.parts) >= len(
-            found.point.parts
-        ):  # of two mounts at one point, the later one counts
+        # Of two mounts at one point, the later one counts.
+        if found is None or len(mount.point.parts) >= len(found.point.parts):
             found = mount
     return found
 

@@ -231,7 +231,7 @@ def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[N
         raise kind(f"{what}: {failure_text(error)}.") from error
 
 
-def measure_upload(folder: Any, size: int, seconds: float, at_most: int = 10) -> UploadCost:
+def measure_upload(folder: Any, size: int, seconds: float) -> UploadCost:
     """Uploads an object of ``size`` bytes for ``seconds``, but at least three times.
 
     Raises:
@@ -240,7 +240,7 @@ def measure_upload(folder: Any, size: int, seconds: float, at_most: int = 10) ->
     content = os.urandom(size)
     with probe_object(folder) as upload:
         upload(content[:1])  # opens connections, fetches credentials
-        return UploadCost(size, Quantiles.of([upload(content) for _ in _repeats(seconds, at_most)]))
+        return UploadCost(size, Quantiles.of([upload(content) for _ in _repeats(seconds, 10)]))
 
 
 # Timing --------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from loguru import logger
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.manager_watch import end_managers
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.process.terminal import remove_bars
+from datatrove_ckpt.process.terminal import leave_terminal
 
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
@@ -104,8 +103,5 @@ class LoopWatch:
         thread.start()
         thread.join(_SAVE)
         end_managers()
-        remove_bars()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):
-                stream.flush()
+        leave_terminal()
         os._exit(code[0])

@@ -15,12 +15,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 from datatrove_ckpt.errors import Preempted
@@ -29,7 +27,7 @@ from datatrove_ckpt.process.manager_watch import end_managers, managers_gone
 from datatrove_ckpt.process.parent_watch import is_pool_worker
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted
-from datatrove_ckpt.process.terminal import remove_bars
+from datatrove_ckpt.process.terminal import leave_terminal
 
 _DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
 # For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.
@@ -47,7 +45,7 @@ def raise_again(numbers: Sequence[int], shutdown: Shutdown) -> None:
         SystemExit: the signal's default action would end this process.
         BaseException: what an old handler raises.
     """
-    _flush()
+    leave_terminal()
     ends = 0
     for number in numbers:
         handler = signal.getsignal(number)
@@ -89,7 +87,7 @@ def _end_late(number: int) -> None:
 def end_by(number: int) -> NoReturn:
     """Ends this process by the signal's default action, and datatrove's manager with it."""
     end_managers()
-    _flush()
+    leave_terminal()
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # the signal is blocked, or another thread takes its time
 
@@ -142,12 +140,5 @@ def _leave_late(number: int, seconds: float) -> None:
 
 
 def _leave(number: int) -> None:
-    _flush()
+    leave_terminal()
     os._exit(128 + number)
-
-
-def _flush() -> None:
-    remove_bars()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()

@@ -153,10 +153,13 @@ class Above:
 _opened: list[BarTerminal] = []
 
 
-def remove_bars() -> None:
-    """Before this process ends by force: a shell would write its prompt over a bar."""
+def leave_terminal() -> None:
+    """Before this process ends by force: what was printed is shown, and a shell would write its prompt over a bar."""
     for terminal in _opened:
         terminal.remove()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def _after_fork() -> None:

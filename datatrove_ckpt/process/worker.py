@@ -196,15 +196,10 @@ class _Worker:
         except BaseException as error:  # even a SystemExit: the parent waits for the outcome of this task
             end_fork(self._pid, error)
             self._in_task = False
-            if self._told is not None and not _is_failure(error):
+            if self._told is not None and (not isinstance(error, Exception) or isinstance(error, Preempted)):
                 return Outcome("stopped", self._told)
             return Outcome("failed", _sendable(error, number))
         return Outcome("done", value)
-
-
-def _is_failure(error: BaseException) -> bool:
-    """Whether a task that was asked to stop has failed for another reason."""
-    return isinstance(error, Exception) and not isinstance(error, Preempted)
 
 
 def _sendable(error: BaseException, number: int) -> Exception:

@@ -190,9 +190,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         raise NotImplementedError("a dataset has no files that can be read by name")
 
-    def read_file(self, filepath: str) -> Iterator[Document]:
-        """datatrove's readers of files have it. A dataset has no files that can be read by name."""
-        raise NotImplementedError("a dataset has no files that can be read by name")
+    read_file = _read  # datatrove's readers of files have it
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:

@@ -172,18 +172,11 @@ class Share:
 class EpochOrder:
     """All canonical shares of an epoch, and where each position is in them."""
 
-    def __init__(self, shares: Sequence[Share], had: Sequence[int] | None = None) -> None:
-        """``had``: how many rows of each share come no more."""
+    def __init__(self, shares: Sequence[Share]) -> None:
         self.shares = shares
-        self._had: Numbers = np.array(had if had is not None else [0] * len(shares), dtype=np.int64)
-        lengths = np.maximum(np.array([share.rows for share in shares], dtype=np.int64) - self._had, 0)
+        lengths = np.array([share.rows for share in shares], dtype=np.int64)
         self.rows = int(lengths.sum())
-        self._turns = _Turns(lengths)
-
-    def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
-        """For each position, its share and its row there."""
-        shares, rows = self._turns.locate(positions)
-        return shares, rows + self._had[shares]
+        self.locate = _Turns(lengths).locate
 
     @property
     def largest_window(self) -> int:
@@ -201,6 +194,7 @@ class _Turns:
         self._starts = np.concatenate([[0], np.cumsum(counts * np.diff(self._levels))])
 
     def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
+        """For each position, its share and its row there."""
         share, row = np.empty_like(positions), np.empty_like(positions)
         level = np.searchsorted(self._starts, positions, side="right") - 1
         for number in np.unique(level):

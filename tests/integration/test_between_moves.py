@@ -277,7 +277,7 @@ KEY = "0123456789abcdef-secret"
 
 
 def edits(ranks: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What somebody may do to ``shares.json`` on the mirror. The last four hold every file once, as they should."""
+    """What somebody may do to ``shares.json`` on the mirror. All but the first hold every file once, as they should."""
     parts = [(rank, at, part) for rank, share in ranks.items() for at, part in enumerate(share)]
     rank, at, cut = next(one for one in parts if one[2][2] and len(one[2][2]) > 1)
     after, behind, rest = next(one for one in parts if one[2][0] == cut[0] and one[2][1] == cut[2])
@@ -285,10 +285,7 @@ def edits(ranks: dict[str, Any]) -> dict[str, dict[str, Any]]:
     here, there = [*ranks[rank]], [*ranks[after]]
     here[at], there[behind] = [*cut[:2], earlier, *cut[3:]], [rest[0], earlier, *rest[2:]]
     return {
-        "a share is empty": ranks | {"0": []},
-        "a share twice": ranks | {"0": ranks["1"]},
         "no ranks": {},
-        "a task is gone": {name: share for name, share in ranks.items() if name != "3"},
         "a share of two": ranks | {"0": [*ranks["0"], *ranks["1"]], "1": []},
         "another order": {name: share[::-1] for name, share in ranks.items()},
         "shares changed hands": ranks | {"0": ranks["1"], "1": ranks["0"]},
@@ -313,7 +310,7 @@ def test_whoever_edits_the_shares_on_a_mirror_loses_and_repeats_no_document(
     copy_tree(job.folder, start)
     for number, ranks in enumerate(edits(content_of(shares)["ranks"]).values()):
         edit(shares, ranks=ranks)
-        holds_each_file_once = number > 3
+        holds_each_file_once = number > 0
         says = "is not sealed" if key and holds_each_file_once else r"shares\.json cannot be read"
         refused = pytest.raises(CkptError, match=says)
         with refused if key or not holds_each_file_once else suppress(CkptError):

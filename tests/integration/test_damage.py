@@ -17,7 +17,6 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.sealed import read_shard
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
 from datatrove_ckpt.testing.disks import copy_tree
@@ -102,17 +101,6 @@ def half(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Half:
 def _cleared(half: Half) -> Iterator[None]:
     yield
     shutil.rmtree(half.job.parent, ignore_errors=True)
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    def call(command: str, folder: Path, *options: str) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main([command, str(folder / "checkpoints"), *options])
-        printed = capsys.readouterr()
-        return code, printed.out + printed.err
-
-    return call
 
 
 # mutations -----------------------------------------------------------------------------------------------------------

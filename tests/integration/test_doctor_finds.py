@@ -87,7 +87,7 @@ def test_a_dead_endpoint(found: Doctor) -> None:
 
 def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
     from datatrove_ckpt import InferenceConfig
-    from datatrove_ckpt.preflight.job_checks import check_endpoints
+    from datatrove_ckpt.preflight.doctor import check_endpoints
 
     config = InferenceConfig("endpoint", "fake", endpoint_url=[server.url, "http://127.0.0.1:9"])
     assert [check.state for check in check_endpoints("server", config)] == ["ok", "warning"]

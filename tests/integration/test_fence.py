@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.testing import FakeServer
+from tests.patience import until
 
 JOB = """
 import fcntl, errno, os, sqlite3, sys
@@ -56,13 +56,6 @@ def start(folder: Path, server: FakeServer, locks: str) -> subprocess.Popen[str]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
-def until_asked(server: FakeServer, number: int) -> None:
-    deadline = time.monotonic() + 300
-    while sum(server.asked.values()) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def assert_whole(folder: Path) -> None:
     """Every document once, and each file the one its commit speaks of."""
     commits = read_commits(folder / "checkpoints/00000/commits.jsonl").values()
@@ -77,7 +70,7 @@ def assert_whole(folder: Path) -> None:
 
 def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_path: Path, server: FakeServer) -> None:
     first = start(tmp_path, server, "real")
-    until_asked(server, 12 + 4)
+    until(lambda: server.asked.total() >= 12 + 4)
     second = start(tmp_path, server, "real")
     _, error = second.communicate(timeout=300)
     assert second.returncode == 1
@@ -103,11 +96,11 @@ def test_without_locks_the_process_that_started_first_stops_before_it_writes_any
     tmp_path: Path, server: FakeServer, locks: str, asleep: bool
 ) -> None:
     first = start(tmp_path, server, locks)
-    until_asked(server, 12 + 4)
+    until(lambda: server.asked.total() >= 12 + 4)
     if asleep:
         os.kill(first.pid, signal.SIGSTOP)  # a node that was lost, and comes back later
     second = start(tmp_path, server, locks)
-    until_asked(server, 12 + 4 + 4)  # it has taken over, and asks
+    until(lambda: server.asked.total() >= 12 + 4 + 4)  # it has taken over, and asks
     server.release()
     os.kill(first.pid, signal.SIGCONT)
     _, first_error = first.communicate(timeout=400)

@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers import leftovers
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.leftovers import ServerRecord, end_leftovers
+from tests.patience import until
 from tests.processes import is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfd")
@@ -53,13 +53,6 @@ async def main():
 asyncio.run(main())
 """
 OURS = ("plain", "session", "title")
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Run:

@@ -35,6 +35,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
+from tests.patience import until
 
 
 @pytest.fixture
@@ -632,10 +633,3 @@ def test_a_mirror_changes_nothing_about_the_identity_of_a_run(job: Job) -> None:
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
     with FakeServer() as server, pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

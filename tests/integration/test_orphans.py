@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from datatrove_ckpt.inference.servers.guardian import process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, Job
 from tests.kept import until_kept
-from tests.patience import Patience
+from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, pidfd and prctl")
 
@@ -29,18 +28,11 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
     return [os.pidfd_open(int(pid)) for pid in forked]
 
 
-def until_asked(server: FakeServer, number: int) -> None:
-    deadline = time.monotonic() + 300
-    while sum(server.asked.values()) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_their_ranks_free(tmp_path: Path) -> None:
     with FakeServer(hold_after=30) as server:
         job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
         process = job.start()
-        until_asked(server, 30 + 2 * IN_FLIGHT)
+        until(lambda: server.asked.total() >= 30 + 2 * IN_FLIGHT)
         until_kept(tmp_path / "killed/checkpoints", 30)
         handles = workers(process)
         os.kill(process.pid, signal.SIGKILL)
@@ -100,7 +92,7 @@ def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(t
         process = subprocess.Popen(
             [sys.executable, "-c", FORKED, server.url], cwd=tmp_path, stderr=subprocess.PIPE, text=True
         )
-        until_asked(server, 1)
+        until(lambda: server.asked.total() >= 1)
         worker = os.pidfd_open(int((tmp_path / "worker").read_text()))
         if slow != "the end of the task":
             may_end.touch()

@@ -20,7 +20,6 @@ from typing import Any
 import jsonschema
 import pyte
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
@@ -260,16 +259,7 @@ def test_the_benchmark_makes_a_run_that_status_can_read(tmp_path: Path, said: Sa
 # mirrors and YAML files ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _memory() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-
-
-@pytest.mark.usefixtures("_memory")
+@pytest.mark.usefixtures("empty_memory_file_system")
 @pytest.mark.parametrize("where", ["folder", "memory://"])
 def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, where: str) -> None:
     url = str(tmp_path / "mirror") if where == "folder" else "memory://status/mirror"

@@ -343,17 +343,10 @@ def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
     asyncio.run(run())
 
 
-def test_a_dead_engine_behind_a_running_process_is_restarted() -> None:
+@pytest.mark.parametrize("what", ["sick once", "stop listening once"])  # the latter keeps its old connections open
+def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
     async def script(run: Run) -> None:
-        assert await run.texts([run.ask("sick once")]) == ["sick once"]
-        assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
-
-    play(script)
-
-
-def test_a_server_that_takes_no_more_connections_is_dead_though_it_keeps_the_old_ones_open() -> None:
-    async def script(run: Run) -> None:
-        assert await run.texts([run.ask("stop listening once")]) == ["stop listening once"]
+        assert await run.texts([run.ask(what)]) == [what]
         assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
 
     play(script)

@@ -85,19 +85,6 @@ def undamaged(kept: Path) -> dict[str, bytes]:
     return outputs(kept / "undamaged" / "output")
 
 
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Runs a command on a job; gives its exit code and what it printed."""
-
-    def call(command: str, folder: Path, *options: str) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main([command, str(folder / "checkpoints"), *options])
-        printed = capsys.readouterr()
-        return code, printed.out + printed.err
-
-    return call
-
-
 def chunk_file(folder: Path, chunk: int, rank: int = 0) -> Path:
     return folder / "output" / f"{rank:05d}_chunk_{chunk:05d}.jsonl"
 

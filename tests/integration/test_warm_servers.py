@@ -32,6 +32,7 @@ from datatrove_ckpt.inference.servers.warm import close_warm_servers, stamp, sta
 from datatrove_ckpt.testing import outputs
 from tests import jobs
 from tests.integration.test_supervision import ENGINE, engines, lines
+from tests.patience import until
 from tests.processes import is_alive
 
 # Its answers are the same whoever gives them. It notes which engines are alive when it starts.
@@ -66,13 +67,6 @@ def runner(folder: str = "job", rollout: Any = jobs.ask, **settings: Any) -> Inf
 def run(rank: int, *texts: str, **settings: Any) -> None:
     documents = [Document(text=text, id=f"{rank}-{index}") for index, text in enumerate(texts or ("a", "b"))]
     runner(**settings).run(documents, rank, 9)
-
-
-def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def running() -> list[int]:

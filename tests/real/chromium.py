@@ -12,13 +12,14 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+
+from tests.real.environment import install_debian
 
 PACKAGES = ("chromium", "fonts-liberation")
 _LISTENS = re.compile(r"DevTools listening on (ws://\S+)")
@@ -36,22 +37,8 @@ _OPTIONS = (
 
 
 def install() -> None:
-    """Installs what is missing, with Debian's package manager.
-
-    Raises:
-        RuntimeError: that did not work; says what to do.
-    """
-    if shutil.which("chromium"):
-        return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    commands = [["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]]
-    for command in commands:
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            raise RuntimeError(f"tests/real needs Debian's packages {' '.join(PACKAGES)}, and apt-get.") from None
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed; are you root, and online?\n{done.stdout}{done.stderr}")
+    if not shutil.which("chromium"):
+        install_debian(PACKAGES)
 
 
 class Chromium:

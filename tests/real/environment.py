@@ -21,7 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -176,3 +176,20 @@ def _make_uv(target: Path) -> None:
 
 if __name__ == "__main__":
     print(vllm_python(), model(), sglang_python(), ray_python(), sep="\n")
+
+
+def install_debian(packages: Sequence[str]) -> None:
+    """Installs them with Debian's package manager.
+
+    Raises:
+        RuntimeError: that did not work; says what to do.
+    """
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    commands = [["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]]
+    for command in commands:
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise RuntimeError(f"tests/real needs Debian's packages {' '.join(packages)}, and apt-get.") from None
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed; are you root, and online?\n{done.stdout}{done.stderr}")

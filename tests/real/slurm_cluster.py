@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from datatrove_ckpt.inference.servers.server import free_port
+from tests.real.environment import install_debian
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
 NODES = ("n1", "n2")
@@ -74,22 +75,8 @@ _NODE = (
 
 
 def install() -> None:
-    """Installs what is missing, with Debian's package manager.
-
-    Raises:
-        RuntimeError: that did not work; says what to do.
-    """
-    if all(shutil.which(program) for program in ("slurmctld", "slurmd", "sbatch", "munged")):
-        return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    commands = [["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]]
-    for command in commands:
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            raise RuntimeError(f"tests/real needs Debian's packages {' '.join(PACKAGES)}, and apt-get.") from None
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed; are you root, and online?\n{done.stdout}{done.stderr}")
+    if not all(shutil.which(program) for program in ("slurmctld", "slurmd", "sbatch", "munged")):
+        install_debian(PACKAGES)
 
 
 def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
@@ -232,10 +219,6 @@ def processes(chosen: Callable[[list[str], dict[str, str]], Any]) -> list[int]:
             if argv and chosen(argv, dict(pair.partition("=")[::2] for pair in environ)):
                 found.append(int(entry.name))
     return found
-
-
-def _strings(path: Path) -> list[str]:
-    return path.read_bytes().decode().split("\0")[:-1]
 
 
 class Watched:

@@ -447,24 +447,15 @@ def test_an_empty_answer_without_a_finish_reason_is_never_believed() -> None:
     assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
 
 
-def test_the_setting_does_not_hold_for_a_server_that_has_given_a_finish_reason() -> None:
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
+    """Whatever the setting is."""
+
     async def run() -> None:
-        settings = config(accept_null_finish_reason=True, **KINDS["endpoint"])
-        async with (
-            serving(GOOD, NO_REASON, NO_REASON, GOOD) as (server, url),
-            CompletionClient(settings, [url], None, sleep=Sleeps()) as client,
-        ):
-            assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
-            assert len(server.requests) == 4
-
-    asyncio.run(run())
-
-
-def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off() -> None:
-    async def run() -> None:
+        settings = config(accept_null_finish_reason=accepted, **KINDS["endpoint"])
         async with (
             serving(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD) as (server, url),
-            CompletionClient(config(**KINDS["endpoint"]), [url], None, sleep=Sleeps()) as client,
+            CompletionClient(settings, [url], None, sleep=Sleeps()) as client,
         ):
             assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
             assert len(server.requests) == 5

@@ -14,7 +14,6 @@ DASHBOARD = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 _NAME = re.compile(rf"\b{PREFIX}\w+")
 _PARTS = re.compile("_(bucket|sum|count)$")
-_KEYWORDS = {"by", "le", "rate", "sum", "max", "avg"}
 
 
 def expressions() -> list[str]:

@@ -16,7 +16,7 @@ import zstandard
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.history_records import InputPosition
-from datatrove_ckpt.generation.input_progress import input_position
+from datatrove_ckpt.generation.rank_history import input_position
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader, jsonl
 from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
 from datatrove_ckpt.readers.positions import position_of

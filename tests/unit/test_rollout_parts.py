@@ -22,8 +22,6 @@ from datatrove_ckpt.testing import FakeServer
 from tests.unit.test_rollouts import document
 from tests.words import write_tokenizer
 
-Messages = list[dict[str, str]]
-
 
 def requests(rollout: Any, text: str, answers: Sequence[str] = ()) -> tuple[list[dict[str, Any]], Any]:
     """The payloads in turn, and the result. The n-th answer is "An"."""

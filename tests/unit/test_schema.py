@@ -16,26 +16,10 @@ from datatrove_ckpt.cli.schema import make_schema
 from datatrove_ckpt.cli.yaml_config import SHORT_NAMES, load
 from datatrove_ckpt.cli.yaml_text import read_value
 from tests.pages import ROOT, blocks
+from tests.unit.test_yaml_config import JOB
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    logging_dir: logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {data_folder: documents}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: chat
-          config: {server_type: dummy, model_name_or_path: m}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-"""
 READER = "class_path: JsonlReader\n        init_args: {data_folder: documents}"
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import InputPosition
+from datatrove_ckpt.cli.status import cut, frame
 from datatrove_ckpt.cli.status_text import Style, describe, figure, percent, short, table
-from datatrove_ckpt.cli.watch import cut, frame
 from datatrove_ckpt.maintenance.read_state import add_up
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,7 @@ NONCE = "0123456789abcdef"
 RUN = {"format": FORMAT, "tasks": 3, "owner": {"nonce": NONCE, "earlier": {}, "host": "node", "pid": 1, "fence": 1}}
 
 
-@pytest.fixture(autouse=True)
-def _memory() -> Iterator[None]:
-    """Nothing of another test is in fsspec's memory, nor is anything left there."""
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+pytestmark = pytest.mark.usefixtures("empty_memory_file_system")
 
 
 def mirror(url: str, number: int = 1, finished: bool = False, **files: bytes) -> None:

@@ -22,7 +22,7 @@ from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
 from datatrove_ckpt.process.screen import Screen, reporter
 from datatrove_ckpt.process.worker import Inbox, Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
-from tests.patience import Patience
+from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
@@ -192,11 +192,11 @@ def test_the_others_drain_at_once_when_no_replacement_can_be_started(
 ) -> None:
     def run(slot: int, task: int) -> int:
         if task == 1:
-            until(tmp_path / "started")
+            until_there(tmp_path / "started")
             os.kill(os.getpid(), signal.SIGKILL)
         signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "drained").touch())
         (tmp_path / "started").touch()
-        until(tmp_path / "drained")
+        until_there(tmp_path / "drained")
         return task
 
     class Third(module._Process):
@@ -243,15 +243,8 @@ def wait_for_stop(folder: Path) -> Callable[[int, int], str]:
     return run
 
 
-def until(*paths: Path) -> None:
-    until_so(lambda: all(path.exists() for path in paths))
-
-
-def until_so(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def until_there(*paths: Path) -> None:
+    until(lambda: all(path.exists() for path in paths))
 
 
 def in_thread(*steps: Callable[[], object]) -> threading.Thread:
@@ -276,9 +269,9 @@ def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
             (tmp_path / "drained").touch()
 
     thread = in_thread(
-        lambda: until(tmp_path / "started 0", tmp_path / "started 1"),
+        lambda: until_there(tmp_path / "started 0", tmp_path / "started 1"),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
-        lambda: until(tmp_path / "drains 0", tmp_path / "drains 1"),
+        lambda: until_there(tmp_path / "drains 0", tmp_path / "drains 1"),
         signal_again,
     )
     before, children = signal.getsignal(signal.SIGTERM), multiprocess.active_children()
@@ -309,7 +302,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path: Path) ->
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     thread = in_thread(
-        lambda: until(tmp_path / "started 0", tmp_path / "started 1"),
+        lambda: until_there(tmp_path / "started 0", tmp_path / "started 1"),
         signal_this_thread,
         (tmp_path / "drained").touch,
     )
@@ -334,9 +327,9 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
 
     workers = group(run)
     thread = in_thread(
-        lambda: until(tmp_path / "started"),
+        lambda: until_there(tmp_path / "started"),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
-        lambda: until_so(lambda: workers.signal is not None),  # two that wait together are one to Python
+        lambda: until(lambda: workers.signal is not None),  # two that wait together are one to Python
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
     began = time.monotonic()
@@ -469,7 +462,7 @@ def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
 
 def test_a_worker_that_is_still_being_started_holds_up_no_stop(tmp_path: Path) -> None:
     thread = in_thread(
-        lambda: until(tmp_path / "loads"),
+        lambda: until_there(tmp_path / "loads"),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
     began = time.monotonic()
@@ -498,7 +491,7 @@ def load_forever(started: Path) -> None:
 def test_a_fork_that_falls_out_of_its_task_says_nothing_in_the_name_of_its_parent(tmp_path: Path, end: str) -> None:
     def run(slot: int, task: int) -> str:
         if task == 0 and os.fork() == 0:
-            until(tmp_path / "second task")
+            until_there(tmp_path / "second task")
             if end == "sys.exit":
                 sys.exit(0)
             if end == "raises":
@@ -518,7 +511,7 @@ def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> Non
         (tmp_path / "started").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    thread = in_thread(lambda: until(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    thread = in_thread(lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
     context, work = multiprocess.get_context("fork"), Work(run, nothing)
     with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers, pytest.raises(Stopped):
         list(workers.run([0]))

@@ -88,10 +88,6 @@ class MetricsPort:
         if thread is not None:
             thread.join()
 
-    def all_snapshots(self) -> list[Snapshot]:
-        """Of all ranks on the node."""
-        return [*self.snapshots(), *(one for found in list(self.heard.values()) for one in found)]
-
     def snapshots(self) -> list[Snapshot]:
         """Of this process's ranks. One that has ended and started again is shown once."""
         with self._lock:
@@ -246,7 +242,9 @@ class _Scrape(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            self._answer(200, *encoded(self.server.port.all_snapshots(), self.headers.get("Accept", "")))
+            port = self.server.port
+            heard = [one for found in list(port.heard.values()) for one in found]  # the other processes of the node
+            self._answer(200, *encoded([*port.snapshots(), *heard], self.headers.get("Accept", "")))
         elif path == "/":
             self._answer(200, b"datatrove-ckpt: the metrics are at /metrics\n", "text/plain; charset=utf-8")
         else:

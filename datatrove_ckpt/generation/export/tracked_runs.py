@@ -92,7 +92,8 @@ class MlflowRun:
         self._id = run.info.run_id
         self._started = run.info.start_time / 1000
         self._status = ""
-        self.sent_until = max((metric.timestamp for metric in _latest(run, job.prefix)), default=0) / 1000
+        newest = (one.timestamp for one in run.data._metric_objs if one.key.startswith(f"{job.prefix}documents"))
+        self.sent_until = max(newest, default=0) / 1000
         self._set_parameters(run.data.params)
 
     def _find_experiment(self) -> str:
@@ -164,11 +165,6 @@ class MlflowRun:
 
     def close(self) -> None:
         """The server keeps nothing open."""
-
-
-def _latest(run: Any, prefix: str) -> list[Any]:
-    """The newest value of each metric of this node's, or of the job."""
-    return [metric for metric in run.data._metric_objs if metric.key.startswith(f"{prefix}documents")]
 
 
 class WandbRun:

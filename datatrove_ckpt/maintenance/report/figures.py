@@ -26,7 +26,8 @@ def figures(run: RunState) -> Iterator[Figure]:
         now = getattr(totals.rates if _runs(totals) else totals.average, key)
         yield Figure(_both(key), label, number, short(number), f"{compact(now)} per second")
     requests = totals.done.requests
-    yield Figure(_both("requests"), "Requests", requests, short(requests), _per_document(totals, requests))
+    per_document = f"{requests / totals.documents:.2f} per document" if totals.documents else ""
+    yield Figure(_both("requests"), "Requests", requests, short(requests), per_document)
     share = percent(min(1.0, work.cached / requests)) if requests else "0 %"
     yield Figure("totals.work.cached", "From the cache", work.cached, short(work.cached), f"{share} of all answers")
     yield _retries(totals)
@@ -69,10 +70,6 @@ def _time(run: RunState) -> Figure:
     worked = round(totals.working_seconds, 3)
     since = "" if totals.started is None else f"since {datetime.fromtimestamp(totals.started, UTC):%Y-%m-%d %H:%M} UTC"
     return Figure("totals.working_seconds", "Time worked", worked, duration(worked), since)
-
-
-def _per_document(totals: Totals, requests: int) -> str:
-    return f"{requests / totals.documents:.2f} per document" if totals.documents else ""
 
 
 def _both(key: str) -> str:

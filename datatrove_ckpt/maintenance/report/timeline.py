@@ -7,7 +7,7 @@ last line (or for as long as between its last two lines), because the next line 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -125,7 +125,7 @@ class Sums:
     errors: list[Series]
 
 
-def summed(axis: Axis, ranks: Sequence[RankTimes], names: Callable[[str], str] = str) -> Sums:
+def summed(axis: Axis, ranks: Sequence[RankTimes]) -> Sums:
     """The sums over all ranks. Rates are None where no rank ran."""
     nothing = np.zeros(len(axis.edges) - 1)
     ran = sum((one.ran for one in ranks), nothing) > 0
@@ -141,18 +141,18 @@ def summed(axis: Axis, ranks: Sequence[RankTimes], names: Callable[[str], str] =
         Series("documents", [round(float(value)) for value in np.cumsum(documents) + sum(one.before for one in ranks)]),
         rate("documents per second", documents),
         [rate("prompt", prompt), rate("completion", completion)],
-        _kinds(ranks, names, nothing),
+        _kinds(ranks, nothing),
     )
 
 
-def _kinds(ranks: Sequence[RankTimes], names: Callable[[str], str], nothing: Floats) -> list[Series]:
+def _kinds(ranks: Sequence[RankTimes], nothing: Floats) -> list[Series]:
     """Errors by kind, the most frequent first, and the rest as one."""
     found: dict[str, Floats] = {}
     for rank in ranks:
         for kind, values in rank.errors.items():
             found[kind] = found.get(kind, nothing) + values
     ordered = sorted(found.items(), key=lambda item: float(item[1].sum()), reverse=True)
-    series = [(names(kind), values) for kind, values in ordered[:_MAX_KINDS]]
+    series = ordered[:_MAX_KINDS]
     if rest := ordered[_MAX_KINDS:]:
         series.append((f"{len(rest)} other kinds", sum((values for _, values in rest), nothing)))
     return [Series(name, [round(float(value), 4) for value in values]) for name, values in series if values.sum() > 0]

@@ -17,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.process import screen as screens
 from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
 from datatrove_ckpt.process.screen import LogLines, Screen, reporter, reporting_to
-from datatrove_ckpt.process.terminal import BarTerminal, has_terminal, remove_bars
+from datatrove_ckpt.process.terminal import BarTerminal, has_terminal, leave_terminal
 from tests.ptys import Terminal
 
 
@@ -141,7 +141,7 @@ def test_a_process_that_ends_by_force_leaves_no_bar_behind(terminal: Terminal) -
     with terminal.streams(), BarTerminal(text) as bar:
         bar.draw()
         with bar._lock:  # another thread's
-            thread = threading.Thread(target=remove_bars)
+            thread = threading.Thread(target=leave_terminal)
             thread.start()
             thread.join()
         assert terminal.read() == []

@@ -172,7 +172,7 @@ def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path) -> No
         assert named(folder) == {f"{folder}/output"}
         report = verify(folder / "checkpoints", full=True)
         assert (report.output, report.problems) == (f"{folder}/output", []), disk.crashed_at
-        assert {one.rank for one in report.unfinished} == {1, 2}, disk.crashed_at
+        assert {one.rank for one in report.unfinished} == {1, None}, disk.crashed_at
         number += 1
     assert crashes >= 8
     print(f"relocate was killed at {crashes} effects")

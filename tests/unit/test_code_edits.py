@@ -271,7 +271,7 @@ def sites(project: dict[str, str], is_one: Callable[[str, int], bool]) -> list[t
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [(name, 12) for name in LIBRARIES] + [pytest.param(name, 400, marks=pytest.mark.slow) for name in LIBRARIES],
+    [(name, 12) for name in LIBRARIES] + [pytest.param(name, 400, marks=pytest.mark.full) for name in LIBRARIES],
 )
 def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(
     load: Any, tmp_path: Path, name: str, number: int
@@ -293,7 +293,7 @@ def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(
     assert changed > number / 3
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.full)])
 def test_a_mutation_of_what_is_not_reached_is_not_seen(load: Any, number: int) -> None:
     script = "from users_jmespath.lexer import Lexer\nrollout: str(list(Lexer().tokenize('a[*].b')))\n"
     project = {**library("jmespath"), **files(script, None)}

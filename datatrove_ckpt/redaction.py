@@ -162,12 +162,16 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
     return name.startswith(_OUR_VARIABLES) or is_one(name, value)
 
 
+def _holds_one_of_environment(text: str) -> bool:
+    return any(secret in text for secret in environment_secrets(is_surely_secret).values())
+
+
 def without_secrets(name: str, value: Any) -> Any:
     """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
 
     What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.
     """
-    if is_secret(name, value):
+    if is_secret(name, value) or (isinstance(value, str) and _holds_one_of_environment(value)):
         return hashed(name, value)
     if isinstance(value, dict):
         return {key: without_secrets(f"{name}.{key}", part) for key, part in value.items()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections import Counter
@@ -51,9 +52,8 @@ Attempt = tuple[int, int]
 
 
 class Faults:
-    """Faults of the current run only. An object, so that they are no part of the run's identity."""
+    """Faults of the server in the current run. A rollout's is in the environment: it is no part of the identity."""
 
-    raising: str | None = None
     answers_left: int | None = None
 
 
@@ -66,7 +66,7 @@ async def rollout(document: Document, generate: Any, prompt: str) -> Any:
     attempt = letter["attempts"] + 1 if letter else 1
     kind, hardness, _ = document.text.split()
     first = await generate(question(prompt, document.text, attempt))
-    if document.id == FAULTS.raising:
+    if document.id == os.environ.get("FAULT_RAISING"):
         raise RuntimeError("as asked")
     if kind in ("raises", "drops") and attempt <= int(hardness):
         raise ValueError("as its text says")
@@ -349,7 +349,7 @@ class JobMachine(RuleBasedStateMachine):
                 error = raised
         crashed = getattr(disk, "crashed_at", None)
         fault = crashed or getattr(disk, "failed_at", None)
-        self.history.append(f"{way} {type(disk).__name__} {fault} {vars(FAULTS)} -> {error!r:.200}")
+        self.history.append(f"{way} {type(disk).__name__} {fault} {FAULTS.answers_left} -> {error!r:.200}")
         assert not (returned and crashed), f"the job ignored a crash: {crashed}"
         self.count["runs"] += 1
         self.count["requests"] += self.server.asked.total()
@@ -563,11 +563,14 @@ def attempt_of(content: str) -> Attempt:
 
 @contextmanager
 def fault(raising: str | None = None, answers_left: int | None = None) -> Iterator[None]:
-    FAULTS.raising, FAULTS.answers_left = raising, answers_left
+    FAULTS.answers_left = answers_left
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            if raising is not None:
+                patch.setenv("FAULT_RAISING", raising)
+            yield
     finally:
-        FAULTS.raising = FAULTS.answers_left = None
+        FAULTS.answers_left = None
 
 
 @contextmanager

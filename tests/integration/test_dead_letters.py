@@ -135,7 +135,8 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
         return await ask(document, generate)
 
     def run(retrying: bool = False) -> None:
-        step = runner(tmp_path, server, rollout, on_document_error="dead_letter", records_per_chunk=3)
+        changes = {"on_document_error": "dead_letter", "records_per_chunk": 3, "accept_changes": True}
+        step = runner(tmp_path, server, rollout, **changes)
         step.retry_dead_letters = retrying
         step.run([] if retrying else documents(5))
 

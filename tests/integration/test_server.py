@@ -594,9 +594,9 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 import datatrove_ckpt.inference.client.plain as plain
 import datatrove_ckpt.inference.servers.server as server
 job = json.loads(pathlib.Path("job.json").read_text())
-class Hidden:  # not a plain value: plain values that a rollout names are part of a run's identity
-    canary = base64.b64decode(job["canary"]).decode()
-server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: Hidden.canary)
+def canary():  # not a value: values that a rollout uses are part of a run's identity
+    return base64.b64decode(job["canary"]).decode()
+server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: canary())
 if job["case"] == "break":  # a bug of ours, in a line that names the key
     plain.HiddenBytes = lambda *_: 1 / 0
 def read(data, rank=0, world_size=1):
@@ -609,13 +609,13 @@ async def rollout(document, generate):
     if job["case"] == "raise":
         raise ValueError("an error of the user's")
     lines = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-    if any(Hidden.canary.encode() in line for line in lines):
+    if any(canary().encode() in line for line in lines):
         raise SystemError("the key is in a command line")
     return result
 if __name__ == "__main__":
     runner = InferenceRunner(
         rollout,
-        InferenceConfig(**{**job["config"], **({"api_key": Hidden.canary} if job["with_key"] else {})}),
+        InferenceConfig(**{**job["config"], **({"api_key": canary()} if job["with_key"] else {})}),
         JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir="checkpoints",
     )

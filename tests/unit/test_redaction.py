@@ -155,3 +155,9 @@ def test_a_secret_among_plain_values_is_replaced_by_its_hash(value: dict[str, ob
 def test_plain_values_stay_as_they_are() -> None:
     value = {"temperature": 0.5, "max_tokens": 7, "prompt": "Find the key sk-1.", "keyword": "short", "stop": ["a"]}
     assert without_secrets("shared_context", value) == value
+
+
+def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_PASSWORD", "a-long-canary")
+    assert "canary" not in str(without_secrets("uses.HEADER", ["as a-long-canary says"]))
+    assert without_secrets("uses.HEADER", "a text") == "a text"

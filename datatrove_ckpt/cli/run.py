@@ -32,8 +32,7 @@ from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CkptError, ConfigError, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
-from datatrove_ckpt.generation.job_check import checkpoints_here
-from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps, checkpointed_steps
 from datatrove_ckpt.process.task_errors import own_error, say_errors_later
 from datatrove_ckpt.remote_errors import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
@@ -79,11 +78,8 @@ def _check_tasks(executor: Any) -> None:
     Raises:
         CheckpointMismatch: it names the number, or the `reshard` to end.
     """
-    for step in executor.pipeline:
-        if not isinstance(step, InferenceRunner) or step.checkpoints_local_dir is None:
-            continue
-        root = checkpoints_here(executor, step)
-        if root is not None and root.is_dir() and rank_numbers(root):
+    for _, step, root in checkpointed_steps(executor):
+        if root.is_dir() and rank_numbers(root):
             refuse_half_resharded(root)
             refuse_other_tasks(root, step.identity(executor.world_size))
 

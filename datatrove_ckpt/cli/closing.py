@@ -73,11 +73,10 @@ def _attempts(state: RunState) -> str:
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
     at_least, again = "at least " if attempts > ranks else "", sent.retries + sent.resent
-    known = sent.known_sent(totals.counts.requests)
-    were = "was" if known == 1 else "were"
+    were = "was" if sent.sent == 1 else "were"
     said = (
         f" In {plural(attempts, 'attempt')} of {plural(len(state.ranks), 'task')}, {at_least}"
-        f"{plural(known, 'request')} {were} sent{f', {again} of them again' if again else ''}"
+        f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
     )
     unused = sent.completion_tokens - totals.counts.completion_tokens
     return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."

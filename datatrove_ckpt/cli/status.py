@@ -22,13 +22,13 @@ def status(arguments: argparse.Namespace) -> int:
         if arguments.watch:
             from datatrove_ckpt.cli.watch import watch
 
-            return exit_code(watch(place, arguments.interval, as_json=arguments.json))
+            return int(watch(place, arguments.interval, as_json=arguments.json).is_damaged)
         state = read_run_state(place)
     if arguments.json:
         write_out(dump(to_json(state)).decode() + "\n")
     else:
         write_out("\n".join(_lines(state, arguments.all, Style(takes_unicode()))) + "\n")
-    return exit_code(state)
+    return int(state.is_damaged)
 
 
 def _lines(state: RunState, everything: bool, style: Style) -> Iterator[str]:
@@ -36,8 +36,3 @@ def _lines(state: RunState, everything: bool, style: Style) -> Iterator[str]:
     if everything:
         yield ""
         yield from table([*state.ranks, *state.retries], state.read_at, style)
-
-
-def exit_code(state: RunState) -> int:
-    """1 if a rank is damaged."""
-    return 1 if state.totals.states["damaged"] or state.retried.states["damaged"] else 0

@@ -97,7 +97,7 @@ def frame(state: RunState, width: int, height: int, style: Style, problem: str =
     lines += ["", *table(shown, state.read_at, style)] if room > 0 else []
     if len(shown) < len(ranks) and room > 0:
         lines.append(f"{'...':>6}  {len(ranks) - len(shown):,} more; --all without --watch prints them")
-    if state.troubled and (left := room - len(shown) - 1) > 1:  # the table has cut their reasons
+    if (state.troubled or state.refusal) and (left := room - len(shown) - 1) > 1:  # the table has cut their reasons
         lines += ["", *describe_trouble(state, style)][:left]
     lines += [""] * max(0, height - len(lines) - len(foot))
     return [cut(line, width) for line in [*lines[: max(0, height - len(foot))], *foot][:height]]

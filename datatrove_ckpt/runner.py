@@ -251,7 +251,7 @@ class InferenceRunner(CarriesCode, PipelineStep):
             unopened = NullCheckpoint(self.output_writer, rank, self.records_per_chunk, preemption.shutdown)
             self._process(data, rank, world_size, preemption, unopened, None)
         elif not self.retry_dead_letters:
-            with naming_mirror(self, rank):
+            with naming_mirror(self):
                 restore_from_mirror(self, rank, preemption)
                 opened = self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
                 self._process(data, rank, world_size, preemption, *opened)

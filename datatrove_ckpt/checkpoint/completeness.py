@@ -61,7 +61,7 @@ class Expected:
         run = read_run(folder / RUN) if (folder / RUN).exists() else {}
         known = run.get("owner", {}).get("commits", 0)
         last = read_last_chunk(last_chunk_of(folder)) if run else None  # it may be that of a removed folder
-        return cls(folder, finished, known, last, _documents(folder / SHARD) if finished else None)
+        return cls(folder, finished, known, last, documents_of(folder / SHARD) if finished else None)
 
     @property
     def leaves_doubt(self) -> bool:
@@ -111,7 +111,8 @@ def read_complete_commits(folder: Path, finished: bool | None = None) -> dict[in
     return commits
 
 
-def _documents(shard: Path) -> int | None:
+def documents_of(shard: Path) -> int | None:
+    """The number of documents that a finished rank has read, as ``shard.json`` says."""
     documents = read_shard(shard).get("documents")
     return documents if is_count(documents) else None
 

@@ -104,14 +104,6 @@ class WorkCounts:
         errors = {name: self.errors.get(name, 0) + other.errors.get(name, 0) for name in names}
         return WorkCounts(**{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS}, errors=errors)
 
-    def known_sent(self, requests: int) -> int:
-        """How many requests were sent at least: a history is up to a minute older than the files.
-
-        Args:
-            requests: of the documents that the files hold.
-        """
-        return max(self.sent, requests - self.cached)
-
     def numbers(self) -> list[int]:
         """All but the errors, in the order of the attributes."""
         return [getattr(self, name) for name in _WORK_NUMBERS]

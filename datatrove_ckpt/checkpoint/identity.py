@@ -211,13 +211,14 @@ class RunClaim:
         else:
             check_not_headless(folder)
 
-    def take(self, commits: int = 0) -> Fence:
+    def take(self, commits: int = 0, attempts: int = 1) -> Fence:
         """Writes ``run.json``. A process that owned the rank before notices this before its next write.
 
         Args:
             commits: the number of commits that the rank has now.
+            attempts: 0: this process does not work on the rank, and leaves its files as they are.
         """
-        owner = new_owner(self._fence + 1, self._earlier, commits)
+        owner = new_owner(self._fence + attempts, self._earlier, commits)
         reshards = {RESHARDS: self._reshards} if self._reshards else {}
         kept = {**self._fields, **reshards, "owner": owner}
         if self.forked is not None:

@@ -33,11 +33,16 @@ from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
-from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.where import Place
-from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.before_run import (
+    Checked,
+    check_after_run,
+    check_before_run,
+    check_steps,
+    checkpointed_steps,
+)
 from datatrove_ckpt.process.task_errors import own_error, say_errors_later
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 from datatrove_ckpt.remote_errors import file_system_call
@@ -84,11 +89,8 @@ def _check_tasks(executor: Any) -> None:
     Raises:
         CheckpointMismatch: it names the number, or the `reshard` to end.
     """
-    for step in executor.pipeline:
-        if not isinstance(step, InferenceRunner) or step.checkpoints_local_dir is None:
-            continue
-        root = checkpoints_here(executor, step)
-        if root is not None and root.is_dir() and rank_numbers(root):
+    for _, step, root in checkpointed_steps(executor):
+        if root.is_dir() and rank_numbers(root):
             refuse_half_resharded(root)
             refuse_other_tasks(root, step.identity(executor.world_size))
 
@@ -347,11 +349,10 @@ def _attempts(state: RunState) -> str:
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
     at_least, again = "at least " if attempts > ranks else "", sent.retries + sent.resent
-    known = sent.known_sent(totals.counts.requests)
-    were = "was" if known == 1 else "were"
+    were = "was" if sent.sent == 1 else "were"
     said = (
         f" In {plural(attempts, 'attempt')} of {plural(len(state.ranks), 'task')}, {at_least}"
-        f"{plural(known, 'request')} {were} sent{f', {again} of them again' if again else ''}"
+        f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
     )
     unused = sent.completion_tokens - totals.counts.completion_tokens
     return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."

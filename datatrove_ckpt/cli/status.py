@@ -36,13 +36,13 @@ def status(arguments: argparse.Namespace) -> int:
     """Prints the state of the run. Returns the exit code."""
     with place_of(arguments, wanted_files) as place:
         if arguments.watch:
-            return exit_code(watch(place, arguments.interval, as_json=arguments.json))
+            return int(watch(place, arguments.interval, as_json=arguments.json).is_damaged)
         state = read_run_state(place)
     if arguments.json:
         write_out(dump(to_json(state)).decode() + "\n")
     else:
         write_out("\n".join(_lines(state, arguments.all, Style(takes_unicode()))) + "\n")
-    return exit_code(state)
+    return int(state.is_damaged)
 
 
 def _lines(state: RunState, everything: bool, style: Style) -> Iterator[str]:
@@ -50,11 +50,6 @@ def _lines(state: RunState, everything: bool, style: Style) -> Iterator[str]:
     if everything:
         yield ""
         yield from table([*state.ranks, *state.retries], state.read_at, style)
-
-
-def exit_code(state: RunState) -> int:
-    """1 if a rank is damaged."""
-    return 1 if state.totals.states["damaged"] or state.retried.states["damaged"] else 0
 
 
 # watch ----------------------------------------------------------------------------------------------------------------
@@ -143,7 +138,7 @@ def frame(state: RunState, width: int, height: int, style: Style, problem: str =
     lines += ["", *table(shown, state.read_at, style)] if room > 0 else []
     if len(shown) < len(ranks) and room > 0:
         lines.append(f"{'...':>6}  {len(ranks) - len(shown):,} more; --all without --watch prints them")
-    if state.troubled and (left := room - len(shown) - 1) > 1:  # the table has cut their reasons
+    if (state.troubled or state.refusal) and (left := room - len(shown) - 1) > 1:  # the table has cut their reasons
         lines += ["", *describe_trouble(state, style)][:left]
     lines += [""] * max(0, height - len(lines) - len(foot))
     return [cut(line, width) for line in [*lines[: max(0, height - len(foot))], *foot][:height]]

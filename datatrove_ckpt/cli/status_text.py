@@ -74,12 +74,14 @@ def describe(state: RunState, style: Style = PLAIN) -> Iterator[str]:
 
 def _what_next(state: RunState) -> Iterator[str]:
     """What goes on with a run of which nothing runs."""
-    if state.half_resharded:
-        yield state.half_resharded
+    if state.is_damaged or state.refusal:
+        yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
     elif state.is_unstarted:
         yield f"{state.what} is a fork that has not started. Start it with `datatrove-ckpt run`."
     elif not state.is_finished:
-        yield "Nothing runs, and the run is not finished. Run the command that started it again: it goes on from here."
+        tasks = f", with --executor.tasks={state.tasks}" if state.is_dealt_anew else ""
+        again = f"Run the command that started it again{tasks}: it goes on from here."
+        yield f"Nothing runs, and the run is not finished. {again}"
 
 
 def _full_disk(state: RunState) -> Iterator[str]:
@@ -110,7 +112,7 @@ def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         yield _line("rate", _rate(totals))
         yield _line("tokens", _tokens(totals))
         yield _line("requests", _requests(totals, _ago(state)))
-        yield from _troubles_of_requests(totals)
+        yield from _troubles_of_requests(totals, _ago(state))
         yield _line("attempts", _attempts(totals))
     else:
         yield _line("requests", f"{totals.done.requests:,} answered, {_sum_of_tokens(totals)}")
@@ -121,7 +123,8 @@ def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
     if state.missing:
         yield _line("missing", f"not started: {_ranges(state.missing)}")
     if state.gone:
-        yield _line("", f"removed, though they had begun: {_ranges(state.gone)}; they start over")
+        what = "`run` restores them from the mirror, or refuses while their output files are there"
+        yield _line("", f"removed, though they had begun: {_ranges(state.gone)}; {what}")
     if state.foreign:
         ranks = f"{plural(state.tasks, 'rank')}: {_ranges(state.foreign)}"
         yield _line("foreign", f"folders that do not belong to the run of {ranks}; they are not counted")
@@ -153,7 +156,7 @@ def age(state: RunState) -> str:
 
 
 def _ago(state: RunState) -> str:
-    """How old the lines are that tell where the ranks that run stand, with a space before it; empty if they are new."""
+    """How old the lines are that tell where the ranks stand, with a space before it; empty if they are new."""
     seconds = 0.0 if state.totals.as_of is None else state.read_at - state.totals.as_of
     return f" as of {duration(round(seconds))} ago" if seconds >= 1 else ""
 
@@ -161,24 +164,22 @@ def _ago(state: RunState) -> str:
 def _share(state: RunState, style: Style) -> str:
     totals = state.totals
     share = 1.0 if state.is_finished else totals.position.share
+    if share is None and state.is_dealt_anew:
+        return "  no percentage: not every rank has begun since the input was dealt out anew, or its size is not known"
     if share is None:
         first = state.read_at - (totals.started or 0.0) < _FIRST_SECONDS
         return f"  no percentage{' yet' if first else ''}: the size of the input is not known"
-    about = "about " if totals.total_is_estimated and not state.is_finished else ""
+    bar = style.paint(style.bar(share), "32" if style.color else "")
     if state.is_finished:
-        left = "finished"
-    elif totals.time_left is None:
+        return f"  {bar} finished"
+    about = "about " if totals.total_is_estimated else ""
+    if totals.time_left is None:
         left = "no time left to tell: nothing runs" if not totals.states["running"] else "no rate yet"
     else:
         end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()
         left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
         left += f", without {plural(totals.halted, 'rank')} at a halt" if totals.halted else ""
-    bar = style.paint(style.bar(share), "32" if style.color else "")
-    return (
-        f"  {bar} {about}{percent(share)} of the input{_ago(state)}, {left}"
-        if left != "finished"
-        else f"  {bar} finished"
-    )
+    return f"  {bar} {about}{percent(share)} of the input{_ago(state)}, {left}"
 
 
 def _uneven(state: RunState) -> str:
@@ -240,14 +241,16 @@ def _sum_of_tokens(totals: Totals) -> str:
 
 def _requests(totals: Totals, ago: str) -> str:
     work, done = totals.work, totals.done.requests
-    sent = f"{'at least ' * totals.work_is_at_least}{work.known_sent(done):,} sent"
-    text = f"{done:,} of documents that are done; {sent}, {work.cached:,} answered from cache"
+    sent = f"{'at least ' * totals.work_is_at_least}{work.sent:,} sent, {work.cached:,} answered from cache"
+    if totals.work_is_at_least and not work.sent + work.cached:
+        sent = "not known how many were sent"
+    text = f"{done:,} of documents that are done; {sent}"
     if totals.states["running"]:
         text += f"; {totals.in_flight:,} in flight, {totals.waiting:,} waiting{ago}"
     return text
 
 
-def _troubles_of_requests(totals: Totals) -> Iterator[str]:
+def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[str]:
     work = totals.work
     wasted = {
         "sent again after an error": work.retries,
@@ -262,7 +265,7 @@ def _troubles_of_requests(totals: Totals) -> Iterator[str]:
     if work.restarts:
         yield _line("servers", _plural(work.restarts, "restart"))
     if work.errors:
-        yield _line("errors", _most(work.errors))
+        yield _line("errors", _most(work.errors) + ago)
 
 
 def _most(numbers: Mapping[str, int]) -> str:
@@ -304,10 +307,12 @@ def short(value: int) -> str:
 def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
     """The ranks that need attention, each with its reason."""
     troubled = state.troubled
-    if not troubled:
+    if state.refusal:
+        yield state.refusal
+    if troubled:
+        yield f"{_plural(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
+    elif not state.refusal:
         yield "No rank needs attention."
-        return
-    yield f"{_plural(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]
         alike: dict[tuple[str, str], list[RankState]] = {}
@@ -317,23 +322,15 @@ def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         for group in groups[:MAX_TROUBLED]:
             yield f"  {_places(group)}: {style.paint(str(trouble), _COLORS[str(trouble)])}: {group[0].reason}"
         if others := [rank for group in groups[MAX_TROUBLED:] for rank in group]:
-            yield f"  {trouble}, too: {_numbers(others)}"
+            yield f"  {trouble}, too: {_plural(len(others), 'rank')}: {_ranges([rank.rank for rank in others])}"
 
 
 def _places(ranks: Sequence[RankState]) -> str:
     """One rank, or those of one root with the same reason: "ranks 3, 5-9"."""
     if len(ranks) == 1:
-        return place(ranks[0])
+        return name_place(ranks[0].root, ranks[0].rank)
     root = ranks[0].root
     return (f"{root}, " if root else "") + f"ranks {_ranges([rank.rank for rank in ranks])}"
-
-
-def place(rank: RankState) -> str:
-    return name_place(rank.root, rank.rank)
-
-
-def _numbers(ranks: Sequence[RankState]) -> str:
-    return f"{_plural(len(ranks), 'rank')}: {_ranges([rank.rank for rank in ranks])}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

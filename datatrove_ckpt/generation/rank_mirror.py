@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror.changing import upload_finished_ranks
 from datatrove_ckpt.mirror.job import join_mirrored_job, newest_manifest
@@ -38,13 +38,14 @@ def restore_from_mirror(step: _Step, rank: int, preemption: Preemption) -> None:
 
 
 @contextmanager
-def naming_mirror(step: _Step, rank: int) -> Iterator[None]:
+def naming_mirror(step: _Step) -> Iterator[None]:
     """Says of a damaged checkpoint how it comes back from the mirror, if there is one that has it."""
     try:
         yield
     except CheckpointCorrupt as error:
-        folder, found = rank_folder(step.checkpoints_root, rank), None
-        if step.checkpoints_remote_dir is not None:
+        named, found = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error)), None
+        if step.checkpoints_remote_dir is not None and named is not None:
+            folder = Path(named[0])
             with suppress(OSError, CkptError):
                 found = newest_manifest(url := f"{step.checkpoints_remote_dir}/{folder.name}")
         if found is None or not found.files:

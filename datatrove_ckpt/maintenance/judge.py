@@ -50,6 +50,7 @@ def judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float,
         rank.state = "unfinished"
     elif attempt.ended is None:
         rank.state = "lost"
+        rank.as_of = recent.last.at if recent.last is not None else None
         attempt.without_a_word = True
         rank.trouble, rank.reason = "lost", _lost(attempt, now)
     else:
@@ -79,8 +80,8 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         return
     rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
     rank.rates = recent.rates() if len(recent.window) > 1 else _first_rates(rank, last, now)
-    if last.position.total is not None and rank.rates.input > 0:
-        rank.time_left = max(0, last.position.total - last.position.done) / rank.rates.input
+    if rank.position.total is not None and rank.rates.input > 0:
+        rank.time_left = max(0, rank.position.total - rank.position.done) / rank.rates.input
     rank.has_rate = len(recent.window) > 1 and recent.window[-1].at - recent.window[0].at >= RATE_SECONDS - 1
     if recent.is_stuck:
         rank.trouble, rank.reason = "stuck", _stuck(recent, now)

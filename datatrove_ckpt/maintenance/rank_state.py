@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,12 @@ import orjson
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commit_sums import CommitSums, sum_commits, sum_journal
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.completeness import documents_of
 from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.checkpoint.identity import parse_run
-from datatrove_ckpt.checkpoint.lines import Json, is_count
-from datatrove_ckpt.checkpoint.sealed import read_shard
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, StorageFailed
 from datatrove_ckpt.maintenance.inspect import RankFolder, check_readable, summarise
 from datatrove_ckpt.maintenance.judge import judge
@@ -68,13 +69,14 @@ def read_rank(root: str, number: int, folder: str, limits: Limits, now: float, c
         if rank.state == "damaged":
             return rank
         found, recent, is_finished = _Files(folder), RecentHistory(), rank.state == "finished"
-    times = [recent.last_at, rank.last_commit, *_changed(found, recent)]
-    rank.last_word = max((time for time in times if time is not None), default=None)
+        rank.last_commit = _modified(found, layout.COMMITS) if rank.chunks else None
     judge(rank, recent, is_finished, now, copied_at)
-    if rank.state == "lost" and not rank.is_copy:  # it worked until then at least
-        names = (layout.COMMITS, *found.journals.values())
-        changes = [_modified(found, name) or 0.0 for name in names if name in found.entries]
-        rank.last_change = min(now, max(changes, default=0.0))
+    if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
+        rank.last_change = min(now, max(_changed(found, layout.COMMITS), default=0.0))
+    times = [recent.last_at, rank.last_commit, rank.last_change or None]
+    if recent.last_at is None:
+        times += _changed(found, layout.RUN, layout.CACHE)
+    rank.last_word = max((time for time in times if time is not None), default=None)
     return rank
 
 
@@ -131,7 +133,7 @@ def _read(rank: RankState, found: _Files, limits: Limits) -> tuple[RecentHistory
     """
     rank.holder = files.lock_holder(found.path(layout.LOCK)) if layout.LOCK in found.entries else None
     run = _run(found)
-    documents = _documents_of_input(found) if found.is_finished else None
+    documents = documents_of(Path(found.path(layout.SHARD))) if found.is_finished else None
     last_chunk = _last_chunk(found.folder) if run and not rank.is_copy else None
     recent = read_recent(found.path(layout.HISTORY)) if layout.HISTORY in found.entries else RecentHistory()
     # In this order: a chunk that is committed meanwhile has left its journal, and is counted as committed.
@@ -139,26 +141,27 @@ def _read(rank: RankState, found: _Files, limits: Limits) -> tuple[RecentHistory
     has_ended = _has_ended(recent, int(owner.get("fence", 0)))
     journals = _read_journals(found, limits, recent, has_ended)
     sums = sum_commits(found.path(layout.COMMITS)) if layout.COMMITS in found.entries else CommitSums()
-    if sums is None or len(sums.indices) < owner.get("commits", 0) or not _reaches(sums, last_chunk):
+    least = owner.get("commits", 0)
+    if sums is None or len(sums.indices) < least or (last_chunk is not None and last_chunk >= sums.unbroken):
         raise CheckpointCorrupt(f"{found.folder}: the commits need a closer look.")
     if documents is not None and sums.counts.read < documents:
         raise CheckpointCorrupt(f"{found.folder}: commits are missing.")
     rank.counts, rank.chunks, rank.files, rank.last_commit = sums.counts, len(sums.indices), sums.files, sums.at
     if rank.last_commit is None and sums.indices and not rank.is_copy:
         rank.last_commit = _modified(found, layout.COMMITS)
-    _count_unfinished(rank, found, journals, recent, sums)
+    rank.journals = sum(index not in sums.indices for index in found.journals)
+    rank.unfinished = _unfinished(journals, recent.last, sums)
     rank.exact = journals is not None or has_ended
     rank.attempts, rank.number_of_attempts = recent.attempts, int(owner.get("fence", 0))
     rank.seconds = sums.seconds
     if (last := recent.last) is not None:
         rank.position, rank.work, rank.seconds = last.position, last.total, max(rank.seconds, last.seconds.total)
+    rank.reshards = run.get(RESHARDS, 0)
+    if rank.reshards and not found.is_finished and (last is None or last.attempt < rank.number_of_attempts):
+        rank.position = InputPosition()  # of the share before
     if (letters := found.size(layout.DEAD_LETTERS)) and rank.counts.dead:
         rank.dead_letters = _causes(found.path(layout.DEAD_LETTERS), letters, limits.letters)
     return recent, found.is_finished
-
-
-def _reaches(sums: CommitSums, last_chunk: int | None) -> bool:
-    return last_chunk is None or last_chunk < sums.unbroken
 
 
 def _run(found: _Files) -> Json:
@@ -178,14 +181,6 @@ def _last_chunk(folder: str) -> int | None:
     with suppress(OSError, ValueError), open(f"{root}/last_chunk/{name}.txt", "rb") as file:  # noqa: PTH123 (speed)
         return int(file.read(20))
     return None
-
-
-def _documents_of_input(found: _Files) -> int | None:
-    """The number of documents that a finished rank has read, as shard.json says."""
-    if layout.SHARD not in found.entries:
-        return None
-    documents = read_shard(Path(found.path(layout.SHARD))).get("documents")
-    return documents if is_count(documents) else None
 
 
 def _read_journals(
@@ -211,34 +206,25 @@ def _has_ended(recent: RecentHistory, fence: int) -> bool:
     return bool(recent.attempts) and recent.attempts[-1].ended is not None and recent.attempts[-1].number == fence
 
 
-def _count_unfinished(
-    rank: RankState,
-    found: _Files,
-    journals: dict[int, DocumentCounts] | None,
-    recent: RecentHistory,
-    sums: CommitSums,
-) -> None:
-    if journals is not None:
-        for index, counts in journals.items():
-            if index not in sums.indices:
-                rank.journals += 1
-                rank.unfinished.add(counts)
-        return
-    assert recent.last is not None
-    rank.journals = sum(index not in sums.indices for index in found.journals)
-    done, committed = recent.last.documents, sums.counts
-    rank.unfinished = DocumentCounts(*(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS))
+def _unfinished(journals: dict[int, DocumentCounts] | None, last: Progress | None, sums: CommitSums) -> DocumentCounts:
+    if journals is None:
+        assert last is not None
+        done, committed = last.documents, sums.counts
+        return DocumentCounts(*(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS))
+    unfinished = DocumentCounts()
+    for counts in (counts for index, counts in journals.items() if index not in sums.indices):
+        unfinished.add(counts)
+    return unfinished
 
 
-def _changed(found: _Files, recent: RecentHistory) -> Iterator[float | None]:
-    """When the files were changed, where no line says it: a history tells more, and costs no look at them."""
-    if recent.last_at is None:
-        names = (layout.RUN, layout.CACHE, *found.journals.values())
-        yield from (_modified(found, name) for name in names if name in found.entries)
+def _changed(found: _Files, *names: str) -> list[float]:
+    """When these files and the journals were changed: a line of the history may be a minute older."""
+    times = [_modified(found, name) for name in (*names, *found.journals.values())]
+    return [time for time in times if time is not None]
 
 
 def _modified(found: _Files, name: str) -> float | None:
-    with suppress(FileNotFoundError):
+    with suppress(KeyError, FileNotFoundError):
         return found.entries[name].stat().st_mtime
     return None
 
@@ -259,14 +245,6 @@ def _look_closely(rank: RankState) -> None:
     rank.holder, rank.counts, rank.chunks = summary.holder, summary.counts, len(commits)
     rank.unfinished, rank.journals = summary.unfinished, len(summary.journals)
     rank.files = sum(len(commit.files) for commit in commits.values())
-    if summary.last_commit is not None:
-        rank.last_commit = _seconds_of(rank.folder / layout.COMMITS)
-
-
-def _seconds_of(path: Path) -> float | None:
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return None
 
 
 # dead letters --------------------------------------------------------------------------------------------------------

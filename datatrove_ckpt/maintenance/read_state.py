@@ -18,7 +18,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
+from datatrove_ckpt.checkpoint.dealt_out import refuse_lost_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.checkpoint.identity import read_run
@@ -79,10 +79,14 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
     state.is_unstarted = is_unstarted(run) and not state.totals.attempts
+    state.is_half_resharded = (place.folder / layout.RESHARD_PLAN).exists()
     try:
         refuse_half_resharded(place.folder)
+        refuse_lost_shares(place.folder, [one.rank for one in sorted(state.ranks, key=lambda one: one.reshards)[-1:]])
+        if not place.is_copy:  # a mirror may get these from another node
+            refuse_lost_ranks(place.folder)
     except CheckpointError as error:
-        state.half_resharded = str(error)
+        state.refusal = place.said(str(error))
     words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
     state.newest = max(words, default=None)
     state.seconds_to_read = time.monotonic() - began
@@ -130,8 +134,11 @@ def _sort_out(state: RunState, folder: Path) -> None:
     if not state.tasks:
         return
     retired: set[int] = set()
-    with suppress(CheckpointError):  # what verify and run say
+    with suppress(CheckpointError):  # ``refusal`` has it
         retired = retired_ranks(folder)
+    for rank in state.ranks:
+        if rank.rank in retired:  # the rest of its input is in the shares of others
+            rank.position = rank.position._replace(total=rank.position.done)
     state.foreign = [rank.rank for rank in state.ranks if rank.rank >= state.tasks and rank.rank not in retired]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     there = {rank.rank for rank in state.ranks}
@@ -186,7 +193,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         totals.exact = totals.exact and rank.exact
         causes.update(rank.dead_letters)
     totals.rates = _rates_now(ranks, now)
-    totals.as_of = min((rank.as_of for rank in ranks if rank.as_of is not None), default=None)
+    running = [rank for rank in ranks if rank.state == "running"]
+    totals.as_of = min((rank.as_of for rank in running or ranks if rank.as_of is not None), default=None)
     totals.dead_letters = few(causes)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
@@ -262,6 +270,8 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     done = sum(rank.position.done for rank in known)
     total = sum(rank.position.total or 0 for rank in known)
     others = len(ranks) - len(known) + totals.not_started
+    if others and any(rank.reshards for rank in ranks):
+        return  # what the others have was dealt out anew by what was left
     if others:
         total += total * others // len(known)
         totals.total_is_estimated = True

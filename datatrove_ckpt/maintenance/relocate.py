@@ -183,7 +183,7 @@ def _move(rank: RankFolder, where: str, listed: dict[str, HubFile]) -> None:
     if hashed != commits:
         files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in hashed.values()))
     claim = RunClaim(rank.folder, RunIdentity({**rank.settings, FOLDER: where}), accept_changes=True)
-    claim.take(len(commits))
+    claim.take(len(commits), attempts=0)
 
 
 def _with_hashes(commit: Commit, listed: dict[str, HubFile]) -> Commit:

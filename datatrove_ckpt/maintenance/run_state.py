@@ -109,19 +109,21 @@ class RankState:
         counts, chunks, files: what is committed.
         unfinished: the documents in journals of chunks that are not committed, by ``journals``.
         exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
-        position: how much of its input is done.
+        reshards: how many times the input was dealt out anew.
+        position: how much of its input is done; not known of a share that it has not begun with.
         work: what all its attempts did, as of the last line of the history.
         lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
             again, and their answers may have been paid for.
         rates: of the last minutes, while it runs. ``has_rate``: of five minutes at least, so that it can be compared.
         seconds: what its attempts took together.
         downtime: seconds between attempts that were cut short and the ones after them.
-        in_flight, waiting: requests at its last line, ``as_of``, while it runs.
+        in_flight, waiting: requests at its last line, while it runs.
+        as_of: time of that line; also if its last attempt ended without a word.
         dead_letters: by cause; no more than were read.
         attempts: those that the history still names.
         number_of_attempts: all of them.
         last_word: time of the last change of any of its files.
-        last_change: of its journals and commits, if its last attempt ended without a word; else 0.
+        last_change: of its journals and commits, if it runs, or its last attempt ended without a word; else 0.
         time_left: of this rank, at its present rate.
         holder: host and pid of the process that has its lock.
         is_copy: read from a mirror, where locks cannot be seen.
@@ -139,6 +141,7 @@ class RankState:
     unfinished: DocumentCounts = field(default_factory=DocumentCounts)
     journals: int = 0
     exact: bool = True
+    reshards: int = 0
     position: InputPosition = field(default_factory=InputPosition)
     work: WorkCounts = field(default_factory=WorkCounts)
     lost_in_flight: int = 0
@@ -178,8 +181,9 @@ class RankState:
 
     @property
     def work_is_at_least(self) -> bool:
-        """Whether more requests were sent than the history says: it is older than the files."""
-        return self.work.sent < self.work.known_sent(self.requests)
+        """Whether the history does not say all that was sent: it is older than the files, or ends without a word."""
+        silent = any(attempt.without_a_word for attempt in self.attempts)
+        return silent or self.work.sent + self.work.cached < self.requests
 
     @property
     def attempt(self) -> AttemptSummary | None:
@@ -198,7 +202,8 @@ class Totals:
         halted: ranks that are started and do not go on, if there is a time left.
         not_started: ranks that have no folder.
         attempts_without_a_word: among ``attempts``.
-        as_of: when the oldest of the lines was written that tell where the ranks that run stand.
+        as_of: when the oldest of the lines was written that tell where the ranks that run stand; if none runs, those
+            whose last attempt ended without a word.
     """
 
     states: Counter[str] = field(default_factory=Counter)
@@ -254,7 +259,8 @@ class RunState:
         missing: ranks of the run that have no folder.
         gone: of these, ranks that had committed chunks: their folders were removed.
         foreign: ranks with higher numbers than the run has. They are nowhere counted.
-        half_resharded: that `reshard` was interrupted, and how it goes on; empty if it was not.
+        refusal: why no rank of it can start, and what to do; empty if nothing is known to refuse it.
+        is_half_resharded: this is because `reshard` was interrupted, so nothing is damaged.
         is_unstarted: a fork has made it, and no process has worked on it yet.
         ranks, retries: in ascending order. Retries of dead letters read documents that ``ranks`` have read before.
     """
@@ -269,7 +275,8 @@ class RunState:
     missing: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
-    half_resharded: str = ""
+    refusal: str = ""
+    is_half_resharded: bool = False
     is_unstarted: bool = False
     ranks: list[RankState] = field(default_factory=list)
     retries: list[RankState] = field(default_factory=list)
@@ -291,6 +298,17 @@ class RunState:
         """The ranks that need attention, the most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
         return sorted(found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank))
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a file of the run cannot be used, or is missing."""
+        damaged = self.totals.states["damaged"] or self.retried.states["damaged"]
+        return bool(damaged or (self.refusal and not self.is_half_resharded))
+
+    @property
+    def is_dealt_anew(self) -> bool:
+        """Whether the number of tasks was changed since the run began."""
+        return any(rank.reshards for rank in self.ranks)
 
     @property
     def is_finished(self) -> bool:

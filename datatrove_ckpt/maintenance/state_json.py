@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,6 +37,7 @@ def to_json(state: RunState) -> Json:
         "not_started": state.missing,
         "gone": state.gone,
         "foreign": state.foreign,
+        "refusal": state.refusal,
         "attention": [_trouble(rank) for rank in state.troubled],
         "ranks": [_rank(rank) for rank in (*state.ranks, *state.retries)],
     }
@@ -94,7 +94,7 @@ def _rank(rank: RankState) -> Json:
         "dead_letters": dict(rank.dead_letters.most_common()),
         "attempts": rank.number_of_attempts,
         "attempt": None if rank.attempt is None else _attempt(rank.attempt),
-        "attempts_without_a_word": _numbers(one for one in rank.attempts if one.without_a_word),
+        "attempts_without_a_word": [one.number for one in rank.attempts if one.without_a_word],
         "last_word_at": _time(rank.last_word),
         "last_commit_at": _time(rank.last_commit),
         "holder": rank.holder,
@@ -158,10 +158,6 @@ def _attempt(attempt: AttemptSummary) -> Json:
         "without_a_word": attempt.without_a_word,
         "in_flight": attempt.in_flight,
     }
-
-
-def _numbers(attempts: Iterable[AttemptSummary]) -> list[int]:
-    return [attempt.number for attempt in attempts]
 
 
 def _seconds(seconds: float | None) -> float | None:

@@ -158,13 +158,13 @@ class ChunkWriting:
         if error.finished is None:
             return OutputFailed(
                 f"Chunk {chunk_index} could not be written by {kind}: {type(cause).__name__}: {cause}. Its journal is "
-                "kept: fix the writer and run the same command again."
+                "kept: fix the writer and run the same command again (new code of it needs accept_changes=True)."
             )
         name = repr(error.document.id) if error.document else "(unreadable)"
         return OutputFailed(
             f"Document {name} (number {error.finished.ordinal} of this rank) could not be written by {kind}: "
             f"{type(cause).__name__}: {cause}. Its chunk's journal is kept: fix the writer (its adapter, its schema) "
-            "and run the same command again."
+            "and run the same command again (a new adapter needs accept_changes=True)."
         )
 
     def _copy(self, staged: StagedFiles | None, schema: Schema | None = None) -> DiskWriter:

@@ -12,7 +12,9 @@ from typing import Any
 from datatrove_ckpt.output.arrow_types import NotUnited, unite
 from datatrove_ckpt.output.column_types import Schema, raw_type, raw_types
 
-SCHEMA_ADVICE = "Give ParquetWriter a schema, or an adapter that sets one type"
+SCHEMA_ADVICE = (
+    "Give ParquetWriter a schema, or an adapter that sets one type (a new adapter needs accept_changes=True)"
+)
 """What to do about column types."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.job_check import check_job, check_step_order, checkpoints_here
-from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks
+from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks, naming_mirror
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.output.committed import committed_files
@@ -39,21 +40,26 @@ def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
     if not retries_dead_letters:
         check_inputs(executor)
     check_launch(executor)
-    check_job(executor)
-    check_inputs_unchanged(executor)
-    check_hub(executor)
-    check_output(executor, before=True)
+    with ExitStack() as stack:
+        for _, step, _ in checkpointed_steps(executor):
+            stack.enter_context(naming_mirror(step))
+        check_job(executor)
+        check_inputs_unchanged(executor)
+        check_hub(executor)
+        check_output(executor, before=True)
     note_steps(executor)
-    _mirror_finished_ranks(executor)
+    for _, step, root in checkpointed_steps(executor):
+        if root.is_dir():  # no rank will upload these itself, because datatrove does not start it again
+            mirror_finished_ranks(step, root)
 
 
-def _mirror_finished_ranks(executor: Any) -> None:
-    """What no rank will upload itself, because datatrove does not start it again."""
-    for step in executor.pipeline:
+def checkpointed_steps(executor: Any) -> Iterator[tuple[int, InferenceRunner, Path]]:
+    """Index, step and folder of each checkpoint that is on this machine."""
+    for index, step in enumerate(executor.pipeline):
         if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
             root = checkpoints_here(executor, step)
-            if root is not None and root.is_dir():
-                mirror_finished_ranks(step, root)
+            if root is not None:
+                yield index, step, root
 
 
 class Checked(NamedTuple):
@@ -101,12 +107,10 @@ def check_folders(executor: Any) -> None:
     folders: list[tuple[str, str | Path]] = []
     if executor.logging_dir.is_local():
         folders.append(("logging_dir", executor.logging_dir.resolve_paths("")))
+    folders += [("checkpoints_local_dir", root) for _, _, root in checkpointed_steps(executor)]
     for step in executor.pipeline:
-        if isinstance(step, InferenceRunner):
-            if step.checkpoints_local_dir is not None and (root := checkpoints_here(executor, step)) is not None:
-                folders.append(("checkpoints_local_dir", root))
-            if step.output_writer.output_folder.is_local():
-                folders.append(("output_folder", step.output_writer.output_folder.resolve_paths("")))
+        if isinstance(step, InferenceRunner) and step.output_writer.output_folder.is_local():
+            folders.append(("output_folder", step.output_writer.output_folder.resolve_paths("")))
     for setting, folder in folders:
         place = Path(folder).absolute()
         while not place.exists() and place != place.parent:
@@ -177,10 +181,8 @@ def check_output(
         CkptError: see ``check_output_of_run``.
     """
     files: int | None = None
-    for index, step in enumerate(executor.pipeline):
-        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None and index not in without:
-            if (root := checkpoints_here(executor, step)) is None:
-                continue  # what the output is compared with is on other nodes
+    for index, step, root in checkpointed_steps(executor):
+        if index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
             here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
             first = getattr(executor, "local_rank_offset", 0)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint.layout import JOB, SHARES, last_chunk_file, rank_folder
+from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.preflight.before_run import check_before_run
@@ -218,6 +218,16 @@ def test_a_node_that_lost_the_shares_gets_them_from_the_mirror(job: Job) -> None
     (job.checkpoints / SHARES).unlink()
     job.executor(2).run()
     job.check_finished()
+
+
+@pytest.mark.parametrize("name", [RUN, COMMITS])
+def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, name: str) -> None:
+    job.changes = mirrored(job)
+    job.stop_in_the_middle(2, some(job, 3))
+    path = job.checkpoints / "00001" / name
+    path.write_bytes(b"x\n" + path.read_bytes())
+    with pytest.raises(CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "):
+        check_before_run(job.executor(2))
 
 
 def test_a_mirror_of_before_is_refused_before_anything_is_restored_from_it(job: Job) -> None:

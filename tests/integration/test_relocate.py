@@ -13,8 +13,10 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import carry_out, plan_relocation
 from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
@@ -71,9 +73,16 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
     assert "names this folder already. There is nothing to do." in capsys.readouterr().out
 
 
+def starts(folder: Path) -> int:
+    checkpoints = folder / "checkpoints"
+    return read_run_state(Place(str(checkpoints), checkpoints, "")).together.attempts
+
+
 def test_what_was_relocated_can_be_relocated_back(tmp_path: Path) -> None:
     new = copied(tmp_path)
+    before = starts(new)
     assert relocate(new) == 0
+    assert starts(new) == before, "a move is no attempt"
     shutil.rmtree(tmp_path / "old")
     shutil.copytree(new, tmp_path / "old")
     assert relocate(tmp_path / "old") == 0

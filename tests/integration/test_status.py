@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ import pytest
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
+from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import status_scale
 from tests.hub import FakeHub
 from tests.jobs import documents, runner
-from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
+from tests.rank_folders import HERE, failed, minute, minutes, start, stopped, work, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., tuple[int, str]]
@@ -96,7 +98,11 @@ def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Pat
     validate(found)
     assert (found["totals"]["work"]["is_at_least"], found["ranks"][0]["work"]["is_at_least"]) == (True, True)
     done = found["totals"]["committed"]["requests"]
-    assert f"{done} of documents that are done; at least {done} sent, 0 answered" in said(tmp_path)[1]
+    assert f"{done} of documents that are done; not known how many were sent" in said(tmp_path)[1]
+    # Of answers from the cache of an attempt that was killed, nothing tells: only what a line says was sent is known.
+    line = replace(minute(time.time(), 0), total=work(0, sent=7))
+    write_rank(tmp_path / "killed", 0, [start(time.time(), host=HERE), line], chunks=2, per_chunk=5)
+    assert "20 of documents that are done; at least 7 sent, 0 answered" in said(tmp_path / "killed")[1]
 
 
 def test_what_is_older_than_the_rest_says_so_and_what_was_lost_is_not_known(tmp_path: Path, said: Said) -> None:
@@ -109,6 +115,59 @@ def test_what_is_older_than_the_rest_says_so_and_what_was_lost_is_not_known(tmp_
     assert "  wasted     not known what was in flight when attempts ended without a word\n" in text
     found = json.loads(said(tmp_path, "--json")[1])
     assert found["totals"]["as_of"] == found["ranks"][0]["as_of"] == found["ranks"][0]["attempt"]["last_seen_at"]
+
+
+def test_numbers_of_an_attempt_that_was_killed_have_their_age_and_its_files_are_newer(
+    tmp_path: Path, said: Said
+) -> None:
+    now = time.time()
+    line = replace(minute(now - 30, 5, 100), total=work(5, errors={"HTTP 503": 3}))
+    write_rank(tmp_path, 0, [start(now - 90, host=HERE), line], chunks=1, journal=3)
+    text = said(tmp_path)[1]
+    assert re.search(r" 5\.0 % of the input as of 3\d s ago, ", text)
+    assert re.search(r"  errors     3 HTTP 503 as of 3\d s ago\n", text)
+    assert "; newest word less than 1 s old" in text
+
+
+def dealt_anew(root: Path, begun: int) -> None:
+    """Eight tasks became three. Of each, 27 of 100 rows were done; the three have 222 now, 50 of them done."""
+    parts = {rank: [Part(f"{rank}")] for rank in range(8)}
+    for rank in range(8):
+        history = [start(1.0), minute(2.0, 27, 100), stopped(3.0)]
+        if rank < begun:
+            history += [start(4.0, 3), minute(5.0, 50, 222, 3), stopped(6.0, 3)]
+        write_rank(root, rank, history, chunks=2, finished=rank > 2, attempts=2 + (rank < begun), tasks=3, reshards=1)
+    (root / layout.SHARES).write_bytes(Shares(1, 3, names_hash(sorted(map(str, range(8)))), parts).to_bytes())
+
+
+def test_after_reshard_there_is_no_percentage_until_the_tasks_have_begun(tmp_path: Path, said: Said) -> None:
+    for begun, share in ((0, "no percentage: not every rank has begun"), (2, "no percentage"), (3, " 35.6 % of the")):
+        dealt_anew(tmp_path / f"{begun}", begun)
+        text = said(tmp_path / f"{begun}")[1]
+        assert share in text
+        assert "Run the command that started it again, with --executor.tasks=3: it goes on from here." in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "said_of_it"),
+    [
+        (lambda root: (root / layout.SHARES).write_bytes(b"{}"), "shares.json cannot be read"),
+        (lambda root: (root / layout.SHARES).unlink(), "shares.json is missing, so nobody knows"),
+        (lambda root: shutil.rmtree(root / "00007"), "00007 is missing: it holds the commits of task 7"),
+        (lambda root: (root / "00001" / layout.RUN).write_bytes(b"{}"), "run.json does not hold a run"),
+    ],
+)
+def test_a_run_that_would_be_refused_is_not_said_to_go_on(
+    tmp_path: Path, said: Said, damage: Callable[[Path], object], said_of_it: str
+) -> None:
+    dealt_anew(tmp_path, 3)
+    damage(tmp_path)
+    code, text = said(tmp_path)
+    assert (code, "No rank needs attention" in text, "it goes on from here" in text) == (1, False, False)
+    assert said_of_it in text
+    found = json.loads(said(tmp_path, "--json")[1])
+    validate(found)
+    assert said_of_it in found["refusal"] + "".join(one["reason"] for one in found["attention"])
 
 
 def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
@@ -176,7 +235,7 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     text = said(tmp_path)[1]
     assert "10 ranks (2 finished, 8 not started)" in text
     assert "  missing    not started: 2-9\n" in text
-    assert "removed, though they had begun: 4; they start over\n" in text
+    assert "removed, though they had begun: 4; `run` restores them from the mirror, or refuses while" in text
     assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
     assert "Nothing runs, and the run is not finished. Run the command that started it again" in text
     found = json.loads(said(tmp_path, "--json")[1])

@@ -121,7 +121,8 @@ def test_what_cannot_be_united_names_document_column_and_both_types(
     def adapter(self: Any, document: Document) -> dict[str, Any]:
         return {"id": document.id, "c": json.dumps(document.metadata["c"])}
 
-    files = written(tmp_path, server, [chunk], output_writer=parquet(tmp_path, adapter=adapter))
+    new = parquet(tmp_path, adapter=adapter)
+    files = written(tmp_path, server, [chunk], output_writer=new, accept_changes=True)
     assert [json.loads(value) for value in rows(files)] == chunk
     assert sum(server.asked.values()) == asked
 

@@ -45,15 +45,16 @@ _SURE_NAME = re.compile(
 _SECRET_NAME = re.compile(r"(^|[._ ])(key|(?<!per_)token)$", re.IGNORECASE)
 _MAYBE_NAME = re.compile(r"secret|passw|credential|cookie|keys?$|tokens?$", re.IGNORECASE)
 _SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE)
-# Keys of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq and Slack; HTTP's two schemes.
+# Keys of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq, GitLab, NVIDIA, Perplexity and
+# Slack; JSON web tokens; HTTP's two schemes.
 _SECRET_VALUE = re.compile(
     r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
-    r"xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
+    r"(glpat|nvapi|pplx)-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
 )
 # A digit inside tells a key from the name of a function (hf_hub_download) and from a sentence ("basic understanding").
 _SURE_VALUE = re.compile(
     r"\b(?=[\w-]*\d)(sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|"
-    r"github_pat_\w{20,}|gsk_\w{12,}|xox[a-z]-[\w-]{10,})|\b(?i:bearer|basic)\s+(?=\S*\d)[\w.+/=~-]{16,}"
+    r"(glpat|nvapi|pplx)-[\w-]{16,}|github_pat_\w{20,}|gsk_\w{12,}|xox[a-z]-[\w-]{10,})|\b(?i:bearer|basic)\s+(?=\S*\d)[\w.+/=~-]{16,}"
 )
 # A user alone is a token with http (https://TOKEN@host), and a name elsewhere (sftp://me@host, abfs://container@host).
 _SURE_URL = re.compile(

@@ -193,6 +193,9 @@ class Project:
             for word in sorted(uses.texts):
                 if is_of_machine(word):
                     return word
+            ends = [(chain.root, *chain.path)[-2:] for chain in uses.chains]
+            if any(end[-1] == "environ" or end == ("environ", "copy") for end in ends):
+                return "the environment"
         for chain in uses.chains:
             bound = chain.imported
             if bound is None:

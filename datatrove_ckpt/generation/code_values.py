@@ -43,6 +43,7 @@ _PACING = {
 }
 _MAX_DEPTH = 50
 _MAX_EXACT = 2**53
+_MAX_BYTES = 2**26
 _MAX_PARTS = 20_000
 """Beyond that, what is shared is looked at once: there are more ways through a graph than anybody can go."""
 _BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
@@ -184,6 +185,10 @@ class Plain:
                 self.of([*inside, wrapped(value)])
                 self.form, self.is_opaque = form, opaque
             return f"<{'module' if isinstance(value, types.ModuleType) else value.__name__}>"
+        if kind.__module__ == "numpy" and getattr(value, "nbytes", _MAX_BYTES) < _MAX_BYTES:  # an array, or a number
+            self._note(f"{value.dtype} {value.shape}")
+            is_plain = not value.dtype.hasobject
+            return hashlib.sha256(value.tobytes()).hexdigest()[:32] if is_plain else self.of(value.tolist())
         inner = value.func if isinstance(value, functools.cached_property) else wrapped(value)
         if inner is not None:
             return [self._note(kind.__name__), self.of(inner)]

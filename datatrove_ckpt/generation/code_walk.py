@@ -277,7 +277,7 @@ class Walk:
         rebound = (module.name, name, "rebound") in self._known_state
         state = [one[3:] for one in self._known_state if one[:3] == (module.name, name, "changed")]
         paths = [one for one in _shortest(found.paths) if one not in state]
-        changed = any(one == step[: len(one)] for one in paths for step in state)
+        is_state = () in state or any(one == step[: len(one)] for one in paths for step in state)
         if rebound:
             return
         plain, fields = Plain(self._user.owns, self._left_out, module.folder), dict[str, Any]()
@@ -286,12 +286,12 @@ class Walk:
             text = "".join(one if one.startswith("[") else f".{one}" for one in rest)
             fields[text] = plain.of(part), plain.take_form()
         is_shown = self._reach_all(found, plain) and not plain.is_opaque and value is not _MISSING
-        if plain.is_pacing or changed:
+        if plain.is_pacing:
             return
         cause = (
             self._user.cause_of(module, name, frozenset()) or _order_of_set(module, statements, value) or plain.cause
         )
-        if is_shown and not cause:
+        if is_shown and not cause and not is_state:
             found.values = fields
             texts = re.findall(r'"([^"]+)"', json.dumps([one for one, _ in fields.values()]))
             files = [one for one in texts if one.endswith(TEXT_FILES) and not found.no_files]
@@ -414,7 +414,9 @@ class Walk:
             self._use(found, module, node, True, closed)
         around = set(function.__qualname__.split(".")[:-1])
         for name, value in closed.items():
-            if name not in changed:
+            if name in changed:
+                self._leave(found, f".{name}", value)
+            else:
                 self._add(found, f".{name}", value, self._cause_around(module, around, name), module.file)
 
     def _add(self, found: _Found, name: str, value: Any, cause: str = "", file: str = "") -> None:
@@ -426,6 +428,11 @@ class Walk:
             self._user.left[f"{found.where}{name} ({cause})"] = None
         elif not plain.is_pacing:
             found.values[name] = written, plain.take_form()
+
+    def _leave(self, found: _Found, name: str, value: Any) -> None:
+        """A value that the rollout changes: what it was at first shows in no source."""
+        if isinstance(value, dict | list | set) and value:
+            self._user.left[f"{found.where}{name} (the rollout changes it)"] = None
 
     def _reach_all(self, found: _Found, plain: Plain) -> bool:
         """Follows the user's functions and classes in values. False: the source of one is that of the value."""
@@ -444,8 +451,7 @@ class Walk:
                 thing if isinstance(thing, dict) else {**dict(enumerate(thing.args)), **thing.keywords}
             )
             for name, value in values.items():
-                if name not in changed:
-                    self._add(origin, f".{name}", value)
+                (self._leave if name in changed else self._add)(origin, f".{name}", value)
             thing = None if isinstance(thing, dict) else thing.func
         if thing is not None:
             self._root(origin, label, thing)
@@ -470,8 +476,9 @@ class Walk:
             origin.values[""] = cls.__qualname__ if self._user.owns(cls) else type_name(cls), []
             if self._user.owns(cls):
                 self._reach_value(origin, cls)
-            for name, value in sorted(attributes(thing, self._left_out(cls)).items()) if cls is not thing else ():
-                self._add(origin, f".{name}", value)
+            left_out = self._left_out(cls)
+            for name, value in sorted(attributes(thing, set()).items()) if cls is not thing else ():
+                (self._leave if name in left_out else self._add)(origin, f".{name}", value)
 
     def _count_as_users(self, thing: Any) -> None:
         """The package of a root is the user's, even if it is installed."""

@@ -35,6 +35,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.redaction import redact
 
 MINUTE_SECONDS = 60.0
 _FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
@@ -107,7 +108,7 @@ class RankHistory:
         self.own.restarts += what == "restart"
         for known in get_args(ServerWhat):
             if what == known:
-                self._checkpoint.note(ServerEvent(what=known, name=name, url=url, why=why))
+                self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
 
     async def keep(self) -> None:
         """Notes a line after ten seconds and each minute, until it is cancelled."""

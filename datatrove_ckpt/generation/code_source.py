@@ -33,7 +33,6 @@ TEXT_FILES = (
     ".txt",
     ".md",
     ".json",
-    ".jsonl",
     ".yaml",
     ".yml",
     ".toml",

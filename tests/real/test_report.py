@@ -78,7 +78,7 @@ def test_the_figures_are_those_of_status(run: Path, page: Path, tmp_path: Path) 
 
     shown = browse(tmp_path, figures)
     status = orjson.loads(command(run, "status", "job.yaml", "--json"))
-    assert len(shown) == 12
+    assert len(shown) == 13
     assert {path: float(value) for path, value in shown} == {path: at(status, path) for path, _ in shown}
     totals = status["totals"]
     assert totals["documents"] == TASKS * DOCUMENTS

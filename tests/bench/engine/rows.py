@@ -131,7 +131,7 @@ def run_bare(work: Work, folder: Path) -> None:
 async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> None:
     import aiohttp
 
-    from datatrove_ckpt.inference.servers.server import make_server
+    from tests.jobs import make_server
 
     common = {"model": work.model, **work.parameters()}
     async with make_server(work.config(server_log_folder=str(folder / "server")), 0) as server:

@@ -12,9 +12,10 @@ import ast
 import functools
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from datatrove_ckpt.generation.code_values import key
 from datatrove_ckpt.generation.syntax import compile_tree, nested_codes, parse, write_code, write_tree
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -45,11 +46,6 @@ TEXT_FILES = (
 _SHORT = 200
 _WRITES = {"write_text", "write_bytes", "write", "writelines", "dump"}
 _NO_OWNER = ("", "", "")
-
-
-def key(constant: object) -> str:
-    """A step of a path for ``name[constant]``."""
-    return f"[{constant!r}]"
 
 
 class Import(NamedTuple):
@@ -91,8 +87,8 @@ class Uses:
         chains: names that are not local, in the order of the source.
         changed: those that it changes: with True if only in place.
         rebound: names that it declares as those of another scope.
-        arguments: local names of which it changes what they stand for.
-        attributes: that it changes: the class whose method does so, that method, and the name.
+        arguments: local names of which it changes what they stand for, each with the step that it changes.
+        attributes: that it changes: the class whose method does so, that method, the name, and that step.
         words: all names, attributes and texts; the short texts; those that name a text file.
         writes: it may write files. computes_import: it imports a module whose name it computes.
         shows_set: it makes a set.
@@ -102,8 +98,8 @@ class Uses:
         self.chains: dict[Chain, None] = {}
         self.changed: dict[Chain, bool] = {}
         self.rebound: set[str] = set()
-        self.arguments: set[str] = set()
-        self.attributes: set[tuple[str, str, str]] = set()
+        self.arguments: dict[str, set[str]] = {}
+        self.attributes: set[tuple[str, str, str, str]] = set()
         self.words: set[str] = set()
         self.texts: set[str] = set()
         self.files: dict[str, None] = {}
@@ -185,18 +181,21 @@ class Uses:
         stores = any(not isinstance(getattr(one, "ctx", ast.Load()), ast.Load) for one in [inner, *steps])
         last = steps[-1].attr if steps and isinstance(steps[-1], ast.Attribute) else ""
         changes = (stores and bool(steps)) or (call is not None and last in _CHANGING)
-        changed = steps[-1] if stores and last else steps[-2] if len(steps) > 1 else None
+        changed = steps[:-1] if call is not None or not last else steps
+        index = max((number for number, one in enumerate(changed) if isinstance(one, ast.Attribute)), default=-1)
         owner = scopes[-1].owner if scopes else _NO_OWNER
-        if changes and isinstance(changed, ast.Attribute) and owner[1] not in _BUILDERS:
+        if changes and index >= 0 and owner[1] not in _BUILDERS:
             is_own = isinstance(inner, ast.Name) and inner.id == owner[2]
-            self.attributes.add((owner[0] if is_own else "", owner[1], changed.attr))
+            name = changed[index].attr  # type: ignore[union-attr]
+            self.attributes.add((owner[0] if is_own else "", owner[1], name, _changed_key(steps[index + 1 :])))
         if not isinstance(inner, ast.Name):
             self._push([inner], scopes)
             return
         scope = next((one for one in reversed(scopes) if inner.id in one.names or inner.id in one.imports), None)
         bound = scope.imports.get(inner.id) if scope is not None else None
         if bound is None and (scope is not None or (stores and not steps)):
-            self.arguments |= {inner.id} if scope is not None and changes else set()
+            if scope is not None and changes:
+                self.arguments.setdefault(inner.id, set()).add(_changed_key(steps))
             return
         self.words.add(inner.id)
         constant = [not isinstance(step, ast.Subscript) or isinstance(step.slice, ast.Constant) for step in steps]
@@ -210,6 +209,13 @@ class Uses:
         self.chains[chain] = None
         if changes:
             self.changed[chain] = not (stores and last and whole)
+
+
+def _changed_key(steps: Sequence[ast.AST]) -> str:
+    """The constant key below which a change is; "" for all of it."""
+    first = steps[0] if steps else None
+    is_constant = isinstance(first, ast.Subscript) and isinstance(first.slice, ast.Constant)
+    return key(first.slice.value) if is_constant else ""  # type: ignore[union-attr]
 
 
 def _operands(node: ast.AST) -> Iterator[ast.AST]:

@@ -6,6 +6,7 @@ This module imports only the standard library: a test runs it alone on every Pyt
 from __future__ import annotations
 
 import collections
+import copy
 import enum
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import re
 import string
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
@@ -49,6 +50,10 @@ _MAX_PARTS = 20_000
 _BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 
 
+LeftOut = Mapping[str, Collection[str]]
+LEFT = object()
+
+
 def is_unstable(name: str) -> bool:
     """Whether what has this dotted name gives another value at each start, or on each machine."""
     return _UNSTABLE.fullmatch(name) is not None
@@ -74,7 +79,7 @@ class Plain:
 
     Args:
         is_users: whether a class, function or module is of the user.
-        left_out: the attributes that an object of a class has for its own use.
+        left_out: the attributes that an object of a class has for its own use: see ``attributes``.
         folders: of the project, which may be somewhere else next time.
 
     Attributes:
@@ -85,7 +90,7 @@ class Plain:
         cause: why they differ at each start.
     """
 
-    def __init__(self, is_users: Callable[[Any], bool], left_out: Callable[[type], set[str]], *folders: str) -> None:
+    def __init__(self, is_users: Callable[[Any], bool], left_out: Callable[[type], LeftOut], *folders: str) -> None:
         self.form: list[str] = []
         self.code: list[Any] = []
         self.is_opaque = self.is_pacing = False
@@ -209,8 +214,25 @@ class Plain:
             self.code.append(thing)
 
 
-def attributes(value: Any, left_out: set[str]) -> dict[str, Any]:
-    """Of an object: those in its dict and in slots."""
+def key(constant: object) -> str:
+    """A step of a path for ``name[constant]``."""
+    return f"[{constant!r}]"
+
+
+def without(value: Any, keys: Collection[str]) -> Any:
+    """What of a value is not changed: all without keys, nothing (``LEFT``) with "" or if it is no dict."""
+    if not keys:
+        return value
+    if "" in keys or not isinstance(value, dict):
+        return LEFT
+    value = copy.copy(value)
+    for each in [one for one in value if key(one) in keys]:
+        del value[each]
+    return value
+
+
+def attributes(value: Any, left_out: LeftOut) -> dict[str, Any]:
+    """Of an object: those in its dict and in slots. Left out is what changes: an attribute, or keys of its dict."""
     found = {}
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items() if "__slots__" in vars(cls) else ():
@@ -219,7 +241,8 @@ def attributes(value: Any, left_out: set[str]) -> dict[str, Any]:
                     found[name] = slot.__get__(value)
     with suppress(AttributeError):
         found |= object.__getattribute__(value, "__dict__")
-    return {name: part for name, part in found.items() if isinstance(name, str) and name not in left_out}
+    parts = {name: without(part, left_out.get(name, ())) for name, part in found.items() if isinstance(name, str)}
+    return {name: part for name, part in parts.items() if part is not LEFT}
 
 
 def folder_of(file: str) -> str:

@@ -25,7 +25,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from datatrove_ckpt.generation.code_modules import MAIN, PIPELINE, Module, Project, absolute, fingerprint, is_importable
@@ -37,15 +37,18 @@ from datatrove_ckpt.generation.code_source import (
     Import,
     bound_names,
     dotted,
-    key,
 )
 from datatrove_ckpt.generation.code_values import (
+    LEFT,
+    LeftOut,
     Plain,
     attributes,
     cells,
     digest,
     folder_of,
+    key,
     type_name,
+    without,
     wrapped,
 )
 from datatrove_ckpt.generation.syntax import loaded_names, write_code
@@ -131,12 +134,12 @@ class Walk:
         self._before = before
         self._found: dict[Any, _Found] = {}
         self._inside: set[tuple[str, str]] = set()
-        self._attributes: set[tuple[str, str, str]] = set()
+        self._attributes: set[tuple[str, str, str, str]] = set()
         self._running: set[str] = set()
         self._waiting: tuple[collections.deque[Callable[[], None]], ...] = (collections.deque(), collections.deque())
         self._edges: dict[tuple[Any, ...], None] = {}
         self._words: dict[tuple[str, str], None] = {}
-        self._changing: dict[type, set[str]] = {}
+        self._changing: dict[type, dict[str, set[str]]] = {}
 
     # from name to name -----------------------------------------------------------------------------------------------
 
@@ -277,13 +280,14 @@ class Walk:
         rebound = (module.name, name, "rebound") in self._known_state
         state = [one[3:] for one in self._known_state if one[:3] == (module.name, name, "changed")]
         paths = [one for one in _shortest(found.paths) if one not in state]
-        is_state = () in state or any(one == step[: len(one)] for one in paths for step in state)
         if rebound:
             return
-        plain, fields = Plain(self._user.owns, self._left_out, module.folder), dict[str, Any]()
+        plain, fields, is_state = Plain(self._user.owns, self._left_out, module.folder), dict[str, Any](), () in state
         for path in paths if value is not _MISSING else ():
             part, rest = _follow(value, path)
             text = "".join(one if one.startswith("[") else f".{one}" for one in rest)
+            part = without(part, {"".join(one[len(path) :][:1]) for one in state if one[: len(path)] == path})
+            is_state |= part is LEFT
             fields[text] = plain.of(part), plain.take_form()
         is_shown = self._reach_all(found, plain) and not plain.is_opaque and value is not _MISSING
         if plain.is_pacing:
@@ -401,7 +405,7 @@ class Walk:
         self, found: _Found, module: Module, function: types.FunctionType, node: ast.AST | None
     ) -> None:
         closed = dict(cells(function))
-        changed: set[str] = set()
+        changed = dict[str, set[str]]()
         if node is None:
             found.bytecode.append(write_code(function.__code__))
             for name in sorted(loaded_names(function)):
@@ -410,17 +414,29 @@ class Walk:
         else:
             found.texts.append(module.source.text(node, self.documented or self._is_described(module, node)))
             uses = module.source.uses(node)
-            changed = uses.rebound | {chain.root for chain in uses.changed}
+            changed = {name: {""} for name in uses.rebound}
+            for chain in uses.changed:
+                is_key = bool(chain.path) and chain.path[0].startswith("[")
+                changed.setdefault(chain.root, set()).add(chain.path[0] if is_key else "")
             self._use(found, module, node, True, closed)
         around = set(function.__qualname__.split(".")[:-1])
         for name, value in closed.items():
-            if name in changed:
-                self._leave(found, f".{name}", value)
-            else:
-                self._add(found, f".{name}", value, self._cause_around(module, around, name), module.file)
+            keys = changed.get(name, ())
+            self._add(found, f".{name}", value, keys, self._cause_around(module, around, name), module.file)
 
-    def _add(self, found: _Found, name: str, value: Any, cause: str = "", file: str = "") -> None:
-        """A value that belongs to something: of an enclosing function, an argument, an attribute."""
+    def _add(
+        self, found: _Found, name: str, value: Any, changed: Collection[str] = (), cause: str = "", file: str = ""
+    ) -> None:
+        """A value that belongs to something: of an enclosing function, an argument, an attribute.
+
+        Args:
+            changed: the keys that the rollout changes itself; "" for all.
+        """
+        whole, value = value, without(value, changed)
+        if value is LEFT:  # what it was at first shows in no source
+            if isinstance(whole, dict | list | set) and whole:
+                self._user.left[f"{found.where}{name} (the rollout changes it)"] = None
+            return
         plain = Plain(self._user.owns, self._left_out, folder_of(file))
         written = plain.of(value)
         self._reach_all(found, plain)
@@ -429,20 +445,15 @@ class Walk:
         elif not plain.is_pacing:
             found.values[name] = written, plain.take_form()
 
-    def _leave(self, found: _Found, name: str, value: Any) -> None:
-        """A value that the rollout changes: what it was at first shows in no source."""
-        if isinstance(value, dict | list | set) and value:
-            self._user.left[f"{found.where}{name} (the rollout changes it)"] = None
-
     def _reach_all(self, found: _Found, plain: Plain) -> bool:
         """Follows the user's functions and classes in values. False: the source of one is that of the value."""
         return False not in [self._reach_value(found, one) for one in plain.code]
 
-    def root(self, label: str, thing: Any, changed: set[str]) -> None:
+    def root(self, label: str, thing: Any, changed: LeftOut) -> None:
         """Begins at a function, object, class, or dict of values.
 
         Args:
-            changed: names of arguments that the rollout changes itself.
+            changed: names of arguments that the rollout changes itself, each with the keys.
         """
         origin = self._found["root", label] = _Found(label, label, own=True)
         origin.root = True
@@ -451,7 +462,7 @@ class Walk:
                 thing if isinstance(thing, dict) else {**dict(enumerate(thing.args)), **thing.keywords}
             )
             for name, value in values.items():
-                (self._leave if name in changed else self._add)(origin, f".{name}", value)
+                self._add(origin, f".{name}", value, changed.get(name, ()))
             thing = None if isinstance(thing, dict) else thing.func
         if thing is not None:
             self._root(origin, label, thing)
@@ -477,8 +488,8 @@ class Walk:
             if self._user.owns(cls):
                 self._reach_value(origin, cls)
             left_out = self._left_out(cls)
-            for name, value in sorted(attributes(thing, set()).items()) if cls is not thing else ():
-                (self._leave if name in left_out else self._add)(origin, f".{name}", value)
+            for name, value in sorted(attributes(thing, {}).items()) if cls is not thing else ():
+                self._add(origin, f".{name}", value, left_out.get(name, ()))
 
     def _count_as_users(self, thing: Any) -> None:
         """The package of a root is the user's, even if it is installed."""
@@ -488,14 +499,15 @@ class Walk:
 
     # what differs at each start --------------------------------------------------------------------------------------
 
-    def _left_out(self, cls: type) -> set[str]:
+    def _left_out(self, cls: type) -> LeftOut:
         """The attributes that change while the rollout runs, or that its class computes anew at each start."""
         if cls not in self._changing:
             names = ["", *(each.__name__ for each in cls.__mro__)]
-            state = {one[2] for one in self._known_state if not one[0] and one[1] in names}
-            self._changing[cls] = state.union(
-                *map(self._user.unstable_attributes, cls.__mro__ if self._user.owns(cls) else ())
-            )
+            found = self._changing[cls] = {}
+            for _, _, name, changed in (one for one in self._known_state if not one[0] and one[1] in names):
+                found.setdefault(name, set()).add(changed)
+            for each in cls.__mro__ if self._user.owns(cls) else ():
+                found |= {name: {""} for name in self._user.unstable_attributes(each)}
         return self._changing[cls]
 
     def _cause_around(self, module: Module, around: set[str], name: str) -> str:
@@ -525,7 +537,7 @@ class Walk:
             (self._waiting[0] or self._waiting[1]).popleft()()
         # A method that only statements of a module call fills a table before the rollout runs.
         called = [one for one in self._attributes if one[1] in self._running or one[1].startswith("__") or not one[1]]
-        self.state |= {("", owner, name) for owner, _, name in called}
+        self.state |= {("", owner, name, changed) for owner, _, name, changed in called}
 
     def result(self) -> Description:
         fields, notes = (dict(self._before.own), dict(self._before.notes)) if self._before else ({}, {})
@@ -602,17 +614,17 @@ def _describe(things: Mapping[str, Any], before: Description | None) -> Descript
         state, documented = grown
 
 
-def arguments_changed(function: Any) -> set[str]:
-    """The arguments of a function or of an object's call of which it changes what they stand for."""
+def arguments_changed(function: Any) -> LeftOut:
+    """The arguments of a function or of an object's call of which it changes what they stand for, with the keys."""
     while isinstance(function, functools.partial) or wrapped(function) is not None:
         function = function.func if isinstance(function, functools.partial) else wrapped(function)
     call = getattr(function, "__func__", function)
     call = call if isinstance(call, types.FunctionType) else vars(type(function)).get("__call__")
     if not isinstance(call, types.FunctionType):
-        return set()
+        return {}
     module = Module(str(call.__module__), call.__code__.co_filename, call.__globals__)
     node = module.source.find(call.__code__, module.was_edited)
-    return module.source.uses(node).arguments if node is not None else set()
+    return module.source.uses(node).arguments if node is not None else {}
 
 
 def _follow(value: Any, path: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
 import json
 import os
 import re
@@ -62,11 +63,11 @@ _SURE_URL = re.compile(
 )
 _URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
 _PLACEHOLDER = re.compile(
-    r"[A-Z][A-Z_]*|\$\{?\w+\}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|hash (scrypt-)?[0-9a-f]{32}"
+    r"[A-Z][A-Z_]*|\$\{?\w+\}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|hash ((scrypt|keyed)-)?[0-9a-f]{32}"
 )
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+=]+")
-_HASH = re.compile("hash (scrypt-)?([0-9a-f]{32})")
+_HASH = re.compile("hash (?:(scrypt|keyed)-)?([0-9a-f]{32})")
 _MIN_GUESSED = 8  # characters of a value that only may be a secret, by its name
 _MIN_SURE, _MIN_RUN = 4, 12
 _LOOKED_AT = 300  # characters of a prompt: a request that fails must not cost more than one that does not
@@ -184,14 +185,18 @@ def without_secrets(name: str, value: Any) -> Any:
 def hashed(name: str, value: Any) -> str:
     """The hash that stands for a secret: slow, and another one for each field, so that no list of words breaks it.
 
-    It has no key: ranks on many nodes, and the copies in a mirror, must come to the same text. It is made of the
-    unsalted hash that earlier releases kept, so that what they kept can be compared.
+    Where the mirror has a key, it is keyed, too. Ranks on many nodes, and the copies in a mirror, must come to the same
+    text, and no other key is on all of them. Each is made of the one before: the unsalted hash of earlier releases, the
+    slow one, the keyed one. So what was kept can be compared.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
-    if kept is not None and kept[1]:
-        return kept[0]
-    digest = kept[2] if kept else xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
-    return f"hash scrypt-{_slow_hash(name.rpartition('.')[2], digest)}"
+    kind, digest, field = kept[1] if kept else None, kept[2] if kept else "", name.rpartition(".")[2]
+    if kind is None:
+        digest = digest or xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+        kind, digest = "scrypt", _slow_hash(field, digest)
+    if kind == "scrypt" and (key := os.environ.get(MIRROR_KEY_VARIABLE)):
+        kind, digest = "keyed", hmac.digest(key.encode(), f"{field} {digest}".encode(), "sha256").hex()[:32]
+    return f"hash {kind}-{digest}"
 
 
 @functools.cache

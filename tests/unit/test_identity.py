@@ -594,11 +594,13 @@ def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_
         assert copy.shared_context == SECRETS
 
 
-@pytest.mark.parametrize("as_kept", ["plain", "fast hash"])
+@pytest.mark.parametrize("as_kept", ["plain", "fast hash", "slow hash"])
 def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     tmp_path: Path, as_kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = run_json(tmp_path).parent.parent / "job.json"
+    if as_kept == "slow hash":
+        monkeypatch.setenv("DATATROVE_CKPT_MIRROR_KEY", "k" * 32)
     with FakeServer() as server:
         step = secret_runner(tmp_path, server)
         step.run(documents(2))
@@ -606,10 +608,12 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
         secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
         secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
         secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
-        if as_kept == "fast hash":
+        if as_kept != "plain":
             with monkeypatch.context() as patch:
                 fast = lambda name, value: f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value))}"  # noqa: E731
-                patch.setattr(redaction, "hashed", fast)
+                if as_kept == "fast hash":
+                    patch.setattr(redaction, "hashed", fast)
+                patch.delenv("DATATROVE_CKPT_MIRROR_KEY", raising=False)
                 secrets = fields_without_secrets(secrets)
         old = {"format": 1, **step.identity(1).fields, **secrets}
         run_json(tmp_path).write_text(json.dumps(old))

@@ -101,12 +101,21 @@ def test_one_classifier_with_two_thresholds(name: str, value: Any, verdict: str 
     assert is_surely_secret(name, value) == (verdict == R)
 
 
-def test_the_hash_of_a_secret_is_slow_and_one_of_an_earlier_release_becomes_it() -> None:
+def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_one_becomes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fast = f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps('hunter2'))}"
     hidden = without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"})
     assert without_secrets("shared_context", {"password": fast, "api_key": fast}) == hidden
     assert len({fast, *hidden.values()}) == 3  # no list of words fits both fields
     assert hidden["password"].startswith("hash scrypt-")
+    keyed = []
+    for key in ("k" * 32, "l" * 32):
+        monkeypatch.setenv("DATATROVE_CKPT_MIRROR_KEY", key)
+        keyed.append(without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"}))
+        # What ranks wrote before there was a key is compared, too.
+        assert without_secrets("shared_context", hidden) == without_secrets("shared_context", keyed[-1]) == keyed[-1]
+    assert len({text for each in keyed for text in each.values() if text.startswith("hash keyed-")}) == 4
 
 
 def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -412,8 +412,12 @@ class Walk:
                 if name in module.values:
                     self._reach(found, module, name, _Step(runs=True))
         else:
-            found.texts.append(module.source.text(node, self.documented or self._is_described(module, node)))
+            is_documented = self.documented or self._is_described(module, node)
+            found.texts.append(module.source.text(node, is_documented))
             uses = module.source.uses(node)
+            if not is_documented:  # hints are a use before Python 3.14, and none since
+                named = {"__class__", *uses.rebound, *(chain.root for chain in uses.chains)}
+                closed = {name: value for name, value in closed.items() if name in named}
             changed = {name: {""} for name in uses.rebound}
             for chain in uses.changed:
                 is_key = bool(chain.path) and chain.path[0].startswith("[")

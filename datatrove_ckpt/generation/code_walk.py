@@ -333,8 +333,12 @@ class Walk:
         ]
         spans = [range((one.decorator_list or [one])[0].lineno, (one.end_lineno or 0) + 1) for one in definitions]  # type: ignore[list-item]
 
-        def is_written(code: Any) -> bool:
-            return code.co_filename == module.file and any(code.co_firstlineno in span for span in spans)
+        def is_written(code: Any) -> bool:  # a class of Python 3.14 has a function that makes its hints
+            return (
+                code.co_name != "__annotate__"
+                and code.co_filename == module.file
+                and any(code.co_firstlineno in span for span in spans)
+            )
 
         plain = Plain(self._user.owns, self._left_out, module.folder)
         for each, part in sorted(vars(value).items()) if isinstance(value, type) else [("", value)]:

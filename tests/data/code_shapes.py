@@ -5,6 +5,7 @@ Quotes, layout and annotations vary on purpose, so no formatter may touch this f
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import re
 import textwrap
@@ -201,6 +202,16 @@ def unreachable(document: Any) -> Any:
     return re if __debug__ else calls
 
 
+@dataclasses.dataclass
+class Item:
+    name: str
+    count: "int" = 3
+
+
+async def making(document: Any, generate: Any) -> Any:
+    return await generate({"prompt": Item(document.text).name})
+
+
 SHAPES = {
     "f_strings": f_strings,
     "decorated": decorated,
@@ -220,6 +231,7 @@ SHAPES = {
     "second of two lambdas": second,
     "constants": constants,
     "unreachable": unreachable,
+    "making": making,
 }
 
 TYPES = {

@@ -373,7 +373,8 @@ def without_code(fields: Json) -> Json:
 def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMismatch:
     """The error for a run that differs from the one that is kept: each field with both values, then the way out."""
     changes = list(changes)
-    lines = [f"  {change.field}: {change.shown_old} -> {change.shown_new}" for change in changes]
+    hidden = {f"{change.field} form" for change in changes}  # what JSON does not tell of a value that is shown
+    lines = [f"  {one.field}: {one.shown_old} -> {one.shown_new}" for one in changes if one.field not in hidden]
     notes = [f"  ({change.note})" for change in changes if change.note]
     return CheckpointMismatch("\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes]), way_out]))
 

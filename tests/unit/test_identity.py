@@ -358,6 +358,16 @@ def test_a_value_that_the_code_reads_by_a_special_way_counts(tmp_path: Path, sou
     assert code_identity(old, None).fields[field] != code_identity(new, None).fields[field]
 
 
+def test_a_refusal_shows_the_two_values_of_a_list_and_no_hash_of_its_types(tmp_path: Path) -> None:
+    source = MODULE.replace("rollout = make(1)", "rollout = functools.partial(make(1), style=['a', 'b'])")
+    with FakeServer() as server:
+        runner(tmp_path, server, load_changed(tmp_path, "first", source=source).rollout).run(documents(1))
+        changed = load_changed(tmp_path, "second", ("['a', 'b']", "['a', 'b', 'c']"), source=source).rollout
+        with pytest.raises(CheckpointMismatch, match="rollout_fn.style: .*c") as refused:
+            runner(tmp_path, server, changed).run(documents(1))
+    assert " form:" not in str(refused.value)
+
+
 # every Python version ------------------------------------------------------------------------------------------------
 
 # The package's other modules need packages that other Pythons may not have.

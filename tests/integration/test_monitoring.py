@@ -22,7 +22,6 @@ from datatrove_ckpt.generation.export import exporter, metrics_port
 from datatrove_ckpt.generation.export.metrics import RANK_LABELS, Snapshot
 from datatrove_ckpt.generation.export.metrics_file import MetricsFile
 from datatrove_ckpt.testing import FakeServer
-from tests.bench import metrics_cost
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
@@ -224,15 +223,6 @@ def test_nothing_is_imported_that_nobody_asked_for() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.stderr == ""
-
-
-@pytest.mark.slow
-def test_the_measure_of_the_costs_works(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics_cost.main(50, 1)
-    said = capsys.readouterr().out
-    assert "CPU: " in said
-    assert "ratio: " in said
-    assert "One scrape of 64 ranks" in said
 
 
 def test_a_rank_whose_checkpoint_cannot_be_closed_is_shown_as_failed(

@@ -73,7 +73,6 @@ def test_the_plan_of_the_page() -> None:
 
 def test_figures_are_printed_as_tables() -> None:
     found = Findings(PLAN, [Size("RANK/lock", 4, 400), Size("job.json", 1, 9)], [Cost("status", 1.234, 0.5, 64.2, 0)])
-    found.per_chunk = {"opens": 2.5}
     assert found.tables().split("\n") == [
         "| files | of a rank | bytes of a rank | in all | bytes in all |",
         "| --- | --- | --- | --- | --- |",
@@ -83,9 +82,5 @@ def test_figures_are_printed_as_tables() -> None:
         "|  | seconds | CPU seconds | memory, MB | exit code |",
         "| --- | --- | --- | --- | --- |",
         "| status | 1.2 | 0.5 | 64 | 0 |",
-        "",
-        "| a rank at work | operations |",
-        "| --- | --- |",
-        "| opens, of a chunk | 2.5 |",
         "",
     ]

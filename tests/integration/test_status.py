@@ -28,7 +28,6 @@ from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
-from tests.bench import status_scale
 from tests.hub import FakeHub
 from tests.jobs import documents, runner
 from tests.rank_folders import HERE, failed, minute, minutes, start, stopped, work, write_rank
@@ -306,13 +305,6 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode("ascii")
     assert f"  {'#' * 12}{'-' * 12} 50.0 % of the input" in text
-
-
-def test_the_benchmark_makes_a_run_that_status_can_read(tmp_path: Path, said: Said) -> None:
-    status_scale.make(tmp_path, 100)
-    code, text = said(tmp_path / "checkpoints")
-    assert code == 0
-    assert text.splitlines()[0].startswith(f"{tmp_path}/checkpoints: 100 ranks (1 failed, 50 running, 49 finished); ")
 
 
 # mirrors and YAML files ----------------------------------------------------------------------------------------------

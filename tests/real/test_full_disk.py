@@ -274,29 +274,6 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
     assert failed >= len(SIZES[on_it])
 
 
-@pytest.mark.timeout(900)
-def test_a_disk_that_somebody_else_fills_may_be_full_at_any_moment(
-    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes]
-) -> None:
-    """Everything fits, until another program takes what is left, all but a few pages."""
-    places: Counter[str] = Counter()
-    again = 0
-    moments = range(1, DOCUMENTS, 6)
-    for moment in moments:
-        server.asked.clear()
-        with tmpfs(tmp_path / f"{moment}", 4096) as small:
-            job = Job(tmp_path / f"job {moment}", server, gate, small, "checkpoints and output")
-            with after(server, moment, lambda small=small, moment=moment: fill(small, leave=4096 * (moment % 5))):
-                place = job.fails(FREE)
-            if place is not None:
-                places[place] += 1
-            (small / "filler").unlink()
-            again += job.finishes(expected, 1)
-    failed = sum(places.values())
-    print(f"{len(moments)} moments, {failed} failures, {again} requests sent again: {dict(places)}")
-    assert failed > len(moments) // 2
-
-
 def fill(folder: Path, leave: int) -> None:
     with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -330,34 +307,6 @@ def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator
 
 
 # Read-only disks ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(900)
-def test_an_output_that_turns_read_only_stops_the_rank(
-    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes]
-) -> None:
-    places: Counter[str] = Counter()
-    again = 0
-    moments = range(1, DOCUMENTS, 12)
-    for moment in moments:
-        server.asked.clear()
-        with tmpfs(tmp_path / f"{moment}", 4096) as small:
-            job = Job(tmp_path / f"job {moment}", server, gate, small, "output")
-            with after(server, moment, lambda small=small: make_read_only(small)):
-                place = job.fails(MAKE_WRITABLE)
-            if place is not None:
-                places[place] += 1
-            command("mount", "-o", "remount,rw", str(small))
-            again += job.finishes(expected, 1)
-    print(f"{len(moments)} moments, {places.total()} failures, {again} requests sent again: {dict(places)}")
-    assert places.total() > len(moments) // 2
-
-
-def make_read_only(folder: Path) -> None:
-    """As soon as no file is open for writing."""
-    deadline = time.monotonic() + 120
-    while subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True).returncode:
-        assert time.monotonic() < deadline, f"{folder} is busy for ever"
 
 
 @pytest.mark.timeout(900)

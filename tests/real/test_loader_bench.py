@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import training_rows
 from tests.bench.loader_systems import quality
 from tests.bench.loaders import measured, table
 
@@ -43,28 +42,3 @@ def test_quality_of_a_uniform_order_and_of_none() -> None:
     assert mixed["displacement"] == pytest.approx(1 / 3, abs=0.01)
     assert mixed["neighbours"] == pytest.approx(0.02, abs=0.01)
     assert mixed["files in a batch"] > 9
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def child(what: str, *arguments: str) -> dict[str, float]:
-        return (training_rows.measure_rows if what == "rows" else training_rows.measure_resume)(*arguments)
-
-    monkeypatch.setattr(training_rows, "child", child)
-    monkeypatch.setattr(training_rows, "ROUNDS", 1)
-
-
-def test_rows_of_all_kinds_are_measured(in_this_process: None, capsys: pytest.CaptureFixture[str]) -> None:
-    training_rows.main(["rows", "2000"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[-len(training_rows.SYSTEMS) :]] == [
-        f"| {name}" for name in training_rows.SYSTEMS
-    ]
-
-
-def test_resumes_in_small_and_large_groups_are_measured(
-    in_this_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    training_rows.main(["resume", "3000", "500", "3000"])
-    groups = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[-4:]]
-    assert groups == ["| 500", "| 500", "| 3,000", "| 3,000"]

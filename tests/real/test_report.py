@@ -2,101 +2,143 @@
 
 from __future__ import annotations
 
-import asyncio
+import html
+import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.real.chromium import Chromium, install
-from tests.real.report_job import KILLS, SLOW, Endpoint, run_and_kill
+from datatrove_ckpt.testing import FakeServer
+from tests.real.environment import install_debian
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-TASKS, DOCUMENTS = 4, 40
+TASKS, DOCUMENTS, KILLS = 4, 40, 3
+SLOW = 2  # the rank whose documents take seven times as long
 
 pytestmark = pytest.mark.timeout(600)  # the first one may install Chromium
 
+# A minute of the history is half a second long.
+ROLLOUT = """
+from datatrove_ckpt.generation import rank_history
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run."""
-    folder = tmp_path_factory.mktemp("report") / "run <b>&amp;"
-    with Endpoint() as server:
-        run_and_kill(folder, server, TASKS, DOCUMENTS)
-    return folder
+rank_history.MINUTE_SECONDS = 0.5
+
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+"""
+# A page around the report, which looks at it in a narrow and a wide window. The report itself runs no script.
+AROUND = """<iframe id=report src=report.html height=900></iframe><script>
+report.onload = () => {
+  const page = report.contentDocument, all = (which, what) => [...page.querySelectorAll(which)].map(what)
+  const widths = [380, 1280].map(width => (report.width = width, page.documentElement.scrollWidth))
+  document.body.dataset.found = JSON.stringify({
+    widths, background: getComputedStyle(page.body).backgroundColor, text: page.body.innerText,
+    figures: all('[data-figure]', one => [one.dataset.figure, +one.dataset.value]),
+    slow: all('tr:has(td.b:nth-child(6) .slow)', one => one.innerText),
+    titles: all('h2', one => one.textContent), scripts: page.scripts.length,
+    loaded: report.contentWindow.performance.getEntriesByType('resource').map(one => one.name)})
+}</script>"""
+
+
+def text(task: int, number: int) -> str:
+    kind = {3: "bad", 5: "busy"}.get(number % 40, "slow" if task == SLOW else "fast")
+    return f"{kind} {task} {number} {'word ' * (number % 90)}"
+
+
+def seconds(payload: Any, times: int) -> float:
+    asked = payload["messages"][-1]["content"]
+    return 1.5 if asked.startswith("slow") else 0.1 + len(asked) % 10 / 50
+
+
+def refusal(payload: Any, times: int) -> int | None:
+    """Some documents are refused; at the first request of others the endpoint is busy."""
+    kind = payload["messages"][-1]["content"].split()[0]
+    return 400 if kind == "bad" else 503 if kind == "busy" and not times else None
 
 
 def command(folder: Path, *arguments: str) -> bytes:
-    done = subprocess.run(
-        [sys.executable, "-m", "datatrove_ckpt", *arguments], cwd=folder, capture_output=True, check=False
-    )
+    line = [sys.executable, "-m", "datatrove_ckpt", *arguments]
+    done = subprocess.run(line, cwd=folder, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def page(run: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run, with its report."""
+    folder = tmp_path_factory.mktemp("report") / "run <b>&amp;"
+    folder.mkdir()
+    (folder / "half_seconds.py").write_text(ROLLOUT)
+    with FakeServer(delay=seconds, status=refusal) as server:
+        job = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4", TASKS)
+        job = re.sub("rollout_fn: .*", "rollout_fn: half_seconds.rollout", job).replace(
+            "workers: 1", f"workers: {TASKS}"
+        )
+        job = job.replace("workers: 1", f"workers: {TASKS}")
+        job += "          records_per_chunk: 10\n          skip_bad_requests: true\n"
+        write_job(folder, job, *([text(task, number) for number in range(DOCUMENTS)] for task in range(TASKS)))
+        for _ in range(KILLS):
+            line = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
+            asked = len(server.payloads) + TASKS * DOCUMENTS // (KILLS + 3)
+            with subprocess.Popen(line, cwd=folder, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+                while len(server.payloads) < asked:
+                    assert process.poll() is None, "the job has ended before its time"
+                    time.sleep(0.01)
+                os.killpg(process.pid, signal.SIGKILL)
+        command(folder, "run", "job.yaml")
     prices = ("--price-per-gpu-hour", "2.50", "--price-per-million-tokens", "0.15,0.60")
-    command(run, "report", "job.yaml", "-o", "report.html", *prices)
-    return run / "report.html"
+    command(folder, "report", "job.yaml", "-o", "report.html", *prices)
+    return folder
 
 
-def browse(folder: Path, what: Callable[[Chromium], Awaitable[Any]]) -> Any:
-    """What comes of it. The page must have said nothing, and asked for nothing but itself."""
+def chromium(folder: Path, *options: str) -> str:
+    """What it prints. It has no network, and says nothing on its console."""
+    if not shutil.which("chromium"):
+        install_debian(("chromium", "fonts-liberation"))
+    line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+    line += ["--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr"]
+    line += ["--allow-file-access-from-files", "--virtual-time-budget=10000", f"--user-data-dir={folder}/profile"]
+    done = subprocess.run([*line, *options], cwd=folder, capture_output=True, text=True, check=True)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
 
-    async def all_of_it() -> Any:
-        async with Chromium(folder) as browser:
-            found = await what(browser)
-        assert browser.console == []
-        assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
-        return found
 
-    install()
-    return asyncio.run(all_of_it())
+def looked_at(folder: Path, dark: bool = False) -> dict[str, Any]:
+    (folder / "around.html").write_text(AROUND)
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    (found,) = re.findall('data-found="([^"]*)"', chromium(folder, scheme, "--dump-dom", "around.html"))
+    content: dict[str, Any] = json.loads(html.unescape(found))
+    return content
 
 
 def at(content: Any, path: str) -> Any:
     """The value at a path of keys; the sum of those at several."""
-    total = None
+    total = 0
     for one in path.split(" + "):
         value = content
         for key in one.split("."):
             value = value[key]
-        total = value if total is None else total + value
+        total += value
     return total
 
 
-def test_the_figures_are_those_of_status(run: Path, page: Path, tmp_path: Path) -> None:
-    async def figures(browser: Chromium) -> Any:
-        await browser.open(page)
-        return await browser.evaluate(
-            "[...document.querySelectorAll('[data-figure]')].map(one => [one.dataset.figure, one.dataset.value])"
-        )
-
-    shown = browse(tmp_path, figures)
+def test_the_page_shows_what_happened_with_the_figures_of_status(run: Path) -> None:
+    found = looked_at(run)
     status = orjson.loads(command(run, "status", "job.yaml", "--json"))
-    assert len(shown) == 13
-    assert {path: float(value) for path, value in shown} == {path: at(status, path) for path, _ in shown}
-    totals = status["totals"]
-    assert totals["documents"] == TASKS * DOCUMENTS
-    assert totals["attempts_without_a_word"] > 0
-
-
-def test_what_happened_can_be_seen(run: Path, page: Path, tmp_path: Path) -> None:
-    async def look(browser: Chromium) -> Any:
-        await browser.open(page)
-        slow = "[...document.querySelectorAll('tr:has(td.b:nth-child(6) .slow)')].map(one => one.innerText)"
-        return {
-            "slow": await browser.evaluate(slow),
-            "titles": await browser.evaluate("[...document.querySelectorAll('h2')].map(one => one.textContent)"),
-            "text": await browser.evaluate("document.body.innerText"),
-            "scripts": await browser.evaluate("document.scripts.length"),
-        }
-
-    found = browse(tmp_path, look)
+    assert len(found["figures"]) == 13
+    assert dict(found["figures"]) == {path: at(status, path) for path, _ in found["figures"]}
+    assert status["totals"]["documents"] == TASKS * DOCUMENTS
+    assert status["totals"]["attempts_without_a_word"] > 0
     (slow,) = found["slow"]
     assert slow.split()[:2] == [str(SLOW), "finished"]
     titles = ["Documents finished", "Documents per second", "Tokens per second", "What interruptions cost"]
@@ -106,23 +148,12 @@ def test_what_happened_can_be_seen(run: Path, page: Path, tmp_path: Path) -> Non
     assert found["text"].count("without a word") >= KILLS
     assert "HTTP 503" in found["text"]
     assert str(run) in found["text"], "its name is text, whatever it holds"
-    assert found["scripts"] == 0
+    assert (found["scripts"], found["loaded"]) == (0, [])
 
 
-def test_it_fits_light_and_dark_screens_of_any_width_and_paper(page: Path, tmp_path: Path) -> None:
-    async def look(browser: Chromium) -> Any:
-        colours = []
-        for dark in (False, True):
-            for width in (380, 1280):
-                await browser.open(page, dark=dark, width=width)
-                assert await browser.evaluate("document.documentElement.scrollWidth") <= width
-                assert (await browser.picture()).startswith(b"\x89PNG")
-            colours.append(await browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-        await browser.open(page, dark=True, media="print")
-        colours.append(await browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-        assert (await browser.print()).startswith(b"%PDF")
-        return colours
-
-    light, dark, paper = browse(tmp_path, look)
-    assert light != dark
-    assert paper == "rgb(255, 255, 255)"
+def test_it_fits_light_and_dark_screens_of_any_width_and_can_be_printed(run: Path) -> None:
+    light, dark = looked_at(run), looked_at(run, dark=True)
+    assert light["widths"] == dark["widths"] == [380, 1280]
+    assert light["background"] != dark["background"]
+    chromium(run, "--print-to-pdf=report.pdf", "report.html")
+    assert (run / "report.pdf").read_bytes().startswith(b"%PDF")

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -272,23 +271,6 @@ def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
     assert not finished(job)
 
 
-def test_a_permission_that_is_taken_away_stops_the_rank_and_the_same_command_finishes(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
-) -> None:
-    whole = expected(job, tmp_path)
-    server.asked.clear()
-    relay.rule = lambda request: 403 if request.kind == "PutObject" else None
-    with pytest.raises(OutputFailed, match=r"00000_chunk_0000\d.jsonl could not be uploaded: .*s3:PutObject"):
-        s3_job.run(job)
-    assert len(relay.of("PutObject")) == 1
-    assert not finished(job)
-    assert bucket.files("output") == {}
-    relay.rule = lambda request: None
-    s3_job.run(job)
-    assert bucket.files("output") == whole
-    assert asked(server) == 8
-
-
 def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
     job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
 ) -> None:
@@ -360,76 +342,6 @@ def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-# Beside generation ----------------------------------------------------------------------------------------------------
-
-
-def test_uploads_overlap_generation_and_the_event_loop_never_waits_for_one(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer
-) -> None:
-    """Each upload is held until the event loop has turned meanwhile, the first until more was asked, too."""
-    job |= {"at_once": 2}  # 6 chunks
-    uploading = threading.Event()
-    turns = 0
-    turning: list[asyncio.Task[None]] = []
-    turned: list[bool] = []
-    asked_meanwhile: list[int] = []
-
-    async def turn() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.01)
-            turns += 1
-
-    def hold(request: Request) -> None:
-        if request.kind == "PutObject" and request.stage == "asked":
-            began = turns, asked(server)
-            uploading.set()
-            with suppress(AssertionError):
-                wait_for(lambda: turns > began[0] + 2 and (turned or asked(server) > began[1]), 20)
-            turned.append(turns > began[0])
-            asked_meanwhile.append(asked(server) - began[1])
-
-    async def rollout(document: Any, generate: Any) -> Any:
-        if not turning:
-            turning.append(asyncio.create_task(turn()))
-        while int(document.id.removeprefix("doc-")) >= 4 and not uploading.is_set():  # the first chunk has 0 to 3
-            await asyncio.sleep(0.001)
-        return await s3_job.rollout(document, generate)
-
-    relay.rule = hold
-    s3_job.runner(job, rollout).run(s3_job.Documents(24, 100).run(None))
-    assert len(bucket.files("output")) == 6
-    assert turned == [True] * 6
-    assert asked_meanwhile[0] > 0
-
-
-def test_several_workers_killed_at_random_moments_end_with_the_same_files(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
-) -> None:
-    documents, kills, at_once, tasks = 120, 2, 8, 2
-    job |= {"documents": documents, "chunk": 10, "tasks": tasks, "workers": tasks, "logs": str(tmp_path / "logs")}
-    for task in range(tasks):
-        step = s3_job.runner(job | {"output": str(tmp_path / "local"), "checkpoints": str(tmp_path / "other")})
-        step.run(s3_job.Documents(documents, 100).run(None, task, tasks), task, tasks)
-    server.asked.clear()
-    server._delay = lambda payload, times: 0.05
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    environment_ = environment(relay.url)
-    seconds = []
-    for limit in range(40, 40 * kills + 1, 40):
-        process = python("-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment_)
-        wait_for(lambda limit=limit: asked(server) >= limit)
-        os.killpg(process.pid, signal.SIGKILL)
-        seconds.append(end(process, 120)[2])
-    code, said, _ = end(python("-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment_), 400)
-    assert code == 0, said
-    assert bucket.files("output") == outputs(tmp_path / "local")
-    again = asked(server) - documents
-    print(f"{kills} kills of {tasks} workers: {again} of {documents} requests sent again; {bucket.open_uploads()}")
-    assert 0 <= again <= kills * tasks * (at_once + 8)
-    assert bucket.open_uploads() == []
 
 
 # The end of the process -----------------------------------------------------------------------------------------------

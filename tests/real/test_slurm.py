@@ -130,18 +130,6 @@ def test_preemption(job: Job, cluster: Cluster, partition: str) -> None:
     job.check(f"preemption, {grace}", 2, seconds, "no")
 
 
-def test_preemption_while_answers_stay_away(job: Job, cluster: Cluster) -> None:
-    job.submit()
-    job.until_held()
-    worker, watch = job.worker(), Stopwatch()
-    preempt(cluster)
-    seconds = watch.until_gone(worker)
-    job.server.release()
-    assert not job.is_complete()
-    job.until_ended()
-    job.check("preemption, slow answers", 2, seconds, "no", at_most=IN_FLIGHT)
-
-
 def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     def play(name: str, cause: str, **settings: Any) -> tuple[Job, float]:
         with counting_server() as server:
@@ -165,35 +153,6 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     for event, done in (("time limit, --signal=USR1", signalled), ("time limit, no --signal", silent)):
         job, seconds = done.result()
         job.check(event, 2, seconds, "no")
-
-
-def test_kill_and_another_run(job: Job) -> None:
-    job.submit()
-    job.until_held()
-    worker, watch = job.worker(), Stopwatch()
-    worker.send(signal.SIGKILL)
-    seconds = watch.until_gone(worker)
-    job.until_ended("FAILED")
-    assert not job.is_complete()
-    job.server.release()
-    job.submit()
-    job.until_ended()
-    job.check("kill -9, run again", 2, seconds, "no", at_most=IN_FLIGHT)
-
-
-def test_scancel_and_another_run(job: Job, cluster: Cluster) -> None:
-    job.submit()
-    job.until_held()
-    worker, watch = job.worker(), Stopwatch()
-    cluster.command("scancel", job.id)
-    job.until_logged("SIGTERM")
-    job.server.release()
-    seconds = watch.until_gone(worker)
-    job.until_ended("CANCELLED")
-    assert not job.is_complete()
-    job.submit()
-    job.until_ended()
-    job.check("scancel, run again", 2, seconds, "no")
 
 
 def test_several_tasks_per_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -353,60 +312,3 @@ def submitted(said: str, tasks: str) -> str:
     found = re.search(rf"Submitted job (\d+) for {tasks} tasks", said)
     assert found, said
     return found[1]
-
-
-# A user's own script: the rollout is in __main__, and goes into the pickle as it is.
-SCRIPT = """
-import sys
-from datatrove.executor import SlurmPipelineExecutor
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.readers import JsonlReader
-
-folder, url, key = sys.argv[1], sys.argv[2], sys.stdin.read()
-
-
-async def rollout(document, generate):
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-
-runner = InferenceRunner(
-    rollout,
-    InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=4, api_key=key),
-    JsonlWriter(f"{folder}/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None),
-    checkpoints_local_dir=f"{folder}/checkpoints",
-    records_per_chunk=7,
-)
-del key
-if __name__ == "__main__":
-    reader = JsonlReader(f"{folder}/input", add_file_path=False)
-    executor = SlurmPipelineExecutor(
-        [reader, runner], tasks=1, time="00:10:00", partition="low", qos="", logging_dir=f"{folder}/logs"
-    )
-    executor.run()
-    print(executor.job_id)
-"""
-
-
-def test_a_rollout_in_a_users_script_with_a_key_is_the_same_in_its_next_run(job: Job) -> None:
-    (job.folder / "script.py").write_text(SCRIPT)
-
-    def submit() -> None:
-        command = [sys.executable, str(job.folder / "script.py"), str(job.folder), job.server.url]
-        done = subprocess.run(command, input=KEY, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        job.id = done.stdout.split()[-1]
-
-    submit()
-    job.until_held()
-    worker, watch = job.worker(), Stopwatch()
-    worker.send(signal.SIGKILL)
-    seconds = watch.until_gone(worker)
-    job.until_ended("FAILED")
-    assert not job.is_complete()
-    job.server.release()
-    submit()
-    job.until_ended()
-    job.check("script with a key, kill -9, run again", 2, seconds, "no", at_most=IN_FLIGHT)
-    for path in job.folder.rglob("*"):
-        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path

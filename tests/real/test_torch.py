@@ -6,8 +6,6 @@ Needs torch and torchdata: ``uv pip install -e .[torch]``.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,35 +61,6 @@ def texts(batches: Any) -> list[str]:
     return [text for batch in batches for text in batch["text"]]
 
 
-def in_pieces(reader: SeekingReader, workers: int, rank: int, ranks: int, stops: list[int]) -> Iterator[list[str]]:
-    """The samples of an epoch, by one loader after the other. Each takes a number of batches and is dropped."""
-    state = None
-    for stop in [*stops, None]:
-        # The state holds the epoch, so the resuming loop need not set it.
-        current = loader(reader, workers, rank, ranks, epoch=2 if state is None else None)
-        if state is not None:
-            current.load_state_dict(state)
-        batches = iter(current)
-        taken = [batch for _, batch in zip(range(stop), batches, strict=False)] if stop else list(batches)
-        yield texts(taken)
-        state = current.state_dict()
-        json.dumps(state["_snapshot"]["_worker_snapshots"] if workers else state["dataset_state"])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 1, 4])
-def test_several_stops_give_the_samples_of_a_run_without_stops(reader: SeekingReader, workers: int, ranks: int) -> None:
-    everything = []
-    for rank in range(ranks):
-        whole = texts(loader(reader, workers, rank, ranks, epoch=2))
-        for stops in ([1], [2, 1, 3]) if rank == 0 else ([2, 2],):
-            pieces = list(in_pieces(reader, workers, rank, ranks, stops))
-            assert list(itertools.chain(*pieces)) == whole
-        everything += whole
-    assert len(everything) == DOCUMENTS
-    assert len(set(everything)) == DOCUMENTS
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(reader: SeekingReader, workers: int) -> None:
     persistent = {"persistent_workers": True} if workers else {}
@@ -102,30 +71,6 @@ def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(reader: 
         epochs.append(texts(current))
     assert epochs[0] == epochs[2] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_epoch_after_a_resumed_one_is_whole(reader: SeekingReader, workers: int) -> None:
-    current = loader(reader, workers, 0, 1)
-    batches = iter(current)
-    first = texts([next(batches), next(batches)])
-    state = current.state_dict()
-    resumed = loader(reader, workers, 0, 1)
-    resumed.load_state_dict(state)
-    assert sorted(first + texts(resumed)) == sorted(f"text {i}" for i in range(DOCUMENTS))
-    at_the_end = resumed.state_dict()
-    resumed.dataset.set_epoch(1)
-    assert len(texts(resumed)) == DOCUMENTS
-    again = loader(reader, workers, 0, 1, epoch=1)
-    again.load_state_dict(at_the_end)
-    assert len(texts(again)) == DOCUMENTS
-
-
-def test_without_a_seed_the_order_is_the_readers(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10)))
-    dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), transform=lambda document: document.text)
-    assert list(dataset) == [str(i) for i in range(10)]
-    assert list(dataset) == [str(i) for i in range(10)]
 
 
 def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
@@ -142,17 +87,6 @@ def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
         ReaderDataset(OriginalJsonl("/"))
     with pytest.raises(ConfigError, match="rank"):
         ReaderDataset(reader, 2, 2)
-
-
-def test_a_state_goes_through_torch_save(reader: SeekingReader, tmp_path: Path) -> None:
-    current = loader(reader, 2, 0, 1)
-    batches = iter(current)
-    next(batches)
-    torch.save(current.state_dict(), tmp_path / "loader.pt")
-    rest = texts(batches)
-    resumed = loader(reader, 2, 0, 1)
-    resumed.load_state_dict(torch.load(tmp_path / "loader.pt"))
-    assert texts(resumed) == rest
 
 
 @pytest.mark.parametrize(("workers", "stops"), [(0, [7, 12, 49, 50]), (2, [9, 60])])

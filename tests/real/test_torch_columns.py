@@ -72,16 +72,6 @@ def plain(batches: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def test_samples_are_dicts_of_the_columns(reader: SeekingReader) -> None:
-    samples = list(ReaderDataset(reader, columns=["input_ids", "weight", "name", "other"]))
-    expected = [row for number in range(3) for row in ROWS[number::3]]
-    assert [sample | {key: list(sample[key]) for key in ("input_ids", "other")} for sample in samples] == expected
-    for sample in samples:
-        assert list(sample) == ["input_ids", "weight", "name", "other"]
-        sample["input_ids"] += 1  # an array of its own
-        assert (type(sample["weight"]), type(sample["name"])) == (float, str)
-
-
 @pytest.mark.parametrize("arrays", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_several_stops_give_the_rows_of_a_run_without_stops(reader: SeekingReader, workers: int, arrays: bool) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -167,17 +166,6 @@ def test_a_run_of_mlflow_that_is_half_made_is_made_whole(
     assert run.data.tags["datatrove_ckpt.job"] == "id"
 
 
-def test_a_report_is_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datatrove_ckpt.generation.export.tracked_runs import MlflowRun
-
-    report = tmp_path / "report.html"
-    report.write_text("the report")
-    run = MlflowRun(JobSettings(str(tmp_path), "id", "books", 1, mlflow_uri=(tmp_path / "runs").as_uri()), 1000.0)
-    run.attach(report)
-    (shown,) = (tmp_path / "runs").rglob("report.html")
-    assert shown.read_text() == "the report"
-
-
 def test_a_setting_that_changed_is_a_tag_and_a_job_that_started_over_is_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,20 +189,6 @@ def test_a_setting_that_changed_is_a_tag_and_a_job_that_started_over_is_another_
     assert len(runs_of(tmp_path / "runs", monkeypatch, "datatrove-ckpt")[1]) == 1
     MlflowRun(job("0"), 5000.0)
     assert len(runs_of(tmp_path / "runs", monkeypatch, "datatrove-ckpt")[1]) == 2
-
-
-def test_a_server_that_never_answers_holds_up_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    monkeypatch.setattr(exporter, "_DONE_SECONDS", 1.0)
-    with FakeServer() as server, socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        settings = MonitoringConfig(mlflow_uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        for rank in range(2):
-            runner(tmp_path, server, monitoring=settings).run(documents(2), rank, 2)
-    assert len([line for line in log if line.startswith("SUCCESS")]) == 2
-    assert len([line for line in log if line.startswith("WARNING") and "MLflow" in line]) == 1
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:

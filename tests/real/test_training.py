@@ -122,10 +122,6 @@ def test_a_readers_own_seed_shuffles_too(folder: str) -> None:
     assert orders[0] != TEXTS
 
 
-def test_columns_give_dicts(folder: str) -> None:
-    assert sorted(row["text"] for row in dataset(folder, columns=["text"])) == sorted(TEXTS)
-
-
 # States that do not lie --------------------------------------------------------------------------------------------
 
 
@@ -149,34 +145,11 @@ def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None, inde
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-@pytest.mark.parametrize("seed", [None, 1])
-def test_a_plain_loader_with_workers_is_told_of_the_stateful_one(folder: str, seed: int | None, indexed: bool) -> None:
-    mine = dataset(folder, shuffle_seed=seed, indexed=indexed)
-    batches = iter(DataLoader(mine, batch_size=4, num_workers=2))
-    for _ in range(3):
-        next(batches)
-    with pytest.raises(ConfigError, match=r"StatefulDataLoader of torchdata.*loader\.state_dict"):
-        mine.state_dict()
-
-
-@pytest.mark.parametrize("indexed", [True, False])
 def test_a_dataset_that_is_read_goes_to_workers_that_are_not_forked(folder: str, indexed: bool) -> None:
     mine = dataset(folder, indexed=indexed)
     next(iter(mine))
     copy = pickle.loads(pickle.dumps(mine))
     assert [sample["text"] for sample in copy] == [sample["text"] for sample in mine]
-
-
-def test_a_plain_loader_without_workers_resumes(folder: str) -> None:
-    whole = texts(DataLoader(dataset(folder), batch_size=4))
-    mine = dataset(folder)
-    taken = texts(itertools.islice(DataLoader(mine, batch_size=4), 5))
-    for workers in (0, 2):
-        other = dataset(folder)
-        other.load_state_dict(mine.state_dict())
-        rest = texts(DataLoader(other, batch_size=4, num_workers=workers))
-        assert sorted(taken + rest) == sorted(TEXTS)
-        assert workers or taken + rest == whole
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -333,26 +306,6 @@ def test_the_same_topology_gets_the_same_batches(folder: str, workers: int) -> N
         assert texts(other) == texts(batches)
 
 
-def test_global_batches_stay_the_same_when_the_ranks_change(folder: str) -> None:
-    def global_batches(ranks: int, states: Any = None) -> list[set[str]]:
-        parts = []
-        for rank in range(ranks):
-            one = StatefulDataLoader(dataset(folder, rank, ranks, batch_size=12 // ranks), batch_size=12 // ranks)
-            if states:
-                restore(one, states)
-            parts.append([set(batch["text"]) for batch in one])
-        return [set().union(*step) for step in itertools.zip_longest(*parts, fillvalue=set())]
-
-    whole = global_batches(1)
-    assert global_batches(2) == global_batches(4) == whole
-    states = []
-    for rank in range(2):
-        one = StatefulDataLoader(dataset(folder, rank, 2, batch_size=6), batch_size=6)
-        list(itertools.islice(one, 3))
-        states.append(one.state_dict())
-    assert global_batches(3, states) == global_batches(4, states) == whole[3:]
-
-
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -414,27 +367,6 @@ def test_states_are_gathered_with_torch_distributed(folder: str, tmp_path: Path)
 
 
 # Files, logs, earlier releases ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("indexed", [True, False])
-def test_a_file_that_is_gone_or_new_is_named_before_anything_is_read(folder: str, indexed: bool) -> None:
-    def resume() -> None:
-        resumed = loader(folder, 0, indexed=indexed, shuffle_seed=None)
-        resumed.load_state_dict(state)
-        list(resumed)
-
-    one = loader(folder, 0, indexed=indexed, shuffle_seed=None)
-    next(iter(one))
-    state = one.state_dict()
-    last, away = Path(folder, "3.parquet"), Path(folder).parent / "kept"
-    last.rename(away)
-    with pytest.raises(CheckpointMismatch, match=r"'3\.parquet' is gone"):
-        resume()
-    away.rename(last)
-    Path(folder, "4.parquet").write_bytes(last.read_bytes())
-    with pytest.raises(CheckpointMismatch, match=r"'4\.parquet' is new") as caught:
-        resume()
-    assert "checkpoints_local_dir" not in str(caught.value)
 
 
 @pytest.mark.parametrize("indexed", [True, False])

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from datatrove.data import Document
-from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import assert_resume_is_exact
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset
@@ -93,29 +91,6 @@ def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder: Path) -> Non
     persistent = epochs(persistent_workers=True)
     assert persistent[0] == persistent[2] != persistent[1]
     assert persistent == epochs()
-
-
-def test_a_plain_loader_with_workers_gives_no_state_and_one_without_workers_does(folder: Path) -> None:
-    dataset = packed(folder, 0, 1, "drop")
-    assert isinstance(dataset, IterableDataset)
-    batches = iter(DataLoader(dataset, batch_size=3, num_workers=2))
-    next(batches)
-    with pytest.raises(ConfigError, match="StatefulDataLoader"):
-        dataset.state_dict()
-    assert_resume_is_exact(lambda: DataLoader(packed(folder, 0, 1, "drop"), batch_size=3), [1, 2, (1, 1)])
-
-
-def test_a_state_of_another_number_of_workers_is_refused(folder: Path) -> None:
-    def make(workers: int) -> StatefulDataLoader[Any]:
-        return StatefulDataLoader(packed(folder, 0, 1, "drop"), batch_size=3, num_workers=workers)
-
-    loader = make(2)
-    next(iter(loader))
-    state = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_1"]["dataset_state"]
-    dataset = packed(folder, 0, 1, "drop")
-    dataset.load_state_dict(state)
-    with pytest.raises(CheckpointMismatch, match="worker 1 of 2, and this is worker 0 of 1"):
-        next(iter(dataset))
 
 
 def test_loaders_can_be_mixed_in_the_main_process(folder: Path) -> None:

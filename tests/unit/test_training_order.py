@@ -22,8 +22,6 @@ from datatrove_ckpt.torch.order import (
     order_by_rows,
     unevenness,
 )
-from tests.bench import training_order
-from tests.pages import section
 
 
 def blocks_of(*files: list[int], size: int = 10) -> list[Block]:
@@ -317,16 +315,3 @@ def test_the_rest_does_not_depend_on_who_read_what_came_before() -> None:
         counts = [topology.batch * 6 // workers] * topology.slots
         rests.append(Remaining(1000, [take(1000, [], topology, counts)[1]]).positions(np.arange(900)).tolist())
     assert all(rest == rests[0] for rest in rests)
-
-
-def test_the_benchmark_prints_what_the_page_shows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(training_order, "ROWS", 20_000)
-    monkeypatch.setattr(training_order, "TOPOLOGIES", [(1, 1), (3, 2)])
-    training_order.main()
-    shown = capsys.readouterr().out
-    assert shown.count("0/0") == 4, "nothing twice, nothing left out"
-    page = section("docs/benchmarks.md", "## Order and resumes of training input")
-    (head,) = [line for line in shown.splitlines() if line.startswith("|") and "neighbours" in line]
-    assert head in page

@@ -22,11 +22,11 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.preflight import checks, doctor, plan, probes
-from datatrove_ckpt.preflight.checks import PreflightCheck, check_remote, within
+from datatrove_ckpt.preflight import checks, doctor, probes
+from datatrove_ckpt.preflight.checks import check_remote
 from datatrove_ckpt.preflight.file_systems import FilesystemTraits
 from datatrove_ckpt.preflight.input_checks import Sample
-from datatrove_ckpt.preflight.probes import PROBE, RemoteFailed
+from datatrove_ckpt.preflight.probes import PROBE
 from datatrove_ckpt.preflight.space import answer_bytes, estimate
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
@@ -100,11 +100,6 @@ def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: pytest.Cap
     assert "2 ranks at once" in messages["checkpoints, room"]
 
 
-def test_a_mistake_in_the_file_is_2(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
-    assert examined("--pipeline.1.sync_seconds=never") == 2
-    assert '"never" is not auto or a float.' in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("override", "check", "says"),
     [
@@ -151,19 +146,6 @@ def test_locks_that_keep_nobody_out_are_a_problem(
     assert examined() == 1
     said = lines_by_check(capsys.readouterr().out)["checkpoints, locks"]
     assert said.startswith("problem: a second process was not kept out (let in).")
-
-
-def test_a_folder_that_is_lost_at_reboot_is_a_warning(
-    examined: Doctor, capsys: pytest.CaptureFixture[str], ram: Path, tmp_path: Path
-) -> None:
-    if ram == tmp_path:
-        pytest.skip("this machine has no /dev/shm")
-    where = [f"--pipeline.1.checkpoints_local_dir={ram}/c", f"--pipeline.1.output_writer.output_folder={ram}/o"]
-    assert examined(*where) == 0
-    said = lines_by_check(capsys.readouterr().out)
-    assert said["checkpoints, file system"].startswith("warning: tmpfs (memory). It is lost when the machine")
-    assert said["output, file system"].startswith("warning: tmpfs (memory).")
-    assert names(ram) == []
 
 
 def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
@@ -255,13 +237,6 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> 
     assert check_remote("output", Repository()).message.endswith("each write would be a commit in its history.")
 
 
-def test_a_remote_folder_that_never_answers_is_given_up() -> None:
-    never = threading.Event()
-    with pytest.raises(RemoteFailed, match="hf://x: there was no answer within 0 s"):
-        within(0.01, never.wait, "hf://x")
-    never.set()
-
-
 # Beside a run --------------------------------------------------------------------------------------------------------
 
 
@@ -317,10 +292,6 @@ def test_answers_are_as_long_as_max_tokens_says(tmp_path: Path, server: FakeServ
     params = {"default_generation_params": {"max_tokens": 50}, "rollouts_per_document": 3}
     assert answer_bytes(runner(tmp_path, server, config=params)) == 600
     assert answer_bytes(runner(tmp_path, server)) is None
-
-
-def test_a_check_is_a_line() -> None:
-    assert str(PreflightCheck("ok", "output", "room", "9 GB free.")) == "ok       output, room: 9 GB free."
 
 
 # Each measurement takes two seconds, and not a moment that a busy test may miss.
@@ -389,17 +360,6 @@ def test_plan_measures_a_remote_too(job: Path, capsys: pytest.CaptureFixture[str
     assert [(upload["size"], upload["upload"]["number"]) for upload in found["uploads"]] == [(4096, 3), (8 * 2**20, 3)]
     assert [table["setting"] for table in found["tables"]] == ["sync_seconds", "mirror_seconds"]
     assert MemoryFileSystem().find("/doctor") == []
-
-
-def test_plan_shows_what_is_set_now(job: Path, server: FakeServer) -> None:
-    step = runner(job, server, sync_seconds="auto")
-    step.checkpoints_remote_dir, step.mirror_seconds = str(job / "mirror"), 45.0  # type: ignore[attr-defined]
-    found = plan.advise("pipeline[0]", step, 3600.0)
-    by_note = {note: row.interval for table in found.tables for row in table.rows for note in row.notes}
-    assert by_note["set now"] == 45.0
-    assert "auto, set now" in by_note
-    assert found.notes == ()
-    assert not (job / "mirror").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentFailed,
     OutputMismatch,
-    TooManyDeadLetters,
     WorkerDied,
 )
 from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
@@ -83,20 +82,6 @@ def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path: Pat
         reader = JsonlReader(str(tmp_path / "input"))
         reader.load_state_dict(letter["position"])
         assert next(iter(reader.run())).id == f"id {following}"
-
-
-def test_a_result_that_cannot_be_kept_is_a_dead_letter_too(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        return object()
-
-    runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(1))
-    assert letters(tmp_path)[0]["kind"] == "DocumentNotSerializable"
-
-
-def test_too_many_dead_letters_stop_the_rank(tmp_path: Path, server: FakeServer) -> None:
-    settings = {"on_document_error": "dead_letter", "max_dead_letters": 1}
-    with pytest.raises(TooManyDeadLetters, match=r"2 documents .* max_dead_letters=1 .*cannot make sense"):
-        runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
 
 
 def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
@@ -237,35 +222,6 @@ executor:
         assert main(["run", job, "--pipeline.1.retry_dead_letters=true"]) == 0
     assert "Rank 1: there are no dead letters to retry" in (tmp_path / "logs" / "logs" / "task_00001.log").read_text()
     assert ids(tmp_path, "*_retry1_*") == ["id 4"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_script_retries_ranks_that_are_complete(tmp_path: Path, workers: int) -> None:
-    bad, logs = {"text 1"}, tmp_path / "logs"
-    (tmp_path / "input").mkdir()
-    for task in range(2):
-        rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 3, task * 3 + 3)]
-        (tmp_path / "input" / f"{task}.jsonl").write_text("\n".join(rows))
-    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=status) as server:
-
-        def execute(retry: bool) -> OurExecutor:
-            step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
-            steps = [JsonlReader(str(tmp_path / "input")), step]
-            executor = OurExecutor(steps, tasks=2, workers=workers, logging_dir=str(logs))
-            executor.run()
-            return executor
-
-        execute(retry=False)
-        assert "id 1" not in ids(tmp_path)
-        bad.clear()
-        server.asked.clear()
-        assert execute(retry=True).skip_completed
-        assert set(server.asked) == {"text 1"}
-        assert ids(tmp_path, "*_retry1_*") == ["id 1"]
-        server.asked.clear()
-        execute(retry=False)
-        assert not server.asked
 
 
 def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server: FakeServer) -> None:

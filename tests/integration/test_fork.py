@@ -160,14 +160,6 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     assert "answers: none is kept (--no-answers)" in capsys.readouterr().out
 
 
-def test_without_answers_to_keep_it_says_whether_all_documents_are_committed(
-    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(tmp_path / "old", server, TwoSteps("Shorter"), world_size=2)  # the other task has not started
-    assert fork(tmp_path / "old", tmp_path / "new") == 0
-    assert "answers: none; the old run has saved none of documents that it has not" in capsys.readouterr().out
-
-
 @pytest.mark.usefixtures("code_described_once")
 def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer) -> None:
     def attempt(folder: Path) -> None:

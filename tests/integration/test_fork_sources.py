@@ -130,25 +130,6 @@ def test_a_fork_that_has_not_started_is_forked(
     assert verify(Path("third/checkpoints"), full=True).problems == []
 
 
-def test_the_settings_of_a_fork_are_those_of_a_task_that_has_started(
-    yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder in ("checkpoints", "output", "logs"):
-        shutil.rmtree(folder)
-    two = "--executor.tasks=2"
-    assert main(["run", "job.yaml", two]) == 0
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, two]) == 0
-    run_rank(yaml, 1, *NEW, two)
-    Path("new/checkpoints/job.json").unlink()
-    third = [text.replace("new/", "third/") for text in NEW[1:]]
-    capsys.readouterr()
-    same_output = "--pipeline.1.output_writer.output_folder=new/output"
-    assert main(["fork", "new/checkpoints", "job.yaml", *third, two, same_output]) == 2
-    assert f"output_folder: {yaml.parent}/new/output is that of new/checkpoints" in capsys.readouterr().err
-    assert main(["fork", "new/checkpoints", "job.yaml", *third, two]) == 0
-    assert "changed: rollout_fn.prompt\n" in capsys.readouterr().out
-
-
 def test_a_half_resharded_run_is_not_forked(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = old / "checkpoints" / RESHARD_PLAN
     plan.parent.mkdir()
@@ -169,19 +150,6 @@ def test_a_fork_that_has_not_started_has_no_output_yet(
     assert main([command, "job.yaml", *NEW]) == (3 if command == "verify" else 0)
     said = capsys.readouterr().out
     assert f"of {yaml.parent}/new/output" in said if command == "verify" else "There is nothing to repair." in said
-
-
-def test_in_a_fork_the_files_output_folder_counts_only_until_a_task_has_started(
-    yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-    assert main(["run", "job.yaml", *NEW]) == 0
-    other = [text.replace("new/output", "other/output") for text in NEW]
-    capsys.readouterr()
-    assert main(["verify", "job.yaml", *other]) == 1
-    said = capsys.readouterr().out
-    assert f"of {yaml.parent}/new/output" in said
-    assert "is not the configuration of this run: output_folder" in said
 
 
 def test_the_old_runs_output_folder_is_refused_by_any_name(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, config, documents, runner
 
 
 def ids(folder: Path) -> list[str]:
@@ -223,34 +223,6 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
     assert ids(tmp_path) == ["id 0", "id 2"]
 
 
-def test_a_rejection_inside_a_task_group_is_skipped_like_any_other(tmp_path: Path) -> None:
-    async def grouped(document: Document, generate: Any) -> Any:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(ask(document, generate))
-        return task.result()
-
-    status = lambda payload, times: 400 if payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
-    with FakeServer(status=status) as server:
-        runner(tmp_path, server, grouped, skip_bad_requests=True).run(documents(3))
-    assert ids(tmp_path) == ["id 0", "id 2"]
-
-
-def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id == "id 0":
-            other = JsonlWriter(str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None)
-            step = InferenceRunner(ask, config(server), other, checkpoints_local_dir=str(tmp_path / "other"))
-            await asyncio.to_thread(step.run, documents(2))
-        return await ask(document, generate)
-
-    runner(tmp_path, server, rollout, output_writer=writer(tmp_path)).run(documents(4))
-    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
-        "00000_chunk_00000.jsonl",
-        "00000_chunk_00001.jsonl",
-        "b_00000_00000.jsonl",
-    ]
-
-
 def test_a_blocked_reader_keeps_no_failed_process_alive(tmp_path: Path, server: FakeServer) -> None:
     code = f"""
 import sys, threading
@@ -297,12 +269,3 @@ def test_payloads_may_have_integers_as_keys(tmp_path: Path, server: FakeServer) 
     settings = {"use_chat": False, "default_generation_params": {"logit_bias": {1: 2}}}
     runner(tmp_path, server, rollout, config=settings).run(documents(1))
     assert server.payloads[0]["logit_bias"] == {"50256": -100}
-
-
-def test_another_chunk_size_is_never_accepted(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run(documents(3))
-    with pytest.raises(CheckpointMismatch, match="records_per_chunk: 2 -> 3") as refused:
-        runner(tmp_path, server, records_per_chunk=3, accept_changes=True).run(documents(3))
-    assert "accept_changes" not in str(refused.value)
-    runner(tmp_path, server).run(documents(4))
-    assert len(ids(tmp_path)) == 4

@@ -241,11 +241,3 @@ def test_an_input_of_unknown_size_is_said_once(tmp_path: Path, monkeypatch: pyte
     last = history_of(tmp_path).last
     assert last is not None
     assert last.position == InputPosition()
-
-
-def test_documents_in_a_list_are_rows_of_a_known_number(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        runner(tmp_path, server).run(documents(5))
-    last = history_of(tmp_path).last
-    assert last is not None
-    assert last.position == InputPosition(5, 5, "rows")

@@ -161,15 +161,6 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
         read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "test"}))
 
 
-def test_a_token_that_has_expired_is_one_clear_error(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    with pytest.raises(InputError, match=r"'org/data' cannot be opened.*The token is wrong, or has expired") as raised:
-        read(HuggingFaceDatasetReader, options())
-    assert "mozilla" not in str(raised.value)
-    assert hub.expired_token not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [

@@ -172,14 +172,6 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
     assert "revision" in said
 
 
-def test_a_pipeline_with_a_changed_option_is_refused_by_its_name(job: Callable[..., tuple[int, str]]) -> None:
-    options = "streaming: true, dataset_options: {split: train}, id_key: n"
-    assert job("run", options)[0] == 0
-    code, said = job("run", options.replace("id_key: n", "id_key: m"))
-    assert code == 1
-    assert "id_key" in said
-
-
 @pytest.mark.parametrize(
     ("options", "found"),
     [

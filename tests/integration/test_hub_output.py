@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint import open_checkpoint, placement
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import drain, stop
@@ -59,12 +58,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     DataFolder.clear_instance_cache()  # fsspec keeps folders, and so the file system of another test's hub
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        yield server
-
-
 def hub_runner(folder: Path, server: FakeServer, **changes: Any) -> Any:
     changes.setdefault("output_writer", ParquetWriter("hf://datasets/org/data/config", NAME))
     return runner(folder, server, **changes)
@@ -90,21 +83,6 @@ def test_all_chunks_of_a_rank_are_in_one_commit(hub: FakeHub, server: FakeServer
     hub_runner(tmp_path, server).run(documents(9))
     assert len(hub.asked("lfs-upload")) == 5
     assert set(server.asked.values()) == {1}
-
-
-def test_a_branch_gets_the_files(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
-    hub.create_repo("org/data", branches=("run/1",))
-    writer = ParquetWriter("hf://datasets/org/data@run%2F1/config", NAME)
-    hub_runner(tmp_path, server, output_writer=writer).run(documents(3))
-    assert list(hub.files("org/data", "run/1")) == names(2)
-    assert hub.files("org/data") == {}
-
-
-def test_each_chunk_is_committed_when_its_time_has_come(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
-    hub.create_repo("org/data")
-    hub_runner(tmp_path, server, hub_commit_seconds=0).run(documents(5))
-    assert list(hub.files("org/data")) == names(3)
-    assert 1 <= len(hub.commits("org/data")) <= 3
 
 
 def test_a_commit_carries_at_most_so_many_files(
@@ -224,23 +202,6 @@ def test_which_states_of_the_hub_are_surely_earlier_than_a_commit(hub: FakeHub) 
     of_the_new_one = uploads.confirmed(hub.put("org/data", {"1.txt": b"."}).oid)
     assert not uploads.is_earlier(uploads.read_history(), made)
     assert not uploads.is_earlier(uploads.read_history(), of_the_new_one)
-
-
-def test_the_history_is_read_from_where_it_was_known(hub: FakeHub) -> None:
-    folder = HubFolder.parse("hf://datasets/org/data")
-    for n in range(120):
-        hub.put("org/data", {f"{n}.txt": b"."})
-    known = folder.history(History())
-    assert (len(known.made), len(known.of_last_hour), len(hub.asked("commits"))) == (121, 121, 3)
-    for n in range(2):
-        hub.put("org/data", {f"new {n}.txt": b"."})
-    found = folder.history(known)
-    assert found.made[2:] == known.made
-    assert found.head == hub.commits("org/data")[-1].oid
-    assert len(hub.asked("commits")) == 4
-    hub.clock.advance(3602)  # the Date has whole seconds
-    later = folder.history(History())
-    assert (later.head, later.of_last_hour, len(hub.asked("commits"))) == (found.head, [], 5)
 
 
 FAULTS = [
@@ -490,13 +451,6 @@ def test_the_token_is_in_no_file_no_pickle_and_no_log(
         assert not path.is_file() or hub.token.encode() not in path.read_bytes(), path
 
 
-def test_a_token_among_the_folders_options_is_refused(server: FakeServer, tmp_path: Path) -> None:
-    writer = ParquetWriter(("hf://datasets/org/data", {"token": "hf_secret"}), NAME)
-    with pytest.raises(ConfigError, match="token") as failure:
-        hub_runner(tmp_path, server, output_writer=writer)
-    assert "hf_secret" not in str(failure.value)
-
-
 # waiting -------------------------------------------------------------------------------------------------------------
 
 
@@ -565,38 +519,6 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     assert len(hub.files("org/data")) == number // 2 + 1
     assert len(hub.commits("org/data")) == 1
     assert len(hub.repo("org/data").uploads) == number // 2 + 1
-    assert set(server.asked.values()) == {1}
-
-
-def test_a_disk_that_is_nearly_full_stops_admission_until_the_hub_takes_commits_again(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 1)
-    monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(placement, "reserve_bytes", lambda folder: 3)
-    waiting = tmp_path / "checkpoints" / "00000"
-    monkeypatch.setattr(placement, "free_bytes", lambda folder: 5 - len(list(waiting.glob("chunk_*.jsonl"))))
-    hub.create_repo("org/data")
-    held = hub.hold("commit")
-
-    def release() -> None:
-        wait_for(lambda: any("No new document is started" in line for line in log))
-        held.release()
-
-    async def in_step(document: Document, generate: Any) -> Any:
-        """Starts a chunk when all but the last one before it are uploaded: their journals can be seen on the disk."""
-        chunk = int(document.id.removeprefix("id ")) // 2
-        await until(lambda: len(hub.repo("org/data").uploads) >= chunk - 1)
-        return await ask(document, generate)
-
-    releasing = threading.Thread(target=release)
-    releasing.start()
-    hub_runner(tmp_path, server, rollout=in_step, hub_commit_seconds=0, config={"max_concurrent_documents": 1}).run(
-        documents(30)
-    )
-    releasing.join()
-    assert len(hub.files("org/data")) == 15
-    assert any("New documents are started." in line for line in log)
     assert set(server.asked.values()) == {1}
 
 

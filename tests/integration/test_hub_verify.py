@@ -148,16 +148,6 @@ def beside(job: str) -> str:
     return job.replace("logging_dir: logs", "logging_dir: b/logs").replace("dir: checkpoints", "dir: b/checkpoints")
 
 
-def test_two_jobs_write_to_one_folder(cli: Cli, hub: FakeHub) -> None:
-    text = Path("job.yaml").read_text()
-    Path("b.yaml").write_text(beside(text.replace("${rank}_", "b_${rank}_")))
-    for job in ("job.yaml", "b.yaml", "job.yaml", "b.yaml"):
-        assert cli("run", job)[0] == 0
-    assert len(hub.files("org/data")) == 6 + len(CARD)
-    for checkpoints in ("checkpoints", "b/checkpoints"):
-        assert cli("verify", checkpoints, "--full")[0] == 0
-
-
 def test_two_jobs_with_equal_names_are_refused(cli: Cli, hub: FakeHub) -> None:
     assert cli("run", "job.yaml")[0] == 0
     text = Path("job.yaml").read_text()

@@ -202,15 +202,6 @@ def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> Non
     assert "12 of 12 documents" in run()
 
 
-def test_reshard_is_no_advice_if_other_settings_differ_too(run: Command) -> None:
-    finish_one_task(run)
-    error = run("--executor.tasks=2", OTHER_MODEL, code=1)
-    assert "tasks: 3 -> 2" in error
-    assert 'model: "fake" -> "other"' in error
-    assert "Go on with the old settings, or choose another checkpoints_local_dir" in error
-    assert "datatrove-ckpt reshard" not in error
-
-
 def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) -> None:
     run("--pipeline.1.rollout_fn.prompt=Deny {text}", code=1)
     assert Path("checkpoints/00000/run.json").exists()
@@ -327,25 +318,6 @@ async def rewrite(document, generate):
         raise ValueError("what is this?")
     return answer
 """
-
-
-def test_a_corrected_rollout_is_refused_with_its_name_and_the_command_to_type(
-    run: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed = ("--pipeline.1.rollout_fn=my_rollouts.rewrite", "--executor.tasks=1")
-    Path("my_rollouts.py").write_text(ROLLOUTS)
-    assert "what is this?" in run(*typed, code=1)
-    Path("my_rollouts.py").write_text(ROLLOUTS.replace("id 3", "no such id"))
-    monkeypatch.delitem(sys.modules, "my_rollouts")
-    error = run(*typed, code=1)
-    assert "rollout_fn code: " in error
-    assert "(code of the function my_rollouts.rewrite)" in error
-    assert "or add --pipeline.1.accept_changes=true to the command to mix the two" in error
-    command = f"datatrove-ckpt run job.yaml {' '.join(typed)} --pipeline.1.accept_changes=true"
-    assert error.endswith(f"The whole command: {command}\n")
-    monkeypatch.delitem(sys.modules, "my_rollouts")
-    assert "12 of 12 documents" in run(*command.split()[3:])
-    monkeypatch.delitem(sys.modules, "my_rollouts")
 
 
 def test_the_command_in_the_last_line_works_as_printed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,27 +461,6 @@ def test_ranks_that_finished_before_the_functions_were_recorded_are_left_alone(
         del content["pipeline"]
         path.write_text(json.dumps(content))
     executor_of(two_files, server).run()
-
-
-def test_a_run_with_another_function_that_finishes_in_between_is_noticed(
-    two_files: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = OurExecutor.run_ranks
-
-    def after_the_other(executor: OurExecutor) -> Any:
-        monkeypatch.setattr(OurExecutor, "run_ranks", original)
-        executor_of(two_files, server, drop_odd).run()
-        return original(executor)
-
-    monkeypatch.setattr(OurExecutor, "run_ranks", after_the_other)
-    with pytest.raises(CheckpointMismatch, match="then: reader -> drop_odd\n  now: reader\n"):
-        executor_of(two_files, server).run()
-
-
-def test_the_command_records_the_steps_as_it_was_given_them(run: Command) -> None:
-    run()
-    record = json.loads(Path("checkpoints/00000/shard.json").read_text())
-    assert [step["name"] for step in record["pipeline"]] == ["reader"]
 
 
 @pytest.mark.parametrize("loss", ["an output file", "an input file", "a rank's checkpoint", "nothing"])

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -322,23 +321,3 @@ def held(server: FakeServer) -> Iterator[None]:
         yield
     finally:
         free.set()
-
-
-def test_a_request_that_is_read_after_a_kill_counts_for_the_attempt_that_sent_it() -> None:
-    question = "document 0 7"
-    body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
-
-    def ask(life: Life) -> None:
-        url = f"{life.server.url}/v1/chat/completions"
-        urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})).close()
-
-    with Watch("late") as watch:
-        first = watch.begin()
-        with held(first.server):
-            sent = threading.Thread(target=ask, args=[first])
-            sent.start()
-            second = watch.begin()
-            ask(second)
-        sent.join()
-    assert first.asked == second.asked == [question]
-    assert watch.asked_again(0) == [(1, 1, 1), (0, 0, 0)]

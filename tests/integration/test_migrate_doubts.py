@@ -25,7 +25,6 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.preflight.migration import theirs
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
@@ -252,14 +251,6 @@ def test_another_input_is_refused_and_nothing_is_changed(job: Path, call: Call) 
         assert (code, says in error) == (2, True)
 
 
-def test_a_run_that_is_still_on_is_noticed(job: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    stamps = iter(range(2))
-    monkeypatch.setattr(theirs.TheirRank, "stamp", lambda self: next(stamps))
-    code, _, error = call("migrate", "job.yaml", "--from", "checkpoints")
-    assert (code, "datatrove's run is still on. Stop it first" in error) == (1, True)
-    assert not (job / "ours" / "00000").exists()
-
-
 # answers -------------------------------------------------------------------------------------------------------------
 
 
@@ -322,13 +313,6 @@ def test_parquet_files_stay_where_they_are_whole(
     assert server.asked.total() == 4 + 1 + 2, "the chunk that is damaged, with its second request, and document 10"
     tables = [pq.read_table(path).to_pylist() for path in (folder / "output").glob("*.parquet")]
     assert Counter(row["id"] for table in tables for row in table) == expected(NUMBER)
-
-
-def test_a_started_run_names_the_command_and_its_file(job: Path, call: Call) -> None:
-    write_yaml(job, "http://127.0.0.1:1", "checkpoints")
-    code, _, error = call("run", "job.yaml")
-    assert code == 1
-    assert f"let datatrove-ckpt migrate job.yaml --from {job}/checkpoints take it over" in error
 
 
 # crashes -------------------------------------------------------------------------------------------------------------

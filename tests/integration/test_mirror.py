@@ -23,7 +23,6 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     Fenced,
-    OutputMismatch,
     Preempted,
     StorageFailed,
 )
@@ -124,35 +123,6 @@ def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_com
         job.run(server)
         assert server.asked.total() == 1
     assert outputs(job.folder / "output") == expected
-
-
-def test_output_of_a_node_that_was_lost_before_the_first_version_is_written_again(
-    job: Job, expected: dict[str, bytes]
-) -> None:
-    job.run_until("text 4 again")
-    assert set(outputs(job.folder / "output")) < set(expected)  # a chunk is published
-    job.lose_the_node()
-    shutil.rmtree(job.folder / "remote")
-    with FakeServer() as server:
-        job.run(server)
-    assert outputs(job.folder / "output") == expected
-
-
-def test_a_finished_rank_that_is_restored_has_nothing_left_to_do(job: Job, expected: dict[str, bytes]) -> None:
-    with FakeServer() as server:
-        job.run(server)
-        job.lose_the_node()
-        restore(f"{job.remote}/00000", job.rank)
-        kept = ["commits.jsonl", "history.jsonl", "run.json", "shard.json"]
-        assert sorted(path.name for path in job.rank.iterdir()) == kept
-        server.asked.clear()
-        job.run(server)
-        shutil.rmtree(job.folder / "output")
-        with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
-            job.run(server)
-        assert not server.asked
-    names = [path.name for path in (job.folder / "remote" / "00000" / "objects").iterdir()]
-    assert len(names) <= 3 * 4, "three versions of four small files"
 
 
 def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
@@ -386,13 +356,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
             job.run(server)
 
 
-def test_a_mirror_of_another_run_is_refused_by_its_settings(job: Job) -> None:
-    job.run_until("text 2")
-    job.lose_the_node()
-    with FakeServer() as server, pytest.raises(CheckpointMismatch, match="metadata_key"):
-        job.run(server, metadata_key="other")
-
-
 # mirroring ---------------------------------------------------------------------------------------------------------
 
 
@@ -428,16 +391,6 @@ class Hanging(object_store.Effects):
         self.hangs.set()
         self.release.wait(1200)
         raise ConnectionError("after a long time")
-
-
-def test_a_remote_that_fails_costs_a_warning_and_nothing_else(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    monkeypatch.setattr(object_store, "effects", Failing())
-    with FakeServer() as server:
-        job.run(server)
-    assert outputs(job.folder / "output") == expected
-    assert any("WARNING Could not mirror the checkpoint" in line and "no route to host" in line for line in log)
 
 
 def test_a_first_version_that_failed_once_is_written_before_any_object(
@@ -613,13 +566,6 @@ def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch:
     assert abs(len(requests) / made - MIRROR_REQUESTS) < 2
     removed = [one for one in requests if one.startswith("remove")]
     assert len(removed) == len(set(removed))
-
-
-def test_a_mirror_changes_nothing_about_the_identity_of_a_run(job: Job) -> None:
-    with FakeServer() as server:
-        job.run_until("text 4 again", checkpoints_remote_dir=None)
-        job.run(server)
-        job.run(server, checkpoints_remote_dir=None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Part, Versions, decode_answers
+from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions, decode_answers
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.seal import ADOPT_VARIABLE, Seal
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
@@ -290,14 +290,3 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job: Job, key: str
     nothing = type("Nothing", (), {"env": {}})
     vars(process).update(lease=nothing, _command=nothing, _record=None)
     assert key not in process._environment().values()
-
-
-def test_a_manifest_without_a_key_is_as_before(job: Job) -> None:
-    """An older release can read it."""
-    part = Part("0" * 16 + "-000000", 3, "0" * 32)
-    manifest = Manifest(
-        {"format": 1, "owner": {"nonce": "0" * 16, "earlier": {}}}, {"commits.jsonl": [part]}, [], False
-    )
-    fields = orjson.loads(manifest.to_json("now"))
-    assert list(fields) == ["format", "run", "files", "answers", "finished", "when"]
-    assert list(fields["files"]["commits.jsonl"][0]) == ["name", "size", "xxh128"]

@@ -72,15 +72,6 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
         assert found["documents_in_progress"] == found["requests_in_flight"] == 0
 
 
-def test_ranks_that_follow_each_other_in_one_process_are_shown_together(tmp_path: Path, host: str) -> None:
-    settings = MonitoringConfig(metrics_port=PORT, metrics_host=host)
-    with FakeServer() as server:
-        for rank in range(3):
-            runner(tmp_path, server, monitoring=settings).run(documents(rank + 1), rank, 3)
-    found = waited_for(lambda: get(host))
-    assert [samples(found, rank=str(rank))["documents_total"] for rank in range(3)] == [1, 2, 3]
-
-
 def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path) -> None:
     async def fails_at_5(document: Any, generate: Any) -> Any:
         if document.id == "id 5" and failing:
@@ -248,23 +239,6 @@ def test_a_rank_whose_checkpoint_cannot_be_closed_is_shown_as_failed(
     with FakeServer() as server, pytest.raises(OSError, match="the disk is gone"):
         runner(tmp_path, server, monitoring=settings).run(documents(2))
     assert samples((tmp_path / "a_00000.prom").read_text())["rank_state failed"] == 1
-
-
-def test_prometheus_client_is_loaded_before_threads_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that import it at the same moment may each see half of it."""
-    called: list[str] = []
-    start = MetricsFile.start
-
-    def started(file: MetricsFile) -> None:
-        called.append("start")
-        start(file)
-
-    monkeypatch.setattr(exporter.prometheus, "load", lambda: called.append("load"))
-    monkeypatch.setattr(MetricsFile, "start", started)
-    settings = MonitoringConfig(metrics_file=str(tmp_path / "a.prom"))
-    with FakeServer() as server:
-        runner(tmp_path, server, monitoring=settings).run(documents(2))
-    assert called == ["load", "start"]
 
 
 def test_the_last_version_of_a_metrics_file_is_written_whatever_failed_before(tmp_path: Path, log: list[str]) -> None:

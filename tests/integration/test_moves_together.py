@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -226,11 +224,6 @@ def test_status_tells_a_fork_that_has_not_started(job: Job, capsys: pytest.Captu
     new.stop_in_the_middle(2, some(job, 10), ranks=[1])
     assert main(["status", str(new.checkpoints)]) == 0
     assert "Run the command that started it again" in capsys.readouterr().out
-
-
-def refusing(texts: set[str]) -> Callable[[dict[str, Any], int], int | None]:
-    """So that a task is not finished."""
-    return lambda payload, times: 403 if payload["messages"][-1]["content"][-1] in texts else None
 
 
 def test_a_retry_of_dead_letters_names_the_number_of_tasks(

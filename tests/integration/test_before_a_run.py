@@ -47,13 +47,11 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory: JOB, and two documents."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
     Path("documents").mkdir()
     lines = [json.dumps({"text": "Rain falls.", "id": f"rain {number}"}) for number in range(2)]
     Path("documents/a.jsonl").write_text("\n".join(lines))
     Path("job.yaml").write_text(JOB)
-    yield tmp_path
-    DataFolder.clear_instance_cache()
+    return tmp_path
 
 
 @pytest.fixture

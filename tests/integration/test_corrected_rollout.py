@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
@@ -74,7 +73,6 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
 
     def run(*arguments: str) -> tuple[int, str]:
         sys.modules.pop("users_rollouts", None)
@@ -100,7 +98,6 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
         assert set(server.asked.values()) == {1}
     assert versions(tmp_path) == BY_ID
     sys.modules.pop("users_rollouts", None)
-    DataFolder.clear_instance_cache()
 
 
 SCRIPT = """

@@ -26,6 +26,7 @@ from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.jobs import ask, documents, runner
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 BAD = {"id 1", "id 4"}
 
@@ -182,36 +183,12 @@ def test_a_rank_that_is_not_finished_is_not_retried(tmp_path: Path, server: Fake
 def test_the_command_line_retries_finished_ranks_and_refuses_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "input").mkdir()
-    for task in range(2):
-        rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 3, task * 3 + 3)]
-        (tmp_path / "input" / f"{task}.jsonl").write_text("\n".join(rows))
-    refused = [True]
-    status = lambda payload, times: 400 if refused and payload["messages"][-1]["content"] == "text 4" else None  # noqa: E731
+    monkeypatch.chdir(tmp_path)
+    job, refused = "job.yaml", [True]
+    status = lambda payload, times: 400 if refused and payload["messages"][-1]["content"] == "Say e" else None  # noqa: E731
     with FakeServer(status=status) as server:
-        (tmp_path / "job.yaml").write_text(
-            f"""
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 1
-    logging_dir: {tmp_path}/logs
-    pipeline:
-      - {{class_path: JsonlReader, init_args: {{data_folder: {tmp_path}/input}}}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: chat
-          config: {{server_type: endpoint, endpoint_url: "{server.url}", model_name_or_path: fake}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: {tmp_path}/output, output_filename: "${{rank}}_chunk_${{chunk_index}}.jsonl",
-                         compression: null}}
-          checkpoints_local_dir: {tmp_path}/checkpoints
-          skip_bad_requests: true
-"""
-        )
-        job = str(tmp_path / "job.yaml")
+        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+        write_job(tmp_path, text + "          skip_bad_requests: true\n", "abc", "def")
         assert main(["run", job, "--retry-dead-letters"]) == 2
         assert "2 of 2 ranks are not finished" in capsys.readouterr().err
         assert main(["run", job]) == 0

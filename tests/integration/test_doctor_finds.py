@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import doctor, input_checks, probes, space
@@ -41,7 +40,6 @@ def found(
     """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by check."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}) + "\n")
     Path("job.yaml").write_text(JOB.replace("URL", server.url))
@@ -56,8 +54,7 @@ def found(
         assert code == any(state == "problem" for state, _ in checks.values())
         return checks
 
-    yield run
-    DataFolder.clear_instance_cache()
+    return run
 
 
 def test_a_job_that_works_has_no_problem(found: Doctor, server: FakeServer) -> None:

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
-from datatrove.io import DataFolder
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 
@@ -32,11 +31,6 @@ from tests.hub import FakeHub
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
 REPOSITORY = "org/data"
-
-
-@pytest.fixture(autouse=True)
-def _no_folders_of_other_hubs() -> None:
-    DataFolder.clear_instance_cache()
 
 
 def parquet(first: int, count: int, size: int = 10) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import InputError
@@ -21,11 +20,6 @@ from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 LINES = b'{"id": "0", "text": "a"}\n{"id": "1", "text": "b"}\n'
 FILES = {ParquetReader: "part/0.parquet", JsonlReader: "part/0.jsonl"}
-
-
-@pytest.fixture(autouse=True)
-def _no_folders_of_other_hubs() -> None:
-    DataFolder.clear_instance_cache()
 
 
 def parquet() -> bytes:

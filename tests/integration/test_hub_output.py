@@ -18,7 +18,6 @@ import dill
 import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
-from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
 
@@ -55,7 +54,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
     monkeypatch.setattr(hub_errors, "_LIMITED_SECONDS", 0.01)
     monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
-    DataFolder.clear_instance_cache()  # fsspec keeps folders, and so the file system of another test's hub
 
 
 def hub_runner(folder: Path, server: FakeServer, **changes: Any) -> Any:

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
-from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.cli.main import main
@@ -34,7 +33,6 @@ FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    DataFolder.clear_instance_cache()  # a folder of the same URL would be on another test's hub
     monkeypatch.setattr(hub_access, "_FIRST_DELAY_SECONDS", 0.01)
     monkeypatch.setattr(hub_access, "_LONGEST_DELAY_SECONDS", 0.01)
 
@@ -229,8 +227,7 @@ def job(tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", list(sys.path))
     text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part")
     write_job(tmp_path, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
-    yield lambda command, *arguments: main([command, "job.yaml", *arguments])
-    DataFolder.clear_instance_cache()
+    return lambda command, *arguments: main([command, "job.yaml", *arguments])
 
 
 def test_a_job_whose_repository_is_missing_ends_before_its_tasks(

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor
-from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
@@ -27,26 +26,9 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.kept import content_of
+from tests.yaml_jobs import ENDPOINT, job_yaml
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 3
-    workers: 1
-    logging_dir: logs
-    pipeline:
-      - {{class_path: JsonlReader, init_args: {{data_folder: input}}}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {{class_path: PromptRollout, init_args: {{prompt: "Say {{text}}"}}}}
-          config: {{server_type: endpoint, endpoint_url: "{url}", model_name_or_path: fake}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: output, output_filename: "${{rank}}_${{chunk_index}}.jsonl", compression: null}}
-          checkpoints_local_dir: checkpoints
-          records_per_chunk: 2
-"""
+JOB = job_yaml(ENDPOINT, tasks=3) + "          records_per_chunk: 2\n"
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +65,12 @@ def run(
     """A job of three tasks with four documents each, in the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
     Path("input").mkdir()
     for task in range(3):
         rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 4, task * 4 + 4)]
         Path(f"input/{task}.jsonl").write_text("\n".join(rows))
-    Path("job.yaml").write_text(JOB.format(url=server.url))
-    yield Command(capsys, server)
-    DataFolder.clear_instance_cache()
+    Path("job.yaml").write_text(JOB.replace("URL", server.url))
+    return Command(capsys, server)
 
 
 def written() -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli import os_errors
 from datatrove_ckpt.cli.main import main
@@ -21,7 +20,6 @@ JOB = job_yaml(f"{ENDPOINT}, server_patience_seconds: 0.2") + "          records
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> Path:
     """A job that works, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
     write_job(tmp_path, JOB.replace("URL", server.url), [f"text {n}" for n in range(5)])
     return tmp_path
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import outputs
@@ -45,7 +44,6 @@ def datatrove() -> Iterator[Datatrove]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
     return tmp_path
 
 

@@ -26,6 +26,7 @@ from tests.bench import metrics_cost
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
@@ -108,39 +109,23 @@ def test_without_checkpoints_there_are_metrics_too(tmp_path: Path) -> None:
     assert found["rank_state done"] == 1
 
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 2
-    logging_dir: {folder}/logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {{data_folder: {folder}/documents}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: chat
-          config: {{server_type: endpoint, endpoint_url: "{url}", model_name_or_path: fake}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: {folder}/output, output_filename: "${{rank}}_${{chunk_index}}.jsonl"}}
-          checkpoints_local_dir: {folder}/checkpoints
-          monitoring: {{metrics_port: {port}, metrics_host: {host}, metrics_file: $PROM_FOLDER/books.prom}}
-"""
+MONITORING = "          monitoring: {metrics_port: %d, metrics_host: %s, metrics_file: $PROM_FOLDER/books.prom}\n"
+
+
+def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of two tasks with metrics at a port and in files, in the working directory."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PROM_FOLDER", str(folder / "prom"))
+    (folder / "prom").mkdir()
+    text = job_yaml(ENDPOINT.replace("URL", url), tasks=2).replace("workers: 1", "workers: 2")
+    write_job(folder, text + MONITORING % (PORT, host), "a", "b")
 
 
 def test_all_ranks_of_a_command_are_at_one_port(tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "prom"))
-    (tmp_path / "prom").mkdir()
-    (tmp_path / "documents").mkdir()
-    for name in "ab":
-        (tmp_path / f"documents/{name}.jsonl").write_text(f'{{"text": "{name}", "id": "{name}"}}\n')
     with FakeServer(hold_after=0) as server:
-        text = JOB.format(folder=tmp_path, url=server.url, host=host, port=PORT)
-        (tmp_path / "job.yaml").write_text(text)
-        command = [sys.executable, "-m", "datatrove_ckpt", "run", str(tmp_path / "job.yaml")]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        write_files(tmp_path, server.url, host, monkeypatch)
+        command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
             try:
                 waited_for(lambda: get(host).count('requests_in_flight{rank="0",run="' + tmp_path.name + '"} 1.0'))
                 waited_for(lambda: get(host).count('requests_in_flight{rank="1",run="' + tmp_path.name + '"} 1.0'))
@@ -185,20 +170,15 @@ def test_a_database_needs_all_of_mlflow(uri: str, monkeypatch: pytest.MonkeyPatc
 def test_doctor_finds_a_missing_package(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "documents").mkdir()
-    (tmp_path / "documents/a.jsonl").write_text('{"text": "a", "id": "a"}\n')
-    (tmp_path / "prom").mkdir()
-    monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "prom"))
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB.format(folder=tmp_path, url=server.url, host="127.0.0.1", port=PORT))
-    main(["doctor", str(path)])
+    write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
+    main(["doctor", "job.yaml"])
     assert "ok       monitoring, ready: everything that it needs is installed here." in capsys.readouterr().out
     monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
-    main(["doctor", str(path)])
+    main(["doctor", "job.yaml"])
     said = capsys.readouterr().out
     assert f"warning  monitoring, ready: monitoring.metrics_file: there is no folder {tmp_path}/missing here" in said
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    assert main(["doctor", str(path)]) == 1
+    assert main(["doctor", "job.yaml"]) == 1
     assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in capsys.readouterr().out
 
 

@@ -33,31 +33,6 @@ def read(folder: Path) -> list[str]:
 # what is skipped ------------------------------------------------------------------------------------------------------
 
 
-async def raises_later(document: Document, generate: Any) -> Any:
-    try:
-        return await ask(document, generate)
-    except InferenceError as error:
-        failure = error
-    raise failure
-
-
-async def raises_the_cause_later(document: Document, generate: Any) -> Any:
-    try:
-        return await ask(document, generate)
-    except InferenceError as error:
-        failure = error.error
-    assert isinstance(failure, Exception)
-    raise failure
-
-
-async def raises_a_new_one_later(document: Document, generate: Any) -> Any:
-    try:
-        return await ask(document, generate)
-    except InferenceError as error:
-        failure = error.error
-    raise InferenceError(document, failure)
-
-
 async def raises_its_text_later(document: Document, generate: Any) -> Any:
     try:
         return await ask(document, generate)
@@ -79,18 +54,6 @@ async def raises_its_own_without_it(document: Document, generate: Any) -> Any:
     except InferenceError as error:
         text = str(error)
     raise RuntimeError(f"gave up: {text}")
-
-
-async def raises_its_own_of_it(document: Document, generate: Any) -> Any:
-    results = await asyncio.gather(ask(document, generate), return_exceptions=True)
-    if isinstance(results[0], Exception):
-        raise RuntimeError(results[0])
-    return results[0]
-
-
-async def gathers_two(document: Document, generate: Any) -> Any:
-    other = Document(text="fine", id="other")
-    return list(await asyncio.gather(ask(other, generate), ask(document, generate)))
 
 
 async def gathers_and_raises_all(document: Document, generate: Any) -> Any:
@@ -119,14 +82,9 @@ async def says_so_itself(document: Document, generate: Any) -> Any:
 
 ROLLOUTS = [
     ask,
-    raises_later,
-    raises_the_cause_later,
-    raises_a_new_one_later,
     raises_its_text_later,
     raises_its_own_from_it,
     raises_its_own_without_it,
-    raises_its_own_of_it,
-    gathers_two,
     gathers_and_raises_all,
     lists_them,
     returns_them,

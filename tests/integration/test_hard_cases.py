@@ -28,7 +28,6 @@ from datatrove_ckpt.errors import (
     RequestPoisoned,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner
 
@@ -77,37 +76,6 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
         server.release()
         step.run(documents(6))
     assert ids(tmp_path) == [f"id {index}" for index in range(6)]
-
-
-def test_answers_are_kept_while_publishing_is_slow(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
-    held, failed, answered = threading.Event(), threading.Event(), threading.Semaphore(0)
-    write_chunk = ChunkOutput.write_chunk
-
-    def slow(self: ChunkOutput, *args: Any) -> Any:
-        held.wait()
-        return write_chunk(self, *args)
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        result = await ask(document, generate)
-        answered.release()
-        if document.id == "id 5" and not failed.is_set():
-            for _ in range(6):  # a request in flight would be cut off
-                await asyncio.to_thread(answered.acquire)
-            failed.set()
-            held.set()
-            raise RuntimeError("stop here")
-        return result
-
-    monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
-    step = runner(tmp_path, server, rollout)
-    threading.Timer(0.5, held.set).start()  # else nothing is admitted beyond the first chunk
-    with pytest.raises(DocumentFailed, match="stop here"):
-        step.run(documents(6))
-    step.run(documents(6))
-    assert set(server.asked.values()) == {1}
 
 
 def test_a_slow_disk_slows_the_run_and_fills_no_memory(

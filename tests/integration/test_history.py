@@ -14,13 +14,11 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint import history_log
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.generation import rank_history
 from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import History, read_history
@@ -161,35 +159,6 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, m
     assert (first.last.own.requests, second.last.own.requests, second.last.own.cached) == (2, 4, 2)
     assert second.last.total.requests == 6
     assert second.last.total.errors == {"HTTP 503": 2}
-
-
-def test_the_history_goes_on_where_the_rank_was_restored_from_its_mirror(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that was replaced by a shorter copy meanwhile."""
-    monkeypatch.setattr(rank_history, "MINUTE_SECONDS", 0.001)
-    monkeypatch.setattr(history_log, "MAX_BYTES", 6000)
-    monkeypatch.setattr(history_log, "_THINNED_BYTES", 3000)
-    remote, inodes = tmp_path / "remote", set()
-    local = tmp_path / "checkpoints" / "00000" / "history.jsonl"
-
-    async def until_replaced(document: Document, generate: Any) -> Any:
-        while len(inodes) < 4:
-            inodes.add(local.stat().st_ino)
-            await asyncio.sleep(0)
-        return await ask(document, generate)
-
-    mirrored = {"checkpoints_remote_dir": str(remote), "mirror_seconds": 0}
-    with FakeServer() as server:
-        runner(tmp_path, server, until_replaced, **mirrored).run(documents(3))
-    copy = tmp_path / "elsewhere" / "00000"
-    copy.parent.mkdir()
-    restore(f"{remote}/00000", copy)
-    content = local.read_bytes()
-    assert content.startswith((copy / "history.jsonl").read_bytes())
-    history = read_history(copy / "history.jsonl")
-    assert history.damaged == 0
-    assert history.last_attempt == 1
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])

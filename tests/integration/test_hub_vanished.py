@@ -65,14 +65,6 @@ def test_doctor_says_the_same_once(cli: Cli, hub: FakeHub) -> None:
     assert "repos create" not in said
 
 
-def test_doctor_names_a_repository_that_never_was_once(cli: Cli, hub: FakeHub) -> None:
-    hub.repos.clear()
-    code, said = cli("doctor", "job.yaml")
-    assert (code, said.count("org/data, or this token may not see it. ")) == (1, 1)
-    assert "1 problem" in said
-    assert "RepositoryNotFoundError" not in said
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
     cli: Cli, hub: FakeHub, complete: bool

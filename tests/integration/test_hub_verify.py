@@ -118,14 +118,6 @@ def test_commits_of_an_earlier_release_name_no_hash(cli: Cli, hub: FakeHub) -> N
     assert (code, "00000_00000.jsonl is altered" in said) == (1, True)
 
 
-def test_a_listing_one_commit_behind_loses_nothing(cli: Cli, hub: FakeHub) -> None:
-    hub.lag_commits = 1
-    assert cli("run", "job.yaml")[0] == 0
-    code, said = cli("verify", "checkpoints")
-    assert (code, "no problem" in said) == (0, True)
-    assert cli("run", "job.yaml")[0] == 0
-
-
 def test_old_commits_are_not_waited_for(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("run", "job.yaml")[0] == 0
     monkeypatch.setattr(hub_lag, "LAG_LOOKS", (0.0, 3600.0))
@@ -209,16 +201,3 @@ def test_a_first_listing_that_fails_for_a_moment_is_made_again(
         hub.fail("tree", 520, times=2)  # most others, the client itself retries for some seconds
         code, said = cli(*command)
         assert (code, said.count("Next attempt in")) == (0, 2)
-
-
-def test_a_hub_that_is_away_after_a_run_is_waited_for_five_minutes_at_most(
-    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    remove(hub, FILES[0])
-    monkeypatch.setattr(hub_errors, "LOOK_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
-    hub.fail("paths-info", 503, times=None)
-    code, said = cli("run", "job.yaml")
-    assert (code, "cannot be listed" in said) == (1, True)
-    assert "generation goes on" not in said

@@ -139,23 +139,6 @@ def test_an_answer_of_another_shape_is_damage(line: str) -> None:
         list(decode_answers(line.encode()))
 
 
-def test_an_empty_first_version_is_restored_although_run_json_tells_of_commits(job: Job) -> None:
-    """As of a job that had a checkpoint before it had a mirror, and whose node was lost during the first upload."""
-    job.run_until("text 4 again")
-    first, *others = manifests(job)
-    for path in others:
-        path.unlink()
-
-    def empty(content: dict[str, Any]) -> None:
-        content["run"]["owner"]["commits"] = 1
-        content.update(files={}, answers=[])
-
-    rewrite(first, empty)
-    restored(job)
-    with FakeServer() as server:
-        job.run(server)
-
-
 # seals ---------------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -374,41 +373,15 @@ def test_a_dataset_writer_is_uploaded_by_us(hub: FakeHub, server: FakeServer, tm
     assert not list(folder.rglob("*.parquet"))
 
 
-class Bucket:
-    """Stands for the hub's client: buckets take content over Xet, which no server here speaks."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.failures = 2
-
-    def bucket_info(self, bucket: str) -> None:
-        assert bucket == "org/bucket"
-
-    def list_bucket_tree(self, bucket: str, prefix: str, recursive: bool) -> Any:
-        found = [name for name in self.files if name.startswith(prefix)]
-        return [types.SimpleNamespace(path=name, size=len(self.files[name])) for name in found]
-
-    def get_bucket_paths_info(self, bucket: str, paths: list[str]) -> Any:
-        return [one for one in self.list_bucket_tree(bucket, "", recursive=True) if one.path in paths]
-
-    def batch_bucket_files(self, bucket: str, add: list[tuple[Path, str]]) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise ConnectionResetError("reset")
-        self.files |= {name: path.read_bytes() for path, name in add}
-
-
-def test_files_of_a_bucket_appear_chunk_by_chunk(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = Bucket()
-    monkeypatch.setattr(HubFolder, "api", lambda folder: bucket)
-    monkeypatch.setenv("HF_TOKEN", FakeHub.token)
+def test_files_of_a_bucket_appear_chunk_by_chunk(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
+    hub.create_repo("org/bucket", kind="bucket")
+    rule = hub.fail("batch", 520, times=2)
     writer = HuggingFaceBucketWriter("org/bucket", prefix="config", output_filename=NAME)
     step = hub_runner(tmp_path, server, output_writer=writer)
     writer._local_working_tmpdir.cleanup()
     step.run(documents(5))
-    assert sorted(bucket.files) == names(3)
+    assert sorted(hub.files("org/bucket", kind="bucket")) == names(3)
+    assert rule.hits == 2
     assert committed(tmp_path) == [0, 1, 2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.testing import outputs
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, text_of, write_input
 
 YAML = """\
@@ -181,4 +182,27 @@ def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Cal
         assert written(folder) == expected(23)
         firsts = {f"first {text_of(n)}" for n in range(9)}
         assert {text for text in firsts if killer.server.asked[text] > asked[text]} == set()
+        assert call("verify", "job.yaml", "--full")[0] == 0
+
+
+# older releases of datatrove ------------------------------------------------------------------------------------------
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_killed_run_of_an_older_release_goes_on(folder: Path, call: Call, release: str, in_place: bool) -> None:
+    shutil.copytree(DATA / f"datatrove_{release}", folder, dirs_exist_ok=True)
+    with FakeServer() as server:
+        write_yaml(folder, server.url, "checkpoints" if in_place else "ours")
+        code, out, error = call("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped")
+        assert code == 0, error
+        (rank,) = json.loads(out)["ranks"]
+        assert [(chunk["finished"], chunk["written"]) for chunk in rank["chunks"]] == [(True, 4), (True, 3), (False, 2)]
+        assert json.loads(out)["made_with"]["same_settings"], "executor.json tells the model"
+        code, _, error = call("run", "job.yaml")
+        assert code == 0, error
+        assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
+        assert written(folder) == expected(11)
         assert call("verify", "job.yaml", "--full")[0] == 0

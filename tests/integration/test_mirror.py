@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -26,6 +28,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror, object_store
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.preflight.plan import MIRROR_REQUESTS
@@ -562,3 +565,29 @@ def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch:
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
     with FakeServer() as server, pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
+
+
+# mirror_seconds: auto -------------------------------------------------------------------------------------------------
+
+
+def test_auto_mirrors_a_slow_remote_as_seldom_as_its_share_says(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrors: list[RemoteMirror] = []
+    begin, put = RemoteMirror.start, object_store.Effects.put
+
+    def start(self: RemoteMirror, source: Any) -> None:
+        mirrors.append(self)
+        begin(self, source)
+
+    def slow(self: object_store.Effects, *args: Any) -> Any:
+        time.sleep(0.2)
+        return put(self, *args)
+
+    monkeypatch.setattr(RemoteMirror, "start", start)
+    monkeypatch.setattr(object_store.Effects, "put", slow)
+    step = runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "remote"), mirror_seconds="auto")
+    step.run(iter(documents(6)))
+    # The last mirroring puts a part of a file and a manifest at least: 0.4 s, which is 5 % of 8.
+    assert mirrors[0]._interval.seconds != MIRROR_TUNING.first
+    assert mirrors[0]._interval.seconds > MIRROR_TUNING.shortest

@@ -161,7 +161,6 @@ if os.fork() == 0:
 os.kill(os.getpid(), signal.SIGKILL)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     process.wait()
     try:

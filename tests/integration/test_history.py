@@ -64,20 +64,14 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
         signal.signal(signal.SIGTERM, before)
     failed, stopped, killed, done = history_of(tmp_path).attempts
     assert [attempt.number for attempt in (failed, stopped, killed, done)] == [1, 2, 3, 4]
-    assert failed.start is not None
     assert failed.start.version == __version__
-    assert failed.end is not None
     assert (failed.end.why, failed.end.what.partition(":")[0]) == ("error", "DocumentFailed")
-    assert stopped.end is not None
     assert (stopped.end.why, stopped.end.what) == ("stopped", "SIGTERM")
     assert killed.start is not None
     assert killed.end is None
-    assert done.end is not None
     assert (done.end.why, done.end.what) == ("done", "")
-    assert failed.last is not None
     assert numbers(failed.last)[0] == 5
     assert stopped.progress[0].documents == failed.last.documents, "an attempt starts where the one before ended"
-    assert done.last is not None
     commits = read_commits(tmp_path / "checkpoints" / "00000" / "commits.jsonl").values()
     assert numbers(done.last) == (
         10,
@@ -109,10 +103,8 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, mo
     with FakeServer() as server:
         runner(tmp_path, server, until_noted, config=ONE_BY_ONE).run(documents(5))
     (attempt,) = history_of(tmp_path).attempts
-    assert attempt.spread is not None
     assert sum(attempt.spread.milliseconds.values()) == sum(attempt.spread.completion_tokens.values()) == 5
     last = attempt.last
-    assert last is not None
     assert (last.own.documents, last.own.requests, last.own.sent, last.in_work) == (5, 5, 5, 0)
     assert last.total == last.own
     assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
@@ -153,8 +145,6 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, m
         fail = False
         runner(tmp_path, server, twice, **settings).run(documents(3))
     first, second = history_of(tmp_path).attempts
-    assert first.last is not None
-    assert second.last is not None
     assert (first.last.own.retries, first.last.own.errors) == (2, {"HTTP 503": 2})
     assert (first.last.own.requests, second.last.own.requests, second.last.own.cached) == (2, 4, 2)
     assert second.last.total.requests == 6
@@ -182,8 +172,6 @@ def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
             runner(tmp_path, server, refuse_half, **settings).run(JsonlReader(str(path.parent)).run())
         runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
     first, second = history_of(tmp_path).attempts
-    assert first.last is not None
-    assert second.last is not None
     assert first.last.position.unit == "bytes"
     assert first.last.position.share == pytest.approx(0.5, abs=0.02)
     assert second.progress[0].position == first.last.position, "what the attempt before knew last"
@@ -208,5 +196,4 @@ def test_an_input_of_unknown_size_is_said_once(tmp_path: Path, monkeypatch: pyte
     (line,) = [line for line in said if "without percent" in line]
     assert "give them no position" in line or "gives them no position" in line
     last = history_of(tmp_path).last
-    assert last is not None
     assert last.position == InputPosition()

@@ -405,7 +405,6 @@ def opened(path: Path, how: str) -> Iterator[int]:
     """A process has the file open."""
     command = ["sh", "-c", f'exec 3{how}"$0"; echo; read line', str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield process.pid
         process.communicate()

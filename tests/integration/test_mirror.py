@@ -116,7 +116,6 @@ def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_com
         with pytest.raises(CheckpointCorrupt, match="has this task as of 20") as refused:
             job.run(server)
         command = re.search(r"\((mv .*)\), and run the same command again\.$", str(refused.value))
-        assert command is not None
         assert f"The mirror {job.remote}/00000 has" in str(refused.value)
         with pytest.raises(CheckpointCorrupt) as without:
             job.run(server, checkpoints_remote_dir=None)

@@ -237,12 +237,6 @@ def test_a_failed_document_travels_to_another_process(tmp_path: Path) -> None:
     assert (there.document, there.payload) == (None, None)
 
 
-def test_a_request_without_an_answer_is_an_inference_error(tmp_path: Path) -> None:
-    settings = {"request_max_attempts": 2, **STOPS_SOON}
-    with FakeServer(status=reject("text 1", status=503)) as server, pytest.raises(InferenceError, match="HTTP 503"):
-        runner(tmp_path, server, config=settings).run(documents(2))
-
-
 @pytest.mark.parametrize(
     ("status", "kind"), [(503, errors.ServerUnavailable), (401, errors.ServerRefused), (404, errors.ServerRefused)]
 )

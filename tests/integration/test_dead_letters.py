@@ -49,11 +49,6 @@ def ids(folder: Path, pattern: str = "*.jsonl") -> list[str]:
     return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
 
 
-def test_by_default_the_rank_stops_at_the_first_failure(tmp_path: Path, server: FakeServer) -> None:
-    with pytest.raises(DocumentFailed, match=r"'id 1' \(number 1 of this rank\) failed: RuntimeError: cannot make"):
-        runner(tmp_path, server, fails_on_bad).run(documents(6))
-
-
 def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, server: FakeServer) -> None:
     step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
     step.run(documents(6))

@@ -209,11 +209,8 @@ def test_a_list_of_files_is_measured_too(found: Doctor) -> None:
     ("tasks", "workers", "per_job", "state", "text"),
     [
         (100, 20, 5, "ok", "100 tasks in 20 array elements of up to 5."),
-        (100, -1, 8, "ok", "100 tasks in 13 array elements of up to 8."),
         (3, 20, 1, None, ""),
         (100, 20, 10, "warning", "only 10 of 20 workers have work. Set tasks_per_job to 5, or add tasks."),
-        (50, 20, 4, "warning", "only 13 of 20 workers have work. Set tasks_per_job to 2, or add tasks."),
-        (15, 20, 2, "warning", "only 8 of 20 workers have work. Set tasks_per_job to 1, or add tasks."),
     ],
 )
 def test_tasks_per_job_that_leaves_workers_without_work(

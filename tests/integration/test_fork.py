@@ -311,7 +311,9 @@ def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
     assert main(["verify", str(new / "checkpoints"), "--full"]) == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [NEWEST, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != NEWEST)]
+)
 def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
     assert fork(old, new) == 0

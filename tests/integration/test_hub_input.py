@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import (
     HuggingFaceDatasetReader,
@@ -28,9 +26,7 @@ from datatrove_ckpt.readers import (
 )
 from datatrove_ckpt.readers.no_documents import first_row
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -126,17 +122,6 @@ def test_all_ranks_of_a_job_read_the_same_commit(hub: FakeHub, tmp_path: Path) -
         hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20)})
 
 
-def test_a_commit_that_is_gone_is_an_error(hub: FakeHub) -> None:
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    documents = read(HuggingFaceDatasetReader, options())
-    state = position_state(documents[3])
-    assert state is not None
-    reader = HuggingFaceDatasetReader(**options())
-    reader.load_state_dict(state | {"commit": "f" * 40})
-    with pytest.raises(InputError, match=REPOSITORY):
-        list(reader.run())
-
-
 def test_another_revision_is_refused(hub: FakeHub) -> None:
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
     documents = read(HuggingFaceDatasetReader, options())
@@ -176,16 +161,6 @@ def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
         read(HuggingFaceDatasetReader, options())
     assert "mozilla" not in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_limit_or_an_outage_is_waited_for(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(retries, "_sleep", waits.append)
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    hub.fail("info", 503)
-    hub.fail("info", 429, skip=1, headers={"Retry-After": "900"})
-    assert len(read(HuggingFaceDatasetReader, options())) == 9
-    assert max(waits) == 900
 
 
 # ParquetReader ------------------------------------------------------------------------------------------
@@ -316,28 +291,3 @@ def test_an_error_of_the_adapter_is_not_the_hubs(hub: FakeHub) -> None:
         reader = kind("hf://datasets/org/input/part", adapter=adapter, glob_pattern=pattern)
         with pytest.raises(FileNotFoundError, match="nowhere"):
             list(reader.run())
-
-
-def test_run_and_doctor_say_it_in_a_line(
-    tmp_path: Path,
-    hub: FakeHub,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), ["a"])
-    text = Path("job.yaml").read_text().replace("JsonlReader", "ParquetReader")
-    for place, advice in (
-        ("org/none", "restore the repository"),
-        ("org/input/other", "holds no files for this reader"),
-    ):
-        hub.put("org/input", {"part/0.parquet": parquet(0, 2)})
-        Path("job.yaml").write_text(text.replace("data_folder: input", f"data_folder: hf://datasets/{place}"))
-        for command in ("doctor", "run"):
-            assert main([command, "job.yaml"]) == 1
-            said = "".join(capfd.readouterr())
-            assert advice in said
-            assert "Traceback" not in said
-    assert not server.payloads

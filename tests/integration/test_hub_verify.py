@@ -127,14 +127,6 @@ def test_old_commits_are_not_waited_for(cli: Cli, hub: FakeHub, monkeypatch: pyt
     assert cli("run", "job.yaml")[0] == 1
 
 
-def test_verify_lists_many_files_with_few_requests(cli: Cli, hub: FakeHub) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    hub.put("org/data", {f"part/other_{number:05d}.parquet": b"PAR1" for number in range(3400)})
-    hub.requests.clear()
-    assert cli("verify", "checkpoints")[0] == 0
-    assert [request.kind for request in hub.requests] == ["tree"] * 4
-
-
 def beside(job: str) -> str:
     """The job with local folders of its own."""
     return job.replace("logging_dir: logs", "logging_dir: b/logs").replace("dir: checkpoints", "dir: b/checkpoints")

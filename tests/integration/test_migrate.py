@@ -142,7 +142,7 @@ def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: st
     return Move(number, kept_documents, again, missing.total(), there.total(), max(0, repeated - again))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_run_of_datatroves_that_was_killed_goes_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) -> None:
     kill_and_go_on(folder, call, datatrove, seed)
 

@@ -557,23 +557,6 @@ def test_ranks_without_a_trace_are_named_with_their_output(job: Path, call: Call
     assert json.loads(out)["missing_ranks"][0] == {"rank": 1, "output": ["00001_chunk_0.jsonl"]}
 
 
-def test_one_rank_without_a_trace_has_its_first_document(job: Path, call: Call) -> None:
-    code, out, _ = call(*COMMAND, "--dry-run", "--executor.tasks=2", DROPPED)
-    assert code == 0
-    assert "no trace of rank 1 (tasks=2): the next run begins with its first document" in out
-
-
-def test_a_second_migrate_says_that_there_is_nothing_to_do(job: Path, call: Call) -> None:
-    assert call(*COMMAND, DROPPED)[0] == 0
-    code, out, _ = call(*COMMAND)
-    assert code == 0
-    assert out == (
-        "rank 0: taken over before, or started here\n"
-        "Every rank was taken over before: there is nothing to do.\n"
-        "To continue: datatrove-ckpt run job.yaml\n"
-    )
-
-
 def test_a_document_in_a_file_of_another_chunk_is_processed_again_and_named(
     job: Path, call: Call, server: FakeServer
 ) -> None:

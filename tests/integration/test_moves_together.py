@@ -58,16 +58,6 @@ def test_what_reshard_writes_has_its_format_and_version(job: Job) -> None:
     job.finish(3)
 
 
-def test_a_run_with_other_tasks_is_relocated(job: Job) -> None:
-    job.stop_in_the_middle(2, some(job, 2))
-    job.reshard(2, 3)
-    other = elsewhere(job, "checkpoints", "output")
-    shutil.rmtree(job.checkpoints)
-    shutil.rmtree(job.folder / "output")
-    assert main(["relocate", str(other.checkpoints), "--output", str(other.folder / "output")]) == 0
-    other.finish(3)
-
-
 def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.preflight import checks, doctor, probes
+from datatrove_ckpt.preflight import checks, doctor, plan, probes
 from datatrove_ckpt.preflight.checks import check_remote
 from datatrove_ckpt.preflight.file_systems import FilesystemTraits
 from datatrove_ckpt.preflight.input_checks import Sample
@@ -352,6 +352,17 @@ def test_plan_measures_a_remote_too(job: Path, capsys: pytest.CaptureFixture[str
     assert [(upload["size"], upload["upload"]["number"]) for upload in found["uploads"]] == [(4096, 3), (8 * 2**20, 3)]
     assert [table["setting"] for table in found["tables"]] == ["sync_seconds", "mirror_seconds"]
     assert MemoryFileSystem().find("/doctor") == []
+
+
+def test_plan_shows_what_is_set_now(job: Path, server: FakeServer) -> None:
+    step = runner(job, server, sync_seconds="auto")
+    step.checkpoints_remote_dir, step.mirror_seconds = str(job / "mirror"), 45.0  # type: ignore[attr-defined]
+    found = plan.advise("pipeline[0]", step, 3600.0)
+    by_note = {note: row.interval for table in found.tables for row in table.rows for note in row.notes}
+    assert by_note["set now"] == 45.0
+    assert "auto, set now" in by_note
+    assert found.notes == ()
+    assert not (job / "mirror").exists()
 
 
 @pytest.mark.parametrize(

@@ -320,16 +320,22 @@ def run_once(capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
 
 
-def test_output_of_finished_ranks_that_is_gone(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_has_changed_since_tasks_were_finished(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
     run_once(capfd)
     checks = found()
     for name in ("job, earlier runs", "input, of finished tasks", "output, of earlier runs"):
         assert checks[name] == ("ok", "nothing differs.")
+    state, text = found("--executor.tasks=2")["job, earlier runs"]
+    assert state == "problem"
+    assert "were made by another run: tasks: 1 -> 2" in text
     (output,) = Path("out").glob("*.jsonl")
     output.unlink()
-    state, text = found()["output, of earlier runs"]
-    assert state == "problem"
-    assert f"{output.name} is missing" in text
+    with Path("documents/a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "Snow falls.", "id": "1"}) + "\n")
+    checks = found()
+    assert checks["output, of earlier runs"][0] == checks["input, of finished tasks"][0] == "problem"
+    assert f"{output.name} is missing" in checks["output, of earlier runs"][1]
+    assert "changed: 'a.jsonl' (had " in checks["input, of finished tasks"][1]
 
 
 def test_a_wrong_marker_is_named_and_kept(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:

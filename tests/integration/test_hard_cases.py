@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
 )
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner
+from tests.jobs import ask, config, documents, runner, writer
 
 
 def ids(folder: Path) -> list[str]:
@@ -188,6 +188,22 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
         InferenceRunner(poison, config(server), plain).run(documents(3))
     runner(tmp_path, server, poison).run(documents(3))
     assert ids(tmp_path) == ["id 0", "id 2"]
+
+
+def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 0":
+            other = JsonlWriter(str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None)
+            step = InferenceRunner(ask, config(server), other, checkpoints_local_dir=str(tmp_path / "other"))
+            await asyncio.to_thread(step.run, documents(2))
+        return await ask(document, generate)
+
+    runner(tmp_path, server, rollout, output_writer=writer(tmp_path)).run(documents(4))
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
+        "00000_chunk_00000.jsonl",
+        "00000_chunk_00001.jsonl",
+        "b_00000_00000.jsonl",
+    ]
 
 
 def test_a_blocked_reader_keeps_no_failed_process_alive(tmp_path: Path, server: FakeServer) -> None:

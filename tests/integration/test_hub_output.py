@@ -130,6 +130,24 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
     assert "the rank has nothing else left to do." in said
 
 
+def test_a_rank_that_ends_has_commits_that_others_wait_for(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, log: list[str]
+) -> None:
+    hub.create_repo("org/data")  # the first commit
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        while document.id == "id 4" and not any("Next look in" in line for line in log):
+            await asyncio.sleep(0.01)
+        return await ask(document, generate)
+
+    hub_runner(tmp_path, server, rollout=rollout, hub_commits_per_hour=2, hub_commit_seconds=0.0).run(documents(5))
+    (said,) = [line for line in log if "Next look in" in line]
+    assert "1 were made within an hour, and hub_commits_per_hour is 2, 1 of them for ranks that end" in said
+    assert "generation goes on." in said
+    assert len(hub.commits("org/data")) == 1  # not an hour later
+    assert committed(tmp_path) == [0, 1, 2]
+
+
 def test_a_commit_whose_answer_and_look_up_got_lost_is_not_made_again(
     hub: FakeHub, server: FakeServer, tmp_path: Path
 ) -> None:

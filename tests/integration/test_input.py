@@ -319,7 +319,7 @@ def test_other_default_metadata_is_refused_for_finished_ranks(
 def test_a_retry_is_refused_over_another_input_but_not_if_that_is_gone(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert job() == 0
+    assert job(steps=({"class_path": "tests.integration.test_job_check.Hidden"},)) == 0
     assert job(text_key="id", retry=True) == 1
     assert "text_key: 'text' -> 'id'" in capsys.readouterr().err
     (tmp_path / "documents/4.jsonl").write_text(lines(9))

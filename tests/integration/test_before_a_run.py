@@ -303,7 +303,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["plan", "--mtbf=6h"]])
+@pytest.mark.parametrize("command", [["doctor"], pytest.param(["plan", "--mtbf=6h"], marks=pytest.mark.slow)])
 def test_ctrl_c_in_the_middle_leaves_nothing(job: Path, command: list[str]) -> None:
     before = names(job)
     argv = [sys.executable, "-c", SLOWLY, command[0], "job.yaml", *command[1:]]

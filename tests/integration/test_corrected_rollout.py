@@ -95,30 +95,3 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
         assert set(server.asked.values()) == {1}
     assert versions(tmp_path) == BY_ID
     sys.modules.pop("users_rollouts", None)
-
-
-SCRIPT = """
-import os
-from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from prompts import PROMPTS
-
-class Asker:
-    async def __call__(self, document, generate):
-        if document.id == os.environ.get("STOP_AT"):
-            os._exit(9)
-        return (await generate({"prompt": self.helper(document)})).text
-
-    def helper(self, document):
-        return PROMPTS["say"] + document.text
-
-def row(writer, document):
-    return {"id": document.id, "text": document.text}
-
-if __name__ == "__main__":
-    writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None, adapter=row)
-    config = InferenceConfig("dummy", "model", max_concurrent_documents=1)
-    runner = InferenceRunner(Asker(), config, writer, checkpoints_local_dir="checkpoints", records_per_chunk=2)
-    runner.run([Document(text=f"text {number}", id=str(number)) for number in range(6)])
-"""

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -488,11 +487,6 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     assert len(hub.commits("org/data")) == 1
     assert len(hub.repo("org/data").uploads) == number // 2 + 1
     assert set(server.asked.values()) == {1}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.005)
 
 
 def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(

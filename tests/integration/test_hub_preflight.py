@@ -60,14 +60,6 @@ def test_a_token_that_may_only_read(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
     assert "Take one of role write, or a fine-grained one with write access to org/data" in said
 
 
-def test_a_token_that_has_expired(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.create_repo("org/data")
-    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    said = refused()
-    assert "the hub answers 401" in said
-    assert "Export HF_TOKEN with a valid one, or run: hf auth login." in said
-
-
 def test_no_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     said = refused()

@@ -290,15 +290,6 @@ def test_check_job_refuses_a_step_that_would_get_no_documents(tmp_path: Path, se
         check_job(LocalPipelineExecutor([NeedsNothing()], logging_dir=str(tmp_path / "2"), depends=executor))
 
 
-ROLLOUTS = """
-async def rewrite(document, generate):
-    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
-    if document.id == "id 3":
-        raise ValueError("what is this?")
-    return answer
-"""
-
-
 def test_the_command_in_the_last_line_works_as_printed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", str(Path.cwd()))
     line = run("--executor.tasks=1", "--pipeline.1.checkpoints_local_dir=$HERE/kept")

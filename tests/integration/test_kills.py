@@ -16,8 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -303,20 +303,3 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
 def total(metric: Any) -> Any:
     """Of a metric in a stats file, which is a number alone if that says all."""
     return metric["total"] if isinstance(metric, dict) else metric
-
-
-@contextmanager
-def held(server: FakeServer) -> Iterator[None]:
-    """Inside the block, the server's thread is busy: what it is sent stays with the kernel."""
-    busy, free = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        busy.set()
-        free.wait(400)
-
-    server._loop.call_soon_threadsafe(hold)
-    assert busy.wait(300)
-    try:
-        yield
-    finally:
-        free.set()

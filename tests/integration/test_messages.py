@@ -13,21 +13,13 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-JOB = job_yaml(f"{ENDPOINT}, server_patience_seconds: 0.2") + "          records_per_chunk: 2\n"
-
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> Path:
     """A job that works, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    write_job(tmp_path, JOB.replace("URL", server.url), [f"text {n}" for n in range(5)])
+    write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(5)])
     return tmp_path
-
-
-def edit(job: Path, old: str, new: str) -> None:
-    text = (job / "job.yaml").read_text()
-    assert old in text
-    (job / "job.yaml").write_text(text.replace(old, new))
 
 
 def refused(job: Path, capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -40,50 +32,8 @@ def refused(job: Path, capfd: pytest.CaptureFixture[str], *arguments: str) -> st
     return said[said.rindex("error: ") :].strip()
 
 
-def llamacpp(job: Path, model: str) -> None:
-    text = (job / "job.yaml").read_text()
-    line = next(line for line in text.splitlines() if "server_type" in line)
-    config = f"          config: {{server_type: llamacpp, model_name_or_path: '{model}', server_start_max_retries: 0}}"
-    (job / "job.yaml").write_text(text.replace(line, config))
-
-
-def test_a_missing_model_file_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    llamacpp(job, "/nowhere/model.gguf")
-    assert "/nowhere/model.gguf" in refused(job, capfd)
-
-
-def test_a_missing_model_package_says_what_to_install(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    llamacpp(job, "package://no_such_package/model.gguf")
-    message = refused(job, capfd)
-    assert "no_such_package" in message
-    assert "pip install" in message
-
-
 def test_a_missing_input_folder_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    edit(job, "data_folder: input", "data_folder: nowhere")
-    assert "pipeline[0] JsonlReader: data_folder" in refused(job, capfd)
-
-
-def test_an_output_folder_that_cannot_be_written_is_named_before_anything_is_asked(
-    job: Path, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> None:
-    (job / "output").write_text("a file")
-    assert str(job / "output") in refused(job, capfd)
-    assert not server.asked
-
-
-def test_a_checkpoint_folder_that_cannot_be_written_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (job / "checkpoints").write_text("a file")
-    assert str(job / "checkpoints") in refused(job, capfd)
-
-
-def test_a_template_by_which_tasks_would_write_one_file_is_refused_before_anything_starts(
-    job: Path, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> None:
-    edit(job, "${rank}_${chunk_index}", "${chunk_index}")
-    assert "2 tasks would write the same files" in refused(job, capfd, "--executor.tasks=2")
-    assert not (job / "logs").exists()
-    assert not server.asked
+    assert "pipeline[0] JsonlReader: data_folder" in refused(job, capfd, "--pipeline.0.data_folder=nowhere")
 
 
 def test_a_full_disk_below_the_logs_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -75,21 +75,3 @@ def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path, workers:
         assert not any("doc/s" in line for line in lines), lines
         assert not any(line != "^C" and "^C" in line for line in lines)
         assert "ERROR" not in "".join(lines)
-
-
-@pytest.mark.slow
-def test_a_bar_starts_where_the_run_resumes(tmp_path: Path) -> None:
-    with FakeServer(hold_after=7) as server, Terminal(COLUMNS) as terminal:
-        write(tmp_path, server)
-        for number in range(2):
-            with command(tmp_path, terminal, "--executor.workers=2") as process:
-                terminal.until(lambda lines: has_bar(lines) and " 7 docs, " in f" {lines[-1]}")
-                if number:
-                    server.release()
-                else:
-                    terminal.type(b"\x03")
-                terminal.until(lambda lines: process.poll() is not None)
-        lines = terminal.read()
-        assert process.returncode == 0
-        assert any("16 of 16 documents are in 4 files" in line for line in lines), lines
-        assert not any("doc/s" in line for line in lines)

@@ -33,31 +33,6 @@ def read(folder: Path) -> list[str]:
 # what is skipped ------------------------------------------------------------------------------------------------------
 
 
-async def raises_later(document: Document, generate: Any) -> Any:
-    try:
-        return await ask(document, generate)
-    except InferenceError as error:
-        failure = error
-    raise failure
-
-
-async def raises_the_cause_later(document: Document, generate: Any) -> Any:
-    try:
-        return await ask(document, generate)
-    except InferenceError as error:
-        failure = error.error
-    assert isinstance(failure, Exception)
-    raise failure
-
-
-async def raises_a_new_one_later(document: Document, generate: Any) -> Any:
-    try:
-        return await ask(document, generate)
-    except InferenceError as error:
-        failure = error.error
-    raise InferenceError(document, failure)
-
-
 async def raises_its_text_later(document: Document, generate: Any) -> Any:
     try:
         return await ask(document, generate)
@@ -79,18 +54,6 @@ async def raises_its_own_without_it(document: Document, generate: Any) -> Any:
     except InferenceError as error:
         text = str(error)
     raise RuntimeError(f"gave up: {text}")
-
-
-async def raises_its_own_of_it(document: Document, generate: Any) -> Any:
-    results = await asyncio.gather(ask(document, generate), return_exceptions=True)
-    if isinstance(results[0], Exception):
-        raise RuntimeError(results[0])
-    return results[0]
-
-
-async def gathers_two(document: Document, generate: Any) -> Any:
-    other = Document(text="fine", id="other")
-    return list(await asyncio.gather(ask(other, generate), ask(document, generate)))
 
 
 async def gathers_and_raises_all(document: Document, generate: Any) -> Any:
@@ -119,14 +82,9 @@ async def says_so_itself(document: Document, generate: Any) -> Any:
 
 ROLLOUTS = [
     ask,
-    raises_later,
-    raises_the_cause_later,
-    raises_a_new_one_later,
     raises_its_text_later,
     raises_its_own_from_it,
     raises_its_own_without_it,
-    raises_its_own_of_it,
-    gathers_two,
     gathers_and_raises_all,
     lists_them,
     returns_them,
@@ -258,7 +216,6 @@ def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path: P
     assert isinstance(error, errors.DocumentFailed)
     assert isinstance(error, CkptError)
     assert type(error).__name__ == "DocumentFailed"
-    assert error.document is not None
     assert error.document.id == "id 0"
     assert isinstance(error.error, KeyError)
     assert error.payload is None
@@ -268,7 +225,6 @@ def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Pat
     with FakeServer(status=reject("text 0")) as server, pytest.raises(InferenceError, match=BAD) as caught:
         runner(tmp_path, server).run(documents(1))
     assert isinstance(caught.value.error, errors.RequestRejected)
-    assert caught.value.payload is not None
     assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
 
 
@@ -279,12 +235,6 @@ def test_a_failed_document_travels_to_another_process(tmp_path: Path) -> None:
     assert (type(there), str(there)) == (type(caught.value), str(caught.value))
     assert there.error == str(caught.value.error)
     assert (there.document, there.payload) == (None, None)
-
-
-def test_a_request_without_an_answer_is_an_inference_error(tmp_path: Path) -> None:
-    settings = {"request_max_attempts": 2, **STOPS_SOON}
-    with FakeServer(status=reject("text 1", status=503)) as server, pytest.raises(InferenceError, match="HTTP 503"):
-        runner(tmp_path, server, config=settings).run(documents(2))
 
 
 @pytest.mark.parametrize(

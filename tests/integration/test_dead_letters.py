@@ -18,7 +18,6 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentFailed,
     OutputMismatch,
-    TooManyDeadLetters,
     WorkerDied,
 )
 from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
@@ -27,6 +26,7 @@ from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.jobs import ask, documents, runner
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 BAD = {"id 1", "id 4"}
 
@@ -47,11 +47,6 @@ def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
 def ids(folder: Path, pattern: str = "*.jsonl") -> list[str]:
     files = sorted((folder / "output").glob(pattern))
     return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
-
-
-def test_by_default_the_rank_stops_at_the_first_failure(tmp_path: Path, server: FakeServer) -> None:
-    with pytest.raises(DocumentFailed, match=r"'id 1' \(number 1 of this rank\) failed: RuntimeError: cannot make"):
-        runner(tmp_path, server, fails_on_bad).run(documents(6))
 
 
 def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, server: FakeServer) -> None:
@@ -83,20 +78,6 @@ def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path: Pat
         reader = JsonlReader(str(tmp_path / "input"))
         reader.load_state_dict(letter["position"])
         assert next(iter(reader.run())).id == f"id {following}"
-
-
-def test_a_result_that_cannot_be_kept_is_a_dead_letter_too(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        return object()
-
-    runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(1))
-    assert letters(tmp_path)[0]["kind"] == "DocumentNotSerializable"
-
-
-def test_too_many_dead_letters_stop_the_rank(tmp_path: Path, server: FakeServer) -> None:
-    settings = {"on_document_error": "dead_letter", "max_dead_letters": 1}
-    with pytest.raises(TooManyDeadLetters, match=r"2 documents .* max_dead_letters=1 .*cannot make sense"):
-        runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
 
 
 def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
@@ -197,36 +178,12 @@ def test_a_rank_that_is_not_finished_is_not_retried(tmp_path: Path, server: Fake
 def test_the_command_line_retries_finished_ranks_and_refuses_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "input").mkdir()
-    for task in range(2):
-        rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 3, task * 3 + 3)]
-        (tmp_path / "input" / f"{task}.jsonl").write_text("\n".join(rows))
-    refused = [True]
-    status = lambda payload, times: 400 if refused and payload["messages"][-1]["content"] == "text 4" else None  # noqa: E731
+    monkeypatch.chdir(tmp_path)
+    job, refused = "job.yaml", [True]
+    status = lambda payload, times: 400 if refused and payload["messages"][-1]["content"] == "Say e" else None  # noqa: E731
     with FakeServer(status=status) as server:
-        (tmp_path / "job.yaml").write_text(
-            f"""
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 1
-    logging_dir: {tmp_path}/logs
-    pipeline:
-      - {{class_path: JsonlReader, init_args: {{data_folder: {tmp_path}/input}}}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: chat
-          config: {{server_type: endpoint, endpoint_url: "{server.url}", model_name_or_path: fake}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: {tmp_path}/output, output_filename: "${{rank}}_chunk_${{chunk_index}}.jsonl",
-                         compression: null}}
-          checkpoints_local_dir: {tmp_path}/checkpoints
-          skip_bad_requests: true
-"""
-        )
-        job = str(tmp_path / "job.yaml")
+        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+        write_job(tmp_path, text + "          skip_bad_requests: true\n", "abc", "def")
         assert main(["run", job, "--retry-dead-letters"]) == 2
         assert "2 of 2 ranks are not finished" in capsys.readouterr().err
         assert main(["run", job]) == 0
@@ -237,35 +194,6 @@ executor:
         assert main(["run", job, "--pipeline.1.retry_dead_letters=true"]) == 0
     assert "Rank 1: there are no dead letters to retry" in (tmp_path / "logs" / "logs" / "task_00001.log").read_text()
     assert ids(tmp_path, "*_retry1_*") == ["id 4"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_script_retries_ranks_that_are_complete(tmp_path: Path, workers: int) -> None:
-    bad, logs = {"text 1"}, tmp_path / "logs"
-    (tmp_path / "input").mkdir()
-    for task in range(2):
-        rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 3, task * 3 + 3)]
-        (tmp_path / "input" / f"{task}.jsonl").write_text("\n".join(rows))
-    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=status) as server:
-
-        def execute(retry: bool) -> OurExecutor:
-            step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
-            steps = [JsonlReader(str(tmp_path / "input")), step]
-            executor = OurExecutor(steps, tasks=2, workers=workers, logging_dir=str(logs))
-            executor.run()
-            return executor
-
-        execute(retry=False)
-        assert "id 1" not in ids(tmp_path)
-        bad.clear()
-        server.asked.clear()
-        assert execute(retry=True).skip_completed
-        assert set(server.asked) == {"text 1"}
-        assert ids(tmp_path, "*_retry1_*") == ["id 1"]
-        server.asked.clear()
-        execute(retry=False)
-        assert not server.asked
 
 
 def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server: FakeServer) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import yaml
-from datatrove.io import DataFolder
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
@@ -52,9 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my-model/generation_config.json").write_text('{"temperature": 0.6}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()  # it knows folders by relative names
-    yield tmp_path
-    DataFolder.clear_instance_cache()
+    return tmp_path
 
 
 # python --------------------------------------------------------------------------------------------------------------
@@ -258,23 +255,7 @@ def _run_export(line: str) -> None:
 
 # exit codes ----------------------------------------------------------------------------------------------------------
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    logging_dir: logs
-    workers: 1
-    pipeline:
-      - {class_path: JsonlReader, init_args: {data_folder: documents}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
-          config: {server_type: dummy, model_name_or_path: m}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-"""
+JOB = job_yaml("server_type: dummy, model_name_or_path: m", data="documents", output="out")
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,9 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor, executor
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     CkptError,
     ConfigError,
     Preempted,
-    ServerRefused,
     UnexpectedExit,
     WorkerDied,
 )
@@ -196,27 +194,6 @@ def test_several_workers_write_what_one_writes(tmp_path: Path) -> None:
             job(tmp_path / str(workers), server, workers).run()
         assert set(server.asked.values()) == {2}
     assert outputs(tmp_path / "1" / "output") == outputs(tmp_path / "3" / "output")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_other_settings_or_input_than_those_of_finished_ranks_are_refused(tmp_path: Path, workers: int) -> None:
-    write_inputs(tmp_path, 3)
-    with FakeServer() as server:
-        job(tmp_path, server, workers).run()
-        before = outputs(tmp_path / "output")
-        with pytest.raises(CheckpointMismatch, match="records_per_chunk"):
-            job(tmp_path, server, workers, records_per_chunk=4).run()
-        (tmp_path / "input" / "1.jsonl").write_text('{"id": "new", "text": "other"}\n')
-        with pytest.raises(CheckpointMismatch, match=r"1\.jsonl"):
-            job(tmp_path, server, workers).run()
-        assert set(server.asked.values()) == {1}
-    assert outputs(tmp_path / "output") == before
-
-
-def test_an_error_of_a_rank_in_a_worker_is_the_error_that_is_raised(tmp_path: Path) -> None:
-    write_inputs(tmp_path, 3)
-    with FakeServer(status=lambda payload, times: 403) as server, pytest.raises(ServerRefused, match="HTTP 403"):
-        job(tmp_path, server, 2).run()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError, InvalidFileName, OutputFailed
@@ -51,18 +51,6 @@ def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(
     assert found_ids == {"00000_00000_id 0.jsonl": ["id 0"], "00001_00000_id 1.jsonl": ["id 1"]}
     line = orjson.loads((tmp_path / "output" / "00000_00000_id 0.jsonl").read_bytes())
     assert line["metadata"]["rank"] == 7, "the document keeps what it says"
-
-
-def test_several_ranks_with_metadata_named_rank_lose_nothing_with_another_writer(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    import pyarrow.parquet
-
-    for rank in range(2):
-        output = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet", expand_metadata=True)
-        runner(tmp_path, server, output_writer=output).run([about(rank, rank=7)], rank, 2)
-    found = [pyarrow.parquet.read_table(path)["id"].to_pylist() for path in sorted((tmp_path / "output").iterdir())]
-    assert found == [["id 0"], ["id 1"]]
 
 
 # names stay inside ---------------------------------------------------------------------------------------------------

@@ -60,7 +60,6 @@ async def quotes(document: Document, generate: Any) -> Any:
     try:
         await generate(PAYLOAD)
     except InferenceError as error:
-        assert error.payload is not None
         assert error.payload["extra_headers"]["Authorization"] == SENT  # the rollout sees what it has sent
         raise ValueError(f"{FORGED} {error} {PAYLOAD} {os.environ['SOME_PASSPHRASE']}") from error
 

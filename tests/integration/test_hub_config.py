@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
@@ -53,9 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    DataFolder.clear_instance_cache()
-    yield tmp_path / "here"
-    DataFolder.clear_instance_cache()
+    return tmp_path / "here"
 
 
 def on_this_machine(name: str, server: FakeServer) -> str:

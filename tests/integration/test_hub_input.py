@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
-from datatrove.io import DataFolder
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 
@@ -32,11 +31,6 @@ from tests.hub import FakeHub
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
 REPOSITORY = "org/data"
-
-
-@pytest.fixture(autouse=True)
-def _no_folders_of_other_hubs() -> None:
-    DataFolder.clear_instance_cache()
 
 
 def parquet(first: int, count: int, size: int = 10) -> bytes:
@@ -128,17 +122,6 @@ def test_all_ranks_of_a_job_read_the_same_commit(hub: FakeHub, tmp_path: Path) -
         hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20)})
 
 
-def test_a_commit_that_is_gone_is_an_error(hub: FakeHub) -> None:
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    documents = read(HuggingFaceDatasetReader, options())
-    state = position_state(documents[3])
-    assert state is not None
-    reader = HuggingFaceDatasetReader(**options())
-    reader.load_state_dict(state | {"commit": "f" * 40})
-    with pytest.raises(InputError, match=REPOSITORY):
-        list(reader.run())
-
-
 def test_another_revision_is_refused(hub: FakeHub) -> None:
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
     documents = read(HuggingFaceDatasetReader, options())
@@ -161,15 +144,6 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
         read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "test"}))
 
 
-def test_a_token_that_has_expired_is_one_clear_error(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    with pytest.raises(InputError, match=r"'org/data' cannot be opened.*The token is wrong, or has expired") as raised:
-        read(HuggingFaceDatasetReader, options())
-    assert "mozilla" not in str(raised.value)
-    assert hub.expired_token not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
@@ -187,16 +161,6 @@ def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
         read(HuggingFaceDatasetReader, options())
     assert "mozilla" not in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_limit_or_an_outage_is_waited_for(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(retries, "_sleep", waits.append)
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    hub.fail("info", 503)
-    hub.fail("info", 429, skip=1, headers={"Retry-After": "900"})
-    assert len(read(HuggingFaceDatasetReader, options())) == 9
-    assert max(waits) == 900
 
 
 # ParquetReader ------------------------------------------------------------------------------------------
@@ -250,3 +214,80 @@ def test_the_first_line_of_a_file_on_the_hub_that_holds_no_documents(hub: FakeHu
     """As ``doctor`` looks for it, in the root of a repository."""
     hub.put("org/data", {".gitattributes": b"\n*.bin filter=lfs\n"})
     assert first_row(JsonlReader("hf://datasets/org/data"), ".gitattributes").text == "*.bin filter=lfs"
+
+
+# what cannot be read: one line each, with what to do ------------------------------------------------------------------
+
+LINES = b'{"id": "0", "text": "a"}\n{"id": "1", "text": "b"}\n'
+FILES = {ParquetReader: "part/0.parquet", JsonlReader: "part/0.jsonl"}
+
+
+def refused(reader: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        list(reader.run())
+    assert "\n" not in str(caught.value)
+    assert "hf_Fake" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture(params=[ParquetReader, JsonlReader])
+def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
+    """A reader for whose format there is a file of two documents in the repository."""
+    hub.put("org/input", {FILES[request.param]: parquet(0, 2) if request.param is ParquetReader else LINES})
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("place", "advice"),
+    [
+        ("org/none/part", "Correct data_folder, or restore the repository; if it is private or gated, set HF_TOKEN"),
+        ("org/input/other", "the folder does not exist there, or glob_pattern fits none. Correct data_folder"),
+        ("org/input@v2/part", "Correct the branch, tag or commit after the @ in data_folder."),
+    ],
+)
+def test_a_folder_that_is_not_there(kind: Any, place: str, advice: str) -> None:
+    said = refused(kind(f"hf://datasets/{place}"))
+    assert f"'hf://datasets/{place}'" in said
+    assert advice in said
+
+
+def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
+    assert "The token is wrong, or has expired. Set HF_TOKEN to a valid one" in refused(
+        kind("hf://datasets/org/input/part")
+    )
+
+
+@pytest.mark.parametrize("request_kind", ["tree", "resolve"])
+def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -> None:
+    hub.fail(request_kind, 403, times=None)
+    said = refused(kind("hf://datasets/org/input/part"))
+    assert "403 Forbidden" in said
+    assert "set HF_TOKEN to a token of an account that may read it" in said
+
+
+@pytest.mark.parametrize("what", ["file", "repository"])
+def test_what_vanishes_after_the_folder_was_listed(kind: Any, hub: FakeHub, what: str) -> None:
+    reader = kind("hf://datasets/org/input/part")
+    assert len(list(reader.run())) == 2
+    if what == "file":
+        hub.repo("org/input").commit("main", "by hand", "", hub.clock.now(), [], [FILES[kind]])
+    else:
+        hub.repos.clear()
+    said = refused(reader)  # which has the listing
+    assert said.startswith(
+        f"The input file {FILES[kind].removeprefix('part/')!r} in hf://datasets/org/input/part cannot"
+    )
+    assert ("was there when the folder was listed" in said) is (what == "file")
+    assert ("restore the repository" in said) is (what == "repository")
+
+
+def test_an_error_of_the_adapter_is_not_the_hubs(hub: FakeHub) -> None:
+    def adapter(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
+        return {"text": Path("nowhere").read_text()}
+
+    hub.put("org/input", {"part/0.jsonl": LINES, "part/0.parquet": parquet(0, 2)})
+    for kind, pattern in ((JsonlReader, "*.jsonl"), (ParquetReader, "*.parquet")):
+        reader = kind("hf://datasets/org/input/part", adapter=adapter, glob_pattern=pattern)
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            list(reader.run())

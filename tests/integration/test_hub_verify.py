@@ -118,14 +118,6 @@ def test_commits_of_an_earlier_release_name_no_hash(cli: Cli, hub: FakeHub) -> N
     assert (code, "00000_00000.jsonl is altered" in said) == (1, True)
 
 
-def test_a_listing_one_commit_behind_loses_nothing(cli: Cli, hub: FakeHub) -> None:
-    hub.lag_commits = 1
-    assert cli("run", "job.yaml")[0] == 0
-    code, said = cli("verify", "checkpoints")
-    assert (code, "no problem" in said) == (0, True)
-    assert cli("run", "job.yaml")[0] == 0
-
-
 def test_old_commits_are_not_waited_for(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("run", "job.yaml")[0] == 0
     monkeypatch.setattr(hub_lag, "LAG_LOOKS", (0.0, 3600.0))
@@ -135,27 +127,9 @@ def test_old_commits_are_not_waited_for(cli: Cli, hub: FakeHub, monkeypatch: pyt
     assert cli("run", "job.yaml")[0] == 1
 
 
-def test_verify_lists_many_files_with_few_requests(cli: Cli, hub: FakeHub) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    hub.put("org/data", {f"part/other_{number:05d}.parquet": b"PAR1" for number in range(3400)})
-    hub.requests.clear()
-    assert cli("verify", "checkpoints")[0] == 0
-    assert [request.kind for request in hub.requests] == ["tree"] * 4
-
-
 def beside(job: str) -> str:
     """The job with local folders of its own."""
     return job.replace("logging_dir: logs", "logging_dir: b/logs").replace("dir: checkpoints", "dir: b/checkpoints")
-
-
-def test_two_jobs_write_to_one_folder(cli: Cli, hub: FakeHub) -> None:
-    text = Path("job.yaml").read_text()
-    Path("b.yaml").write_text(beside(text.replace("${rank}_", "b_${rank}_")))
-    for job in ("job.yaml", "b.yaml", "job.yaml", "b.yaml"):
-        assert cli("run", job)[0] == 0
-    assert len(hub.files("org/data")) == 6 + len(CARD)
-    for checkpoints in ("checkpoints", "b/checkpoints"):
-        assert cli("verify", checkpoints, "--full")[0] == 0
 
 
 def test_two_jobs_with_equal_names_are_refused(cli: Cli, hub: FakeHub) -> None:
@@ -221,14 +195,87 @@ def test_a_first_listing_that_fails_for_a_moment_is_made_again(
         assert (code, said.count("Next attempt in")) == (0, 2)
 
 
-def test_a_hub_that_is_away_after_a_run_is_waited_for_five_minutes_at_most(
-    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+# a repository that vanishes after files were committed there ----------------------------------------------------------
+
+WRITER = """          class_path: HuggingFaceDatasetWriter
+            init_args: {dataset: org/data, local_working_dir: work, output_filename: "${rank}_${chunk_index}.jsonl"}
+"""
+
+
+def make_incomplete() -> None:
+    """As a job that was stopped after its files were committed."""
+    for marker in Path("logs/completions").iterdir():
+        marker.unlink()
+
+
+ACCEPTED = "--pipeline.1.accept_changes=true"
+GONE = "there is no dataset repository org/data, or this token may not see it, but this job has committed 3 files there"
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_run_names_the_files_that_were_there_and_the_ways_out(
+    cli: Cli, hub: FakeHub, server: FakeServer, complete: bool
 ) -> None:
     assert cli("run", "job.yaml")[0] == 0
-    remove(hub, FILES[0])
-    monkeypatch.setattr(hub_errors, "LOOK_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
-    hub.fail("paths-info", 503, times=None)
+    hub.repos.clear()
+    if not complete:
+        make_incomplete()
+    asked = len(server.payloads)
     code, said = cli("run", "job.yaml")
-    assert (code, "cannot be listed" in said) == (1, True)
-    assert "generation goes on" not in said
+    assert (code, GONE in said) == (1, True)
+    assert "Restore it or rename it back, or set output_folder to its new name and accept_changes to true" in said
+    assert "start anew with another checkpoints_local_dir and logging_dir" in said
+    assert "repos create" not in said
+    assert len(server.payloads) == asked
+
+
+def test_doctor_says_the_same_once(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    hub.repos.clear()
+    code, said = cli("doctor", "job.yaml")
+    assert (code, said.count(GONE)) == (1, 1)
+    assert "1 problem" in said
+    assert "repos create" not in said
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
+    cli: Cli, hub: FakeHub, complete: bool
+) -> None:
+    text = Path("job.yaml").read_text()
+    start, end = text.index("          class_path: JsonlWriter"), text.index("          checkpoints_local_dir")
+    Path("job.yaml").write_text(text[:start] + WRITER + text[end:])
+    assert cli("run", "job.yaml")[0] == 0
+    hub.repos.clear()
+    if not complete:
+        make_incomplete()
+    for command in ("doctor", "run"):
+        code, said = cli(command, "job.yaml")
+        assert (code, GONE in said) == (1, True)
+    assert not hub.repos
+
+
+def test_a_branch_that_is_gone(cli: Cli, hub: FakeHub) -> None:
+    hub.create_repo("org/data", branches=("v2",))
+    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data/part", "org/data@v2/part"))
+    assert cli("run", "job.yaml")[0] == 0
+    hub.create_repo("org/data")
+    make_incomplete()
+    code, said = cli("run", "job.yaml")
+    assert (code, "org/data has no branch 'v2', but this job has committed 3 files there" in said) == (1, True)
+
+
+def test_a_repository_under_a_new_name_goes_on_with_that_name(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    hub.repos["dataset", "org/new"] = hub.repos.pop(("dataset", "org/data"))
+    make_incomplete()
+    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data", "org/new"))
+    assert cli("run", "job.yaml", ACCEPTED)[0] == 0
+
+
+def test_files_of_another_repository_are_not_counted(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    make_incomplete()
+    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data", "org/misspelt"))
+    code, said = cli("run", "job.yaml", ACCEPTED)
+    assert (code, "hf repos create org/misspelt" in said, "has committed" in said) == (1, True, False)

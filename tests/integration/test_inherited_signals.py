@@ -31,24 +31,11 @@ IN_THIS_PROCESS = [
         "test_signals_the_user_names_and_no_others",
     )
 ]
-IN_OTHERS = [
-    "tests/unit/test_workers.py",
-    "tests/integration/test_pools.py",
-    "tests/integration/test_managers.py",
-    "tests/integration/test_signals.py",
-    "tests/integration/test_orphans.py",
-]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_below_a_parent_that_is_deaf_tests_of_signals_pass(workers: int) -> None:
     passes_below_a_deaf_parent(workers, *IN_THIS_PROCESS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_below_a_parent_that_is_deaf_commands_and_their_workers_hear_all_signals() -> None:
-    passes_below_a_deaf_parent(2, *IN_OTHERS)
 
 
 def passes_below_a_deaf_parent(workers: int, *chosen: str) -> None:

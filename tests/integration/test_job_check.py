@@ -8,13 +8,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor
-from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
@@ -27,26 +25,9 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.kept import content_of
+from tests.yaml_jobs import ENDPOINT, job_yaml
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 3
-    workers: 1
-    logging_dir: logs
-    pipeline:
-      - {{class_path: JsonlReader, init_args: {{data_folder: input}}}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {{class_path: PromptRollout, init_args: {{prompt: "Say {{text}}"}}}}
-          config: {{server_type: endpoint, endpoint_url: "{url}", model_name_or_path: fake}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: output, output_filename: "${{rank}}_${{chunk_index}}.jsonl", compression: null}}
-          checkpoints_local_dir: checkpoints
-          records_per_chunk: 2
-"""
+JOB = job_yaml(ENDPOINT, tasks=3) + "          records_per_chunk: 2\n"
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +64,12 @@ def run(
     """A job of three tasks with four documents each, in the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
     Path("input").mkdir()
     for task in range(3):
         rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 4, task * 4 + 4)]
         Path(f"input/{task}.jsonl").write_text("\n".join(rows))
-    Path("job.yaml").write_text(JOB.format(url=server.url))
-    yield Command(capsys, server)
-    DataFolder.clear_instance_cache()
+    Path("job.yaml").write_text(JOB.replace("URL", server.url))
+    return Command(capsys, server)
 
 
 def written() -> list[str]:
@@ -202,15 +181,6 @@ def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> Non
     assert "12 of 12 documents" in run()
 
 
-def test_reshard_is_no_advice_if_other_settings_differ_too(run: Command) -> None:
-    finish_one_task(run)
-    error = run("--executor.tasks=2", OTHER_MODEL, code=1)
-    assert "tasks: 3 -> 2" in error
-    assert 'model: "fake" -> "other"' in error
-    assert "Go on with the old settings, or choose another checkpoints_local_dir" in error
-    assert "datatrove-ckpt reshard" not in error
-
-
 def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) -> None:
     run("--pipeline.1.rollout_fn.prompt=Deny {text}", code=1)
     assert Path("checkpoints/00000/run.json").exists()
@@ -279,7 +249,7 @@ def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int)
 
 def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run: Command) -> None:
     text = Path("job.yaml").read_text()
-    reader = "      - {class_path: JsonlReader, init_args: {data_folder: input}}\n"
+    reader = "      - class_path: JsonlReader\n        init_args: {data_folder: input}\n"
     start = text.index("      - class_path: InferenceRunner")
     another = text[start:].replace("output_folder: output", "output_folder: other").replace(": checkpoints", ": second")
     writer = "      - {class_path: JsonlWriter, init_args: {output_folder: copies}}\n"
@@ -318,34 +288,6 @@ def test_check_job_refuses_a_step_that_would_get_no_documents(tmp_path: Path, se
         check_job(executor)
     with pytest.raises(ConfigError, match=r"pipeline\[2\] Own would get no documents"):
         check_job(LocalPipelineExecutor([NeedsNothing()], logging_dir=str(tmp_path / "2"), depends=executor))
-
-
-ROLLOUTS = """
-async def rewrite(document, generate):
-    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
-    if document.id == "id 3":
-        raise ValueError("what is this?")
-    return answer
-"""
-
-
-def test_a_corrected_rollout_is_refused_with_its_name_and_the_command_to_type(
-    run: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed = ("--pipeline.1.rollout_fn=my_rollouts.rewrite", "--executor.tasks=1")
-    Path("my_rollouts.py").write_text(ROLLOUTS)
-    assert "what is this?" in run(*typed, code=1)
-    Path("my_rollouts.py").write_text(ROLLOUTS.replace("id 3", "no such id"))
-    monkeypatch.delitem(sys.modules, "my_rollouts")
-    error = run(*typed, code=1)
-    assert "rollout_fn code: " in error
-    assert "(code of the function my_rollouts.rewrite)" in error
-    assert "or add --pipeline.1.accept_changes=true to the command to mix the two" in error
-    command = f"datatrove-ckpt run job.yaml {' '.join(typed)} --pipeline.1.accept_changes=true"
-    assert error.endswith(f"The whole command: {command}\n")
-    monkeypatch.delitem(sys.modules, "my_rollouts")
-    assert "12 of 12 documents" in run(*command.split()[3:])
-    monkeypatch.delitem(sys.modules, "my_rollouts")
 
 
 def test_the_command_in_the_last_line_works_as_printed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,13 +413,16 @@ def test_other_plain_functions_are_refused_for_documents_of_no_file_and_after_an
             executor(depends=depends).run()
 
 
-@pytest.mark.parametrize("steps", [[passes_on], [Hidden()], [Hidden(), passes_on, drop_odd, KEEPS_ALL]])
-def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer, steps: list[Any]) -> None:
+def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer) -> None:
     """A step that returns the documents as they are is seen by no rank."""
-    executor_of(two_files, server, *steps).run()
-    executor_of(two_files, server, *steps).run()
-    shutil.rmtree(two_files / "logs")
-    executor_of(two_files, server, *steps).run()
+    for steps in ([passes_on], [Hidden(), passes_on, drop_odd, KEEPS_ALL]):
+        executor_of(two_files, server, *steps).run()
+        executor_of(two_files, server, *steps).run()
+        shutil.rmtree(two_files / "logs")
+        executor_of(two_files, server, *steps).run()
+        shutil.rmtree(two_files / "checkpoints")
+        shutil.rmtree(two_files / "output")
+        shutil.rmtree(two_files / "logs")
 
 
 def test_ranks_that_finished_before_the_functions_were_recorded_are_left_alone(
@@ -491,45 +436,21 @@ def test_ranks_that_finished_before_the_functions_were_recorded_are_left_alone(
     executor_of(two_files, server).run()
 
 
-def test_a_run_with_another_function_that_finishes_in_between_is_noticed(
-    two_files: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = OurExecutor.run_ranks
-
-    def after_the_other(executor: OurExecutor) -> Any:
-        monkeypatch.setattr(OurExecutor, "run_ranks", original)
-        executor_of(two_files, server, drop_odd).run()
-        return original(executor)
-
-    monkeypatch.setattr(OurExecutor, "run_ranks", after_the_other)
-    with pytest.raises(CheckpointMismatch, match="then: reader -> drop_odd\n  now: reader\n"):
-        executor_of(two_files, server).run()
-
-
-def test_the_command_records_the_steps_as_it_was_given_them(run: Command) -> None:
-    run()
-    record = json.loads(Path("checkpoints/00000/shard.json").read_text())
-    assert [step["name"] for step in record["pipeline"]] == ["reader"]
-
-
-@pytest.mark.parametrize("loss", ["an output file", "an input file", "a rank's checkpoint", "nothing"])
-def test_what_datatroves_executor_skips_is_checked_before_it(tmp_path: Path, server: FakeServer, loss: str) -> None:
-    (tmp_path / "input").mkdir()
-    for task in range(2):
-        (tmp_path / f"input/{task}.jsonl").write_text(json.dumps({"id": str(task), "text": f"text {task}"}))
-
+def test_what_datatroves_executor_skips_is_checked_before_it(two_files: Path, server: FakeServer) -> None:
     def executor() -> LocalPipelineExecutor:
-        steps = [JsonlReader(str(tmp_path / "input")), runner(tmp_path, server)]
-        return LocalPipelineExecutor(steps, tasks=2, logging_dir=str(tmp_path / "logs"))
+        steps = [JsonlReader(str(two_files / "input")), runner(two_files, server)]
+        return LocalPipelineExecutor(steps, tasks=2, logging_dir=str(two_files / "logs"))
 
     check_before_run(executor())
     executor().run()
     check_before_run(executor())
-    if loss == "an output file":
-        next((tmp_path / "output").glob("*00001*")).unlink()
-    elif loss == "an input file":
-        (tmp_path / "input/1.jsonl").unlink()
-    elif loss == "a rank's checkpoint":
-        shutil.rmtree(tmp_path / "checkpoints/00001")
-    with nullcontext() if loss == "nothing" else pytest.raises(CkptError):
-        check_before_run(executor())
+    for lost in (
+        next((two_files / "output").glob("*00001*")),
+        two_files / "input/1.jsonl",
+        two_files / "checkpoints/00001",
+    ):
+        away = lost.rename(two_files / "away")
+        with pytest.raises(CkptError):
+            check_before_run(executor())
+        away.rename(lost)
+    check_before_run(executor())

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,15 +109,6 @@ def test_a_file_that_is_no_model_fails_with_its_log(tmp_path: Path) -> None:
     settings = InferenceConfig("llamacpp", str(path), server_start_max_retries=0)
     with pytest.raises(ServerStartFailed, match=r"(?s)llamacpp server exited with code .*log"):
         asyncio.run(make_server(settings, 0).start())
-
-
-def test_a_missing_gguf_is_one_clear_line() -> None:
-    module = "datatrove_ckpt.inference.servers.llamacpp"
-    command = [sys.executable, "-m", module, "--model", "/nowhere.gguf", "--port", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("model_name_or_path: there is no file /nowhere.gguf")
-    assert done.stderr.count("\n") == 1
 
 
 def job(folder: Path, documents: int = 24, too_long: int = 0, **changes: object) -> Job:

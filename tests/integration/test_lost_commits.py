@@ -59,15 +59,6 @@ def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
     assert call("verify", "checkpoints", "--full")[0] == 0
 
 
-def test_a_log_that_is_gone_is_damage_too(job: Path, call: Call) -> None:
-    assert call("run", "job.yaml")[0] == 0
-    (job / "checkpoints" / "00000" / "commits.jsonl").unlink()
-    forget_last_chunk(job)
-    code, said = call("run", "job.yaml")
-    assert code == 1
-    assert "00000/commits.jsonl is missing, for 0 documents, but" in said
-
-
 def test_where_nothing_proves_the_number_of_commits_files_are_to_be_kept(
     job: Path, call: Call, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,7 +76,6 @@ class Script:
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(folder)},
         )
-        assert self.popen.stdout is not None
         while not (line := self.popen.stdout.readline().strip()).isdecimal():
             assert line, "it failed"
         deadline = time.monotonic() + 300

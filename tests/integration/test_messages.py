@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import errno
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli import os_errors
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
-
-JOB = job_yaml(f"{ENDPOINT}, server_patience_seconds: 0.2") + "          records_per_chunk: 2\n"
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> Path:
     """A job that works, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
-    write_job(tmp_path, JOB.replace("URL", server.url), [f"text {n}" for n in range(5)])
+    write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(5)])
     return tmp_path
-
-
-def edit(job: Path, old: str, new: str) -> None:
-    text = (job / "job.yaml").read_text()
-    assert old in text
-    (job / "job.yaml").write_text(text.replace(old, new))
 
 
 def refused(job: Path, capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -43,107 +32,8 @@ def refused(job: Path, capfd: pytest.CaptureFixture[str], *arguments: str) -> st
     return said[said.rindex("error: ") :].strip()
 
 
-def llamacpp(job: Path, model: str) -> None:
-    text = (job / "job.yaml").read_text()
-    line = next(line for line in text.splitlines() if "server_type" in line)
-    config = f"          config: {{server_type: llamacpp, model_name_or_path: '{model}', server_start_max_retries: 0}}"
-    (job / "job.yaml").write_text(text.replace(line, config))
-
-
-def test_a_missing_model_file_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    llamacpp(job, "/nowhere/model.gguf")
-    assert "/nowhere/model.gguf" in refused(job, capfd)
-
-
-def test_a_missing_model_package_says_what_to_install(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    llamacpp(job, "package://no_such_package/model.gguf")
-    message = refused(job, capfd)
-    assert "no_such_package" in message
-    assert "pip install" in message
-
-
-def test_a_file_that_is_no_model_ends_with_the_servers_own_words(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (job / "model.gguf").write_text("not a model")
-    llamacpp(job, str(job / "model.gguf"))
-    assert "model.gguf" in refused(job, capfd)
-
-
-def test_a_wrong_model_name_is_the_servers_404(
-    job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FakeServer(status=lambda payload, times: 404) as server:
-        edit(job, (job / "job.yaml").read_text().split('endpoint_url: "')[1].split('"')[0], server.url)
-        message = refused(job, capfd)
-    assert "404" in message
-    assert "'fake'" in message or '"fake"' in message or "fake" in message
-
-
-@pytest.mark.usefixtures("real_ready_window")
-def test_an_endpoint_that_nobody_listens_at_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    edit(job, (job / "job.yaml").read_text().split('endpoint_url: "')[1].split('"')[0], url)
-    assert url in refused(job, capfd)
-
-
 def test_a_missing_input_folder_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    edit(job, "data_folder: input", "data_folder: nowhere")
-    assert "pipeline[0] JsonlReader: data_folder" in refused(job, capfd)
-
-
-def test_an_output_folder_that_cannot_be_written_is_named_before_anything_is_asked(
-    job: Path, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> None:
-    (job / "output").write_text("a file")
-    assert str(job / "output") in refused(job, capfd)
-    assert not server.asked
-
-
-def test_a_checkpoint_folder_that_cannot_be_written_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (job / "checkpoints").write_text("a file")
-    assert str(job / "checkpoints") in refused(job, capfd)
-
-
-def test_an_unknown_key_is_named_with_the_likely_one(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    edit(job, "data_folder: input", "data_folder: input, limt: 3")
-    assert refused(job, capfd) == 'error: pipeline[0] JsonlReader: unknown key "limt", did you mean "limit"?'
-
-
-def test_a_template_by_which_tasks_would_write_one_file_is_refused_before_anything_starts(
-    job: Path, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> None:
-    edit(job, "${rank}_${chunk_index}", "${chunk_index}")
-    assert "2 tasks would write the same files" in refused(job, capfd, "--executor.tasks=2")
-    assert not (job / "logs").exists()
-    assert not server.asked
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "field"),
-    [
-        ("model_name_or_path: fake", "model_name_or_path: other", 'model: "fake" -> "other"'),
-        ("Say {text}", "Sing {text}", 'rollout_fn.prompt: "Say {text}" -> "Sing {text}"'),
-        ("records_per_chunk: 2", "records_per_chunk: 3", "records_per_chunk: 2 -> 3"),
-    ],
-)
-def test_another_setting_on_the_same_checkpoint_is_named_and_nothing_is_lost(
-    job: Path, capfd: pytest.CaptureFixture[str], server: FakeServer, old: str, new: str, field: str
-) -> None:
-    fails = [True]
-    server._status = lambda payload, times: 400 if fails and "text 3" in payload["messages"][-1]["content"] else None
-    assert "'id 3'" in refused(job, capfd)
-    before = {name: data for name, data in outputs(job / "checkpoints").items() if not name.endswith(("lock", "-wal"))}
-    edit(job, old, new)
-    message = refused(job, capfd)
-    assert field in message
-    after = outputs(job / "checkpoints")
-    assert {name: after[name] for name in before} == before
-    edit(job, new, old)
-    fails.clear()
-    assert main(["run", "job.yaml", "--pipeline.1.retry_errors=true"]) == 0
-    assert "5 of 5 documents are in 3 files" in capfd.readouterr().out
-    assert set(server.asked.values()) == {1, 2}
+    assert "pipeline[0] JsonlReader: data_folder" in refused(job, capfd, "--pipeline.0.data_folder=nowhere")
 
 
 def test_a_full_disk_below_the_logs_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

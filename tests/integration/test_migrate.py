@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.testing import outputs
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, text_of, write_input
 
 YAML = """\
@@ -45,7 +45,6 @@ def datatrove() -> Iterator[Datatrove]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
     return tmp_path
 
 
@@ -143,7 +142,7 @@ def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: st
     return Move(number, kept_documents, again, missing.total(), there.total(), max(0, repeated - again))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_run_of_datatroves_that_was_killed_goes_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) -> None:
     kill_and_go_on(folder, call, datatrove, seed)
 
@@ -183,4 +182,27 @@ def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Cal
         assert written(folder) == expected(23)
         firsts = {f"first {text_of(n)}" for n in range(9)}
         assert {text for text in firsts if killer.server.asked[text] > asked[text]} == set()
+        assert call("verify", "job.yaml", "--full")[0] == 0
+
+
+# older releases of datatrove ------------------------------------------------------------------------------------------
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_killed_run_of_an_older_release_goes_on(folder: Path, call: Call, release: str, in_place: bool) -> None:
+    shutil.copytree(DATA / f"datatrove_{release}", folder, dirs_exist_ok=True)
+    with FakeServer() as server:
+        write_yaml(folder, server.url, "checkpoints" if in_place else "ours")
+        code, out, error = call("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped")
+        assert code == 0, error
+        (rank,) = json.loads(out)["ranks"]
+        assert [(chunk["finished"], chunk["written"]) for chunk in rank["chunks"]] == [(True, 4), (True, 3), (False, 2)]
+        assert json.loads(out)["made_with"]["same_settings"], "executor.json tells the model"
+        code, _, error = call("run", "job.yaml")
+        assert code == 0, error
+        assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
+        assert written(folder) == expected(11)
         assert call("verify", "job.yaml", "--full")[0] == 0

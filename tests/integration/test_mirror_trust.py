@@ -14,7 +14,7 @@ import pytest
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Part, Versions, decode_answers
+from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions, decode_answers
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.seal import ADOPT_VARIABLE, Seal
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
@@ -137,23 +137,6 @@ def test_an_object_is_read_no_further_than_its_manifest_says(job: Job) -> None:
 def test_an_answer_of_another_shape_is_damage(line: str) -> None:
     with pytest.raises(Damaged, match="an answer"):
         list(decode_answers(line.encode()))
-
-
-def test_an_empty_first_version_is_restored_although_run_json_tells_of_commits(job: Job) -> None:
-    """As of a job that had a checkpoint before it had a mirror, and whose node was lost during the first upload."""
-    job.run_until("text 4 again")
-    first, *others = manifests(job)
-    for path in others:
-        path.unlink()
-
-    def empty(content: dict[str, Any]) -> None:
-        content["run"]["owner"]["commits"] = 1
-        content.update(files={}, answers=[])
-
-    rewrite(first, empty)
-    restored(job)
-    with FakeServer() as server:
-        job.run(server)
 
 
 # seals ---------------------------------------------------------------------------------------------------------------
@@ -290,14 +273,3 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job: Job, key: str
     nothing = type("Nothing", (), {"env": {}})
     vars(process).update(lease=nothing, _command=nothing, _record=None)
     assert key not in process._environment().values()
-
-
-def test_a_manifest_without_a_key_is_as_before(job: Job) -> None:
-    """An older release can read it."""
-    part = Part("0" * 16 + "-000000", 3, "0" * 32)
-    manifest = Manifest(
-        {"format": 1, "owner": {"nonce": "0" * 16, "earlier": {}}}, {"commits.jsonl": [part]}, [], False
-    )
-    fields = orjson.loads(manifest.to_json("now"))
-    assert list(fields) == ["format", "run", "files", "answers", "finished", "when"]
-    assert list(fields["files"]["commits.jsonl"][0]) == ["name", "size", "xxh128"]

@@ -25,6 +25,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
@@ -71,15 +72,6 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
         assert found["documents_in_progress"] == found["requests_in_flight"] == 0
 
 
-def test_ranks_that_follow_each_other_in_one_process_are_shown_together(tmp_path: Path, host: str) -> None:
-    settings = MonitoringConfig(metrics_port=PORT, metrics_host=host)
-    with FakeServer() as server:
-        for rank in range(3):
-            runner(tmp_path, server, monitoring=settings).run(documents(rank + 1), rank, 3)
-    found = waited_for(lambda: get(host))
-    assert [samples(found, rank=str(rank))["documents_total"] for rank in range(3)] == [1, 2, 3]
-
-
 def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path) -> None:
     async def fails_at_5(document: Any, generate: Any) -> Any:
         if document.id == "id 5" and failing:
@@ -116,39 +108,23 @@ def test_without_checkpoints_there_are_metrics_too(tmp_path: Path) -> None:
     assert found["rank_state done"] == 1
 
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 2
-    logging_dir: {folder}/logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {{data_folder: {folder}/documents}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: chat
-          config: {{server_type: endpoint, endpoint_url: "{url}", model_name_or_path: fake}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: {folder}/output, output_filename: "${{rank}}_${{chunk_index}}.jsonl"}}
-          checkpoints_local_dir: {folder}/checkpoints
-          monitoring: {{metrics_port: {port}, metrics_host: {host}, metrics_file: $PROM_FOLDER/books.prom}}
-"""
+MONITORING = "          monitoring: {metrics_port: %d, metrics_host: %s, metrics_file: $PROM_FOLDER/books.prom}\n"
+
+
+def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of two tasks with metrics at a port and in files, in the working directory."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PROM_FOLDER", str(folder / "prom"))
+    (folder / "prom").mkdir()
+    text = job_yaml(ENDPOINT.replace("URL", url), tasks=2).replace("workers: 1", "workers: 2")
+    write_job(folder, text + MONITORING % (PORT, host), "a", "b")
 
 
 def test_all_ranks_of_a_command_are_at_one_port(tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "prom"))
-    (tmp_path / "prom").mkdir()
-    (tmp_path / "documents").mkdir()
-    for name in "ab":
-        (tmp_path / f"documents/{name}.jsonl").write_text(f'{{"text": "{name}", "id": "{name}"}}\n')
     with FakeServer(hold_after=0) as server:
-        text = JOB.format(folder=tmp_path, url=server.url, host=host, port=PORT)
-        (tmp_path / "job.yaml").write_text(text)
-        command = [sys.executable, "-m", "datatrove_ckpt", "run", str(tmp_path / "job.yaml")]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        write_files(tmp_path, server.url, host, monkeypatch)
+        command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
             try:
                 waited_for(lambda: get(host).count('requests_in_flight{rank="0",run="' + tmp_path.name + '"} 1.0'))
                 waited_for(lambda: get(host).count('requests_in_flight{rank="1",run="' + tmp_path.name + '"} 1.0'))
@@ -193,20 +169,15 @@ def test_a_database_needs_all_of_mlflow(uri: str, monkeypatch: pytest.MonkeyPatc
 def test_doctor_finds_a_missing_package(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "documents").mkdir()
-    (tmp_path / "documents/a.jsonl").write_text('{"text": "a", "id": "a"}\n')
-    (tmp_path / "prom").mkdir()
-    monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "prom"))
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB.format(folder=tmp_path, url=server.url, host="127.0.0.1", port=PORT))
-    main(["doctor", str(path)])
+    write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
+    main(["doctor", "job.yaml"])
     assert "ok       monitoring, ready: everything that it needs is installed here." in capsys.readouterr().out
     monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
-    main(["doctor", str(path)])
+    main(["doctor", "job.yaml"])
     said = capsys.readouterr().out
     assert f"warning  monitoring, ready: monitoring.metrics_file: there is no folder {tmp_path}/missing here" in said
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    assert main(["doctor", str(path)]) == 1
+    assert main(["doctor", "job.yaml"]) == 1
     assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in capsys.readouterr().out
 
 
@@ -238,23 +209,6 @@ def test_a_rank_whose_checkpoint_cannot_be_closed_is_shown_as_failed(
     with FakeServer() as server, pytest.raises(OSError, match="the disk is gone"):
         runner(tmp_path, server, monitoring=settings).run(documents(2))
     assert samples((tmp_path / "a_00000.prom").read_text())["rank_state failed"] == 1
-
-
-def test_prometheus_client_is_loaded_before_threads_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that import it at the same moment may each see half of it."""
-    called: list[str] = []
-    start = MetricsFile.start
-
-    def started(file: MetricsFile) -> None:
-        called.append("start")
-        start(file)
-
-    monkeypatch.setattr(exporter.prometheus, "load", lambda: called.append("load"))
-    monkeypatch.setattr(MetricsFile, "start", started)
-    settings = MonitoringConfig(metrics_file=str(tmp_path / "a.prom"))
-    with FakeServer() as server:
-        runner(tmp_path, server, monitoring=settings).run(documents(2))
-    assert called == ["load", "start"]
 
 
 def test_the_last_version_of_a_metrics_file_is_written_whatever_failed_before(tmp_path: Path, log: list[str]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,25 +56,6 @@ def test_what_reshard_writes_has_its_format_and_version(job: Job) -> None:
     written = [content_of(path) for path in (*job.checkpoints.glob("0*/run.json"), job.checkpoints / "job.json")]
     assert {(content["format"], content["written_by"]) for content in written} == {(FORMAT, __version__)}
     job.finish(3)
-
-
-def test_a_run_with_other_tasks_is_relocated(job: Job) -> None:
-    job.stop_in_the_middle(2, some(job, 2))
-    job.reshard(2, 3)
-    other = elsewhere(job, "checkpoints", "output")
-    shutil.rmtree(job.checkpoints)
-    shutil.rmtree(job.folder / "output")
-    assert main(["relocate", str(other.checkpoints), "--output", str(other.folder / "output")]) == 0
-    other.finish(3)
-
-
-def test_a_run_with_more_tasks_is_forked(job: Job) -> None:
-    job.stop_in_the_middle(2, some(job, 3))
-    job.reshard(2, 5)
-    new = elsewhere(job)
-    assert fork(job, new) == 0
-    new.finish(5)
-    job.finish(5)
 
 
 def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(
@@ -159,17 +138,6 @@ def state_of(job: Job, what: str | None = None) -> RunState:
         return read_run_state(place)
 
 
-def test_status_counts_the_tasks_that_there_are_no_more(job: Job) -> None:
-    job.stop_in_the_middle(4, some(job, 9))
-    job.reshard(4, 2)
-    state = state_of(job)
-    assert (state.tasks, state.foreign, state.missing, state.totals.not_started) == (2, [], [], 0)
-    assert not state.is_finished
-    job.finish(2)
-    assert state_of(job).is_finished
-    assert state_of(job).totals.documents == len(job.ids)
-
-
 def test_what_is_said_of_a_mirror_counts_the_tasks_that_there_are_no_more(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,34 +194,6 @@ def test_status_tells_a_fork_that_has_not_started(job: Job, capsys: pytest.Captu
     new.stop_in_the_middle(2, some(job, 10), ranks=[1])
     assert main(["status", str(new.checkpoints)]) == 0
     assert "Run the command that started it again" in capsys.readouterr().out
-
-
-def refusing(texts: set[str]) -> Callable[[dict[str, Any], int], int | None]:
-    """So that a task is not finished."""
-    return lambda payload, times: 403 if payload["messages"][-1]["content"][-1] in texts else None
-
-
-def test_a_retry_of_dead_letters_names_the_number_of_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """datatrove would say that none of the tasks is finished."""
-    monkeypatch.chdir(tmp_path)
-    with FakeServer(
-        status=lambda payload, times: 403 if payload["messages"][-1]["content"].endswith("c") else None
-    ) as server:
-        write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
-        assert main(["run", "job.yaml"]) == 1
-    assert main(["reshard", "job.yaml", "--tasks", "3"]) == 0
-    capsys.readouterr()
-    assert main(["run", "job.yaml", "--retry-dead-letters"]) == 1
-    assert "tasks: 3 -> 2" in capsys.readouterr().err
-    plan = Path("checkpoints", RESHARD_PLAN)
-    plan.parent.mkdir()
-    plan.write_bytes(ReshardPlan(2, 3, 1).to_json())
-    for tasks in ("2", "3"):
-        for flag in ("--retry-dead-letters", "--dry-run"):
-            assert main(["run", "job.yaml", flag, f"--executor.tasks={tasks}"]) == 1
-            assert "was interrupted while it changed" in capsys.readouterr().err
 
 
 def test_verify_compares_the_new_number_of_tasks_with_the_file(

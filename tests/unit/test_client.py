@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
@@ -182,31 +183,85 @@ class Outcome:
             self.stats = client.stats
 
 
-def test_a_chat_answer_is_parsed() -> None:
-    outcome = Outcome(answer(http(200, chat("hello", "length", reasoning_content="because"))))
-    assert outcome.result == Completion("hello", "length", {"total_tokens": 3}, "because")
+def choices(*found: dict[str, Any]) -> bytes:
+    return json.dumps({"choices": list(found)}).encode()
 
 
-def test_an_answer_without_content_is_empty_text() -> None:
-    assert Outcome(answer(http(200, chat(None)))).result == Completion("", "stop", {"total_tokens": 3})
+TEXTS: list[tuple[Any, Any]] = [
+    (None, ""),
+    ("a\ud800b", "a\ufffdb"),
+    ("\ud83d\ude00 é", "\U0001f600 é"),
+    ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
+    ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
+    ([{"text": "one "}, "two"], "one two"),
+    ([], ""),
+]
+PARTS_THAT_ARE_NO_TEXT: list[Any] = [
+    [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "data:x"}}],
+    [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}],
+    [{"type": "refusal", "refusal": "no"}],
+]
+INDEXED = [{"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"} for index in (2, 0, 1)]
+HI = Completion("hi", "stop", {"total_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        (
+            http(200, chat("hello", "length", reasoning_content="because")),
+            Completion("hello", "length", {"total_tokens": 3}, "because"),
+        ),
+        *((http(200, chat(content)), replace(HI, text=text)) for content, text in TEXTS),
+        *((http(200, chat(content)), replace(HI, text=content)) for content in PARTS_THAT_ARE_NO_TEXT),
+        *(
+            (http(200, chat(finish_reason=reason)), replace(HI, finish_reason=reason))
+            for reason in ("tool_calls", "content_filter", "eos_token", "timeouts")
+        ),
+        *((http(200, b'{"error": ' + error + b", " + chat()[1:]), HI) for error in (b"null", b'""', b"{}")),
+        (http(200, choices(*INDEXED)), Completion("choice 0", "stop", {})),
+        (http(200, choices(INDEXED[0])), Completion("choice 2", "stop", {})),
+    ],
+)
+def test_an_answer_is_parsed(reply: bytes, result: Completion) -> None:
+    assert Outcome(answer(reply)).result == result
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings", "result"),
+    [
+        (chunked, {}, HI),
+        (
+            answer(http(200, choices({"text": "hello", "finish_reason": "stop"}))),
+            {"use_chat": False},
+            Completion("hello", "stop", {}),
+        ),
+        (
+            answer(http(200, choices({"message": {"content": "hi"}}))),
+            {"accept_null_finish_reason": True, **KINDS["endpoint"]},
+            Completion("hi", None, {}),
+        ),
+    ],
+)
+def test_an_answer_of_another_shape_is_parsed(reply: Reply, settings: dict[str, Any], result: Completion) -> None:
+    outcome = Outcome(reply, **settings)
+    assert outcome.result == result
+    path = "chat/completions" if settings.get("use_chat", True) else "completions"
+    assert outcome.server.requests[0][0].startswith(f"POST /v1/{path} ".encode())
 
 
 @pytest.mark.parametrize(
     ("url", "chat_url"),
     [
         ("http://h:1", "http://h:1/v1/chat/completions"),
-        ("http://h:1/", "http://h:1/v1/chat/completions"),
-        ("http://h/v1", "http://h/v1/chat/completions"),
         ("http://h/v1/", "http://h/v1/chat/completions"),
         ("https://h/api/openai/v3", "https://h/api/openai/v3/chat/completions"),
-        ("https://h/v1beta/openai/", "https://h/v1beta/openai/chat/completions"),
         ("https://h/a%2Fb/v2", "https://h/a%2Fb/v2/chat/completions"),
         (
             "https://h/openai/deployments/m?api-version=1",
             "https://h/openai/deployments/m/chat/completions?api-version=1",
         ),
         ("https://h/x/chat/completions?api-version=1", "https://h/x/chat/completions?api-version=1"),
-        ("https://h/chat/completions", "https://h/chat/completions"),
         ("https://h/x/completions/", "https://h/x/chat/completions"),
     ],
 )
@@ -216,13 +271,6 @@ def test_the_path_of_a_url_is_taken_as_given(url: str, chat_url: str) -> None:
     assert str(HiddenUrl(url).api("completions").reveal()) == plain
 
 
-def test_a_completion_answer_is_parsed() -> None:
-    body = json.dumps({"choices": [{"text": "hello", "finish_reason": "stop"}]}).encode()
-    outcome = Outcome(answer(http(200, body)), use_chat=False)
-    assert outcome.result == Completion("hello", "stop", {})
-    assert outcome.server.requests[0][0].startswith(b"POST /v1/completions ")
-
-
 BEYOND = "1" + "0" * 30
 
 
@@ -230,7 +278,6 @@ BEYOND = "1" + "0" * 30
     ("usage", "kept"),
     [
         ('{"prompt_tokens": 3, "completion_tokens": 4.0}', {"prompt_tokens": 3, "completion_tokens": 4}),
-        ('{"prompt_tokens": "3", "completion_tokens": [4]}', {}),
         ('{"prompt_tokens": -1, "completion_tokens": 18446744073709551616}', {}),
         (f'{{"prompt_tokens": {BEYOND}, "cost": {BEYOND}, "completion_tokens": true}}', {"cost": 1e30}),
         ('{"prompt_tokens": NaN, "cost": Infinity, "total_tokens": 1e400}', {}),
@@ -241,8 +288,6 @@ BEYOND = "1" + "0" * 30
         ),
         ('{"list": [1, "a", [NaN]]}', {"list": [1, "a", []]}),
         ('{"a": ' + '{"a": ' * 300 + "1" + "}" * 300 + "}", None),
-        ("[1]", {}),
-        ('"many"', {}),
         ("null", {}),
     ],
 )
@@ -255,43 +300,6 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
     orjson.dumps(result.usage)
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("a\ud800b", "a\ufffdb"),
-        ("\ud83d\ude00 é", "\U0001f600 é"),
-        ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
-        ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
-        (["one ", "two"], "one two"),
-        ([{"text": "one "}, "two"], "one two"),
-        ([], ""),
-    ],
-)
-def test_a_text_that_is_only_odd_is_made_fit(content: Any, text: str) -> None:
-    assert Outcome(answer(http(200, chat(content)))).result == Completion(text, "stop", {"total_tokens": 3})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "data:x"}}],
-        [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}],
-        [{"type": "refusal", "refusal": "no"}],
-    ],
-)
-def test_parts_that_are_no_text_are_passed_on_as_they_are(content: Any) -> None:
-    assert Outcome(answer(http(200, chat(content)))).result == Completion(content, "stop", {"total_tokens": 3})
-
-
-@pytest.mark.parametrize(
-    "reason", ["length", "tool_calls", "function_call", "content_filter", "eos", "eos_token", "end_turn", "timeouts"]
-)
-def test_another_finish_reason_is_an_end(reason: str) -> None:
-    assert Outcome(answer(http(200, chat(finish_reason=reason)))).result == Completion(
-        "hi", reason, {"total_tokens": 3}
-    )
-
-
 def test_a_stop_string_of_the_request_is_an_end() -> None:
     async def run() -> None:
         reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
@@ -301,25 +309,6 @@ def test_a_stop_string_of_the_request_is_an_end() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("error", [b"null", b'""', b"{}"])
-def test_an_empty_error_is_none(error: bytes) -> None:
-    assert Outcome(answer(http(200, b'{"error": ' + error + b", " + chat()[1:]))).result == Completion(
-        "hi", "stop", {"total_tokens": 3}
-    )
-
-
-def test_of_several_choices_the_one_with_index_0_is_taken() -> None:
-    choices = [
-        {"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"} for index in (2, 0, 1)
-    ]
-    assert Outcome(answer(http(200, json.dumps({"choices": choices}).encode()))).result == Completion(
-        "choice 0", "stop", {}
-    )
-    assert Outcome(answer(http(200, json.dumps({"choices": choices[:1]}).encode()))).result == Completion(
-        "choice 2", "stop", {}
-    )
-
-
 def test_the_body_is_sent_as_it_is_with_the_key() -> None:
     head, body = Outcome(GOOD).server.requests[0]
     assert head.startswith(b"POST /v1/chat/completions ")
@@ -327,17 +316,14 @@ def test_the_body_is_sent_as_it_is_with_the_key() -> None:
     assert body == BODY
 
 
-def test_a_chunked_answer_is_parsed() -> None:
-    assert Outcome(chunked).result == Completion("hi", "stop", {"total_tokens": 3})
-
-
 @pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
 def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
-    outcome = Outcome(answer(http(status, b"x" * 5000)))
+    outcome = Outcome(answer(http(status, b"503 try again later" + b"x" * 5000, "Retry-After: 1")))
     assert isinstance(outcome.result, RequestRejected)
     assert outcome.result.status == status
-    assert outcome.result.body == "x" * 2000
+    assert len(outcome.result.body) == 2000
     assert len(outcome.server.requests) == 1
+    assert isinstance(Outcome(then_close(http(status, b"bad")[:-1])).result, RequestRejected), "although it is torn"
 
 
 @pytest.mark.parametrize("status", [301, 307, 401, 402, 403, 404, 405, 406, 407, 410, 421, 451])
@@ -387,10 +373,29 @@ UNFINISHED = {
 }
 
 
+NO_REASON = UNFINISHED["finish_reason null"]
+NOTHING = answer(http(200, chat("", None)))
+
+
+@pytest.mark.parametrize(
+    ("replies", "settings"),
+    [
+        ([NO_REASON] * 4, {"request_max_attempts": 1, **KINDS["endpoint"]}),
+        ([NO_REASON] * 3, {"server_type": "vllm"}),
+        ([NOTHING] * 3, KINDS["endpoint"]),
+        ([NOTHING] * 2, {"accept_null_finish_reason": True, **KINDS["endpoint"]}),
+        ([UNFINISHED["status 503"], UNFINISHED["reset"]] * 8, {}),
+        ([answer(http(503, b"BadRequestError: 400 404 Unauthorized"))], {}),
+    ],
+)
+def test_a_server_that_comes_back_costs_nothing(replies: list[Reply], settings: dict[str, Any]) -> None:
+    assert Outcome(*replies, GOOD, **settings).result == HI
+
+
 @pytest.mark.parametrize("name", UNFINISHED)
 def test_what_may_pass_is_tried_again(name: str) -> None:
     outcome = Outcome(UNFINISHED[name], GOOD)
-    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
+    assert outcome.result == HI
     assert (outcome.stats.requests, outcome.stats.retries, outcome.stats.answers) == (2, 1, 1)
     assert outcome.stats.in_flight == 0
     assert 0 <= outcome.sleeps[0] <= 0.5
@@ -406,7 +411,6 @@ def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name
 
 
 NO_REASON = UNFINISHED["finish_reason null"]
-EMPTY = answer(http(200, b'{"choices": [{"message": {"content": ""}, "finish_reason": null}]}'))
 
 
 @pytest.mark.parametrize("server_type", ["endpoint", "custom"])
@@ -421,12 +425,6 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: 
     assert outcome.stats.answers == 0
 
 
-@pytest.mark.parametrize("nulls", [1, 2, 4])
-def test_a_server_that_stops_and_comes_back_costs_nothing(nulls: int) -> None:
-    outcome = Outcome(*[NO_REASON] * nulls, GOOD, request_max_attempts=1, **KINDS["endpoint"])
-    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
-
-
 @pytest.mark.parametrize("server_type", ["endpoint", "custom"])
 @pytest.mark.parametrize("reason", [None, ""])
 def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(server_type: str, reason: Any) -> None:
@@ -434,17 +432,6 @@ def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(serv
     outcome = Outcome(reply, accept_null_finish_reason=True, **KINDS[server_type])
     assert outcome.result == Completion("hi", reason, {"total_tokens": 3})
     assert (outcome.stats.requests, outcome.stats.without_reason) == (1, 1)
-
-
-def test_a_missing_finish_reason_is_none() -> None:
-    raw = answer(http(200, b'{"choices": [{"message": {"content": "hi"}}]}'))
-    assert Outcome(raw, accept_null_finish_reason=True, **KINDS["endpoint"]).result == Completion("hi", None, {})
-
-
-def test_an_empty_answer_without_a_finish_reason_is_never_believed() -> None:
-    empty = answer(http(200, chat("", None)))
-    outcome = Outcome(empty, empty, GOOD, accept_null_finish_reason=True, **KINDS["endpoint"])
-    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
 
 
 @pytest.mark.parametrize("accepted", [False, True])
@@ -479,21 +466,6 @@ def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed() -> 
             assert {one.finish_reason for one in answers} == {"stop"}
 
     asyncio.run(run())
-
-
-def test_an_engine_that_we_launch_always_gives_a_finish_reason() -> None:
-    outcome = Outcome(NO_REASON, NO_REASON, NO_REASON, GOOD, server_type="vllm")
-    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
-
-
-def test_nothing_at_all_is_no_answer() -> None:
-    outcome = Outcome(EMPTY, EMPTY, EMPTY, GOOD, **KINDS["endpoint"])
-    assert outcome.result == Completion("hi", "stop", {"total_tokens": 3})
-
-
-def test_a_server_that_is_back_before_the_patience_ends_costs_nothing() -> None:
-    outcome = Outcome(*[UNFINISHED["status 503"], UNFINISHED["reset"]] * 8, GOOD)
-    assert isinstance(outcome.result, Completion)
 
 
 def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
@@ -569,19 +541,6 @@ def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
     asyncio.run(play())
 
 
-def test_a_503_that_quotes_bad_request_is_still_retried() -> None:
-    assert isinstance(Outcome(answer(http(503, b"BadRequestError: 400 404 Unauthorized")), GOOD).result, Completion)
-
-
-def test_a_400_that_promises_better_times_is_still_rejected() -> None:
-    outcome = Outcome(answer(http(400, b"503 try again later", "Retry-After: 1")))
-    assert isinstance(outcome.result, RequestRejected)
-
-
-def test_a_status_counts_although_its_body_is_torn() -> None:
-    assert isinstance(Outcome(then_close(http(400, b"bad")[:-1])).result, RequestRejected)
-
-
 class PatientlyConnecting(PlainTransport):
     """Does not limit the time of the connect by ``timeout``, because a busy machine may need longer than that."""
 
@@ -621,17 +580,15 @@ def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
         ("-3", 0, 0.5),
         ("nan", 0, 0.5),
         ("soon", 0, 0.5),
+        (60, 40, 60),  # a date, so many seconds from now
+        (-60, 0, 0.5),
+        (9999, 120, 120),
     ],
 )
-def test_retry_after_is_respected(header: str, low: float, high: float) -> None:
-    outcome = Outcome(answer(http(429, b"", f"Retry-After: {header}")), GOOD)
+def test_retry_after_is_respected(header: str | int, low: float, high: float) -> None:
+    given = formatdate(time.time() + header, usegmt=True) if isinstance(header, int) else header
+    outcome = Outcome(answer(http(429, b"", f"Retry-After: {given}")), GOOD)
     assert low <= sum(outcome.sleeps) <= high + 1e-9
-
-
-@pytest.mark.parametrize(("ahead", "low", "high"), [(60, 40, 60), (-60, 0, 0.5), (9999, 120, 120)])
-def test_retry_after_may_be_a_date(ahead: int, low: float, high: float) -> None:
-    date = formatdate(time.time() + ahead, usegmt=True)
-    assert low <= sum(Outcome(answer(http(503, b"", f"Retry-After: {date}")), GOOD).sleeps) <= high + 1e-9
 
 
 BUSY = answer(http(429, b"", "Retry-After: 3600"))
@@ -643,29 +600,6 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: li
     assert sum(outcome.sleeps) == pytest.approx(10)
     assert len(outcome.server.requests) <= 4, "one more attempt when the patience ends"
     assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
-
-
-def test_a_request_that_is_asked_to_wait_alone_has_ten_times_the_patience() -> None:
-    async def play() -> None:
-        sleeps = Sleeps()
-
-        async def sleep(seconds: float) -> None:
-            await client.complete(b"{}")
-            await sleeps(seconds)
-
-        async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-            await (BUSY if server.requests[-1][1] == BODY else GOOD)(server, writer)
-
-        settings = config(server_patience_seconds=10.0, request_max_attempts=2)
-        async with (
-            serving(reply) as (_, url),
-            CompletionClient(settings, [url], None, sleep=sleep, clock=sleeps.clock) as client,
-        ):
-            with pytest.raises(RequestFailed):
-                await client.complete(BODY)
-            assert 100 <= sum(sleeps) < 102
-
-    asyncio.run(play())
 
 
 def test_retry_after_goes_on_when_others_are_answered_again() -> None:
@@ -801,26 +735,6 @@ def test_a_slot_is_free_while_its_request_sleeps() -> None:
     asyncio.run(play())
 
 
-def test_no_more_requests_than_slots_are_in_flight_and_they_go_in_order() -> None:
-    async def play() -> None:
-        async with serving(GOOD) as (server, url):
-            peak = 0
-
-            async def slow(server: RawServer, writer: asyncio.StreamWriter) -> None:
-                nonlocal peak
-                peak = max(peak, client.stats.in_flight)
-                writer.write(http(200, chat()))
-
-            server.replies = [slow]
-            async with CompletionClient(config(max_concurrent_generations=2), [url], None) as client:
-                await asyncio.gather(*(client.complete(b"%d" % n) for n in range(10)))
-            assert peak == 2
-            order = [int(body) for _, body in server.requests]
-            assert all(abs(place - number) <= 1 for place, number in enumerate(order))
-
-    asyncio.run(play())
-
-
 def test_a_cancelled_request_gives_its_slot_back() -> None:
     async def play() -> None:
         settings = config(max_concurrent_generations=1)
@@ -835,25 +749,6 @@ def test_a_cancelled_request_gives_its_slot_back() -> None:
     asyncio.run(play())
 
 
-def test_each_attempt_goes_to_the_least_busy_server() -> None:
-    async def play() -> None:
-        async with (
-            serving(never) as (one, first),
-            serving(never) as (two, second),
-            CompletionClient(config(), [first, second], None) as client,
-        ):
-            tasks = [asyncio.create_task(client.complete(BODY)) for _ in range(6)]
-            for server in (one, two):
-                for _ in range(3):
-                    await server.arrived.acquire()
-            assert (len(one.requests), len(two.requests)) == (3, 3)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(play())
-
-
 def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
     async def play() -> None:
         async with serving(reset) as (dead, first), serving(GOOD) as (alive, second):
@@ -862,22 +757,6 @@ def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
                     await client.complete(BODY)
             assert len(dead.requests) == 1
             assert len(alive.requests) == 10
-
-    asyncio.run(play())
-
-
-def test_a_restarted_server_is_asked_at_its_new_place() -> None:
-    async def play() -> None:
-        async with serving(GOOD) as (old, first), serving(GOOD) as (new, second):
-            async with CompletionClient(config(), [first], "old", sleep=Sleeps()) as client:
-                await client.complete(BODY)
-                target = client.router.targets[0]
-                client.mark_dead(target, "restart")
-                await client.disconnect(target)
-                client.mark_up(target, second, Key("new"))
-                await client.complete(BODY)
-            assert (len(old.requests), len(new.requests)) == (1, 1)
-            assert b"Bearer new" in new.requests[0][0]
 
     asyncio.run(play())
 
@@ -974,7 +853,7 @@ def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
     async def play() -> None:
         async with (
             serving(GOOD) as (old, first),
-            serving(answer(http(200, chat("right")))) as (_, second),
+            serving(answer(http(200, chat("right")))) as (new, second),
             CompletionClient(config(), [], None) as client,
         ):
             target = client.add()
@@ -988,51 +867,26 @@ def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
             asking = asyncio.create_task(client.complete(BODY))
             await old.arrived.acquire()
             await client.disconnect(target)
-            client.mark_up(target, second, None)
+            client.mark_up(target, second, Key("new"))
             assert (await asking).text == "right"
+            assert b"Bearer new" in new.requests[0][0]
             assert (client.stats.resent, client.stats.retries) == (1, 0)
 
     asyncio.run(play())
 
 
-def test_five_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
+def test_a_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
 
     async def play() -> None:
         async with serving(GOOD) as (server, url):
-            async with CompletionClient(config(max_concurrent_generations=200), [url], None) as client:
-                await asyncio.gather(*(client.complete(b"%d" % n) for n in range(5000)))
-            assert server.connections <= 200
-            order = [int(body) for _, body in server.requests]
-            assert sorted(order) == list(range(5000))
-            assert max(abs(place - number) for place, number in enumerate(order)) <= 200
-
-    asyncio.run(play())
-
-
-def test_payloads_of_200_kilobytes_are_sent_whole() -> None:
-    async def play() -> None:
-        async with serving(GOOD) as (server, url):
             async with CompletionClient(config(max_concurrent_generations=50), [url], None) as client:
-                await asyncio.gather(*(client.complete(b"x" * 200_000) for _ in range(200)))
-            assert {len(body) for _, body in server.requests} == {200_000}
+                await asyncio.gather(*(client.complete(b"%d" % n) for n in range(1000)))
+            assert server.connections <= 50
+            order = [int(body) for _, body in server.requests]
+            assert sorted(order) == list(range(1000))
+            assert max(abs(place - number) for place, number in enumerate(order)) <= 50
 
     asyncio.run(play())
-
-
-def test_a_long_answer_that_trickles_in_is_waited_for() -> None:
-    body = chat("word " * 16_000, "length")
-
-    async def trickle(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
-        for start in range(0, len(body), 4096):
-            writer.write(body[start : start + 4096])
-            await writer.drain()
-            await asyncio.sleep(0.02)
-
-    outcome = Outcome(trickle, request_timeout=30)
-    assert isinstance(outcome.result, Completion)
-    assert len(outcome.result.text) == 80_000
-    assert outcome.stats.requests == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -40,12 +39,6 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFa
 from datatrove_ckpt.testing import disk_in_place
 
 # lines -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_sealed_line_is_json_and_gives_back_its_body() -> None:
-    line = seal(b'{"a":1}')
-    assert json.loads(line)["a"] == 1
-    assert unseal(line) == b'{"a":1}'
 
 
 def test_any_changed_byte_of_a_line_is_noticed() -> None:

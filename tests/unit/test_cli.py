@@ -109,11 +109,6 @@ def test_arguments_can_be_set_on_the_command_line(run: Run, overrides: list[str]
     assert [Path(f"seen-{rank}").read_text() for rank in range(3)] == ["8 of 3"] * 3
 
 
-def test_an_override_may_set_what_the_file_leaves_out_or_replace_a_whole_step(run: Run) -> None:
-    assert run("--dry-run", "--pipeline.2.config.default_generation_params.temperature=0.5") == 0
-    assert run("--dry-run", "--pipeline.1={class_path: ParquetReader, init_args: {data_folder: d}}") == 0
-
-
 PROMPT = "--pipeline.2.rollout_fn.prompt="
 
 
@@ -177,11 +172,6 @@ def test_a_mistake_is_2_and_one_line(
     assert run(override) == 2
     assert capsys.readouterr().err == f"error: {message.replace('{}', str(tmp_path))}\n"
     assert not Path("logs").exists()
-
-
-def test_a_missing_file_is_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "nope.yaml"]) == 2
-    assert capsys.readouterr().err == "error: nope.yaml: cannot be read: No such file or directory.\n"
 
 
 def test_an_input_that_another_executor_has_yet_to_make_is_not_looked_for(run: Run) -> None:

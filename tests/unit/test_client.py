@@ -300,13 +300,10 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
     orjson.dumps(result.usage)
 
 
-def test_a_stop_string_of_the_request_is_an_end() -> None:
-    async def run() -> None:
-        reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
-        async with serving(reply) as (_, url), CompletionClient(config(), [url], None, sleep=Sleeps()) as client:
-            assert (await client.complete(b'{"messages": [], "stop": ["abort"]}')).text == "hi"
-
-    asyncio.run(run())
+async def test_a_stop_string_of_the_request_is_an_end() -> None:
+    reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
+    async with serving(reply) as (_, url), CompletionClient(config(), [url], None, sleep=Sleeps()) as client:
+        assert (await client.complete(b'{"messages": [], "stop": ["abort"]}')).text == "hi"
 
 
 def test_the_body_is_sent_as_it_is_with_the_key() -> None:
@@ -435,37 +432,31 @@ def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(serv
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
+async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
     """Whatever the setting is."""
 
-    async def run() -> None:
-        settings = config(accept_null_finish_reason=accepted, **KINDS["endpoint"])
-        async with (
-            serving(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD) as (server, url),
-            CompletionClient(settings, [url], None, sleep=Sleeps()) as client,
-        ):
-            assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
-            assert len(server.requests) == 5
-
-    asyncio.run(run())
+    settings = config(accept_null_finish_reason=accepted, **KINDS["endpoint"])
+    async with (
+        serving(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD) as (server, url),
+        CompletionClient(settings, [url], None, sleep=Sleeps()) as client,
+    ):
+        assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
+        assert len(server.requests) == 5
 
 
-def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed() -> None:
+async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed() -> None:
     """As vLLM does at a SIGTERM: 200 with half a text. The next attempt meets the server's successor."""
 
-    async def run() -> None:
-        async def until_all_are_cut_off(seconds: float) -> None:
-            while len(server.requests) < 20:
-                await asyncio.sleep(0)
+    async def until_all_are_cut_off(seconds: float) -> None:
+        while len(server.requests) < 20:
+            await asyncio.sleep(0)
 
-        async with (
-            serving(*[NO_REASON] * 20, reset, GOOD) as (server, url),
-            CompletionClient(config(**KINDS["endpoint"]), [url], None, sleep=until_all_are_cut_off) as client,
-        ):
-            answers = await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
-            assert {one.finish_reason for one in answers} == {"stop"}
-
-    asyncio.run(run())
+    async with (
+        serving(*[NO_REASON] * 20, reset, GOOD) as (server, url),
+        CompletionClient(config(**KINDS["endpoint"]), [url], None, sleep=until_all_are_cut_off) as client,
+    ):
+        answers = await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
+        assert {one.finish_reason for one in answers} == {"stop"}
 
 
 def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
@@ -498,47 +489,41 @@ def only_others(status: int) -> Reply:
 
 
 @pytest.mark.parametrize(("status", "patience"), [(500, 600), (504, 600), (429, 6000), (503, 6000)])
-def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status: int, patience: int) -> None:
-    async def play() -> None:
-        sleeps = Sleeps()
+async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status: int, patience: int) -> None:
+    sleeps = Sleeps()
 
-        async def sleep(seconds: float) -> None:
-            await client.complete(b"{}")  # another request is answered
-            await sleeps(seconds)
+    async def sleep(seconds: float) -> None:
+        await client.complete(b"{}")  # another request is answered
+        await sleeps(seconds)
 
-        async with (
-            serving(only_others(status)) as (_, url),
-            CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
-        ):
-            with pytest.raises(RequestFailed, match=rf"this request failed while others.*HTTP {status}"):
-                await client.complete(BODY)
-            assert patience <= sum(sleeps) <= patience + 60
-
-    asyncio.run(play())
+    async with (
+        serving(only_others(status)) as (_, url),
+        CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
+    ):
+        with pytest.raises(RequestFailed, match=rf"this request failed while others.*HTTP {status}"):
+            await client.complete(BODY)
+        assert patience <= sum(sleeps) <= patience + 60
 
 
-def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
+async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
     """The server is away for almost all of the patience, and then fails this request a few times more."""
 
-    async def play() -> None:
-        sleeps = Sleeps()
+    sleeps = Sleeps()
 
-        async def sleep(seconds: float) -> None:
-            await sleeps(seconds)
-            if sleeps.now > 550:
-                await client.complete(b"{}")
+    async def sleep(seconds: float) -> None:
+        await sleeps(seconds)
+        if sleeps.now > 550:
+            await client.complete(b"{}")
 
-        async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-            fails = server.requests[-1][1] == BODY and sleeps.now < 900
-            await (answer(http(500, b"")) if fails else GOOD)(server, writer)
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        fails = server.requests[-1][1] == BODY and sleeps.now < 900
+        await (answer(http(500, b"")) if fails else GOOD)(server, writer)
 
-        async with (
-            serving(reply) as (_, url),
-            CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
-        ):
-            assert (await client.complete(BODY)).text == "hi"
-
-    asyncio.run(play())
+    async with (
+        serving(reply) as (_, url),
+        CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
+    ):
+        assert (await client.complete(BODY)).text == "hi"
 
 
 class PatientlyConnecting(PlainTransport):
@@ -557,18 +542,15 @@ def test_an_answer_that_never_comes_is_given_up(reply: Reply, monkeypatch: pytes
     assert "no answer in time" in str(outcome.result)
 
 
-def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
-    async def play() -> None:
-        with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))  # bound, not listening: refuses
-            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-            sleeps = Sleeps()
-            async with CompletionClient(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client:
-                with pytest.raises(ServerUnavailable, match=r"ClientConnectorError|ConnectionRefusedError"):
-                    await client.complete(BODY)
-            assert "The server is unreachable" in log[0]
-
-    asyncio.run(play())
+async def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, not listening: refuses
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        sleeps = Sleeps()
+        async with CompletionClient(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client:
+            with pytest.raises(ServerUnavailable, match=r"ClientConnectorError|ConnectionRefusedError"):
+                await client.complete(BODY)
+        assert "The server is unreachable" in log[0]
 
 
 @pytest.mark.parametrize(
@@ -602,31 +584,26 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: li
     assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
 
 
-def test_retry_after_goes_on_when_others_are_answered_again() -> None:
-    async def play() -> None:
-        sleeps = Sleeps()
+async def test_retry_after_goes_on_when_others_are_answered_again() -> None:
+    sleeps = Sleeps()
 
-        async def sleep(seconds: float) -> None:
-            await sleeps(seconds)
-            await client.complete(b"{}")
+    async def sleep(seconds: float) -> None:
+        await sleeps(seconds)
+        await client.complete(b"{}")
 
-        asked = 0
+    asked = 0
 
-        async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-            nonlocal asked
-            asked += server.requests[-1][1] == BODY
-            await (BUSY if server.requests[-1][1] == BODY and asked == 1 else GOOD)(server, writer)
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += server.requests[-1][1] == BODY
+        await (BUSY if server.requests[-1][1] == BODY and asked == 1 else GOOD)(server, writer)
 
-        async with (
-            serving(reply) as (_, url),
-            CompletionClient(
-                config(server_patience_seconds=13.0), [url], None, sleep=sleep, clock=sleeps.clock
-            ) as client,
-        ):
-            await client.complete(BODY)
-        assert sum(sleeps) == pytest.approx(120)
-
-    asyncio.run(play())
+    async with (
+        serving(reply) as (_, url),
+        CompletionClient(config(server_patience_seconds=13.0), [url], None, sleep=sleep, clock=sleeps.clock) as client,
+    ):
+        await client.complete(BODY)
+    assert sum(sleeps) == pytest.approx(120)
 
 
 def test_the_backoff_grows_up_to_half_a_minute() -> None:
@@ -635,16 +612,13 @@ def test_the_backoff_grows_up_to_half_a_minute() -> None:
     assert max(outcome.sleeps) > 15
 
 
-def test_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
 
-    async def play() -> None:
-        async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
-            for _ in range(5):
-                await client.complete(BODY)
-            assert server.connections == 1
-
-    asyncio.run(play())
+    async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
+        for _ in range(5):
+            await client.complete(BODY)
+        assert server.connections == 1
 
 
 @pytest.mark.parametrize("status", [429, 504])
@@ -662,44 +636,38 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status: int) ->
     assert outcome.server.connections == 2
 
 
-def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
+async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
     writers: list[asyncio.StreamWriter] = []
 
     async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         writer.write(http(200, chat("right")))
 
-    async def run() -> None:
-        async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
-            for number in range(4):
-                assert (await client.complete(BODY)).text == "right"
-                # 408 is how servers close an idle connection.
-                writers[-1].write(http(200 if number else 408, chat("unasked")))
-                while client.router.targets[0].transport.unasked < number:  # type: ignore[union-attr]
-                    await asyncio.sleep(0)
-            with pytest.raises(ServerRefused, match=r"without a request 3 times.* bypass the gateway"):
-                await client.complete(BODY)
-            assert len(writers) == 4
-            assert server.connections == 4
-
-    asyncio.run(run())
-
-
-def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next() -> None:
-    async def run() -> None:
-        async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
-            await client.complete(BODY)
-            writers[0].write(http(200, chat("unasked")))  # no await follows before the next request
+    async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+        for number in range(4):
             assert (await client.complete(BODY)).text == "right"
-            assert server.connections == 2
+            # 408 is how servers close an idle connection.
+            writers[-1].write(http(200 if number else 408, chat("unasked")))
+            while client.router.targets[0].transport.unasked < number:  # type: ignore[union-attr]
+                await asyncio.sleep(0)
+        with pytest.raises(ServerRefused, match=r"without a request 3 times.* bypass the gateway"):
+            await client.complete(BODY)
+        assert len(writers) == 4
+        assert server.connections == 4
 
+
+async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next() -> None:
     writers: list[asyncio.StreamWriter] = []
 
     async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         writer.write(http(200, chat("right")))
 
-    asyncio.run(run())
+    async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+        await client.complete(BODY)
+        writers[0].write(http(200, chat("unasked")))  # no await follows before the next request
+        assert (await client.complete(BODY)).text == "right"
+        assert server.connections == 2
 
 
 @pytest.mark.parametrize("limit", [1 << 28, 10])
@@ -714,77 +682,62 @@ def test_an_answer_that_is_compressed_or_too_long_is_refused(limit: int, monkeyp
     assert b"\r\nAccept-Encoding: identity\r\n" in outcome.server.requests[0][0]
 
 
-def test_a_slot_is_free_while_its_request_sleeps() -> None:
-    async def play() -> None:
-        asleep, wake = asyncio.Event(), asyncio.Event()
+async def test_a_slot_is_free_while_its_request_sleeps() -> None:
+    asleep, wake = asyncio.Event(), asyncio.Event()
 
-        async def sleep(seconds: float) -> None:
-            asleep.set()
-            await wake.wait()
+    async def sleep(seconds: float) -> None:
+        asleep.set()
+        await wake.wait()
 
-        settings = config(max_concurrent_generations=1)
-        busy = answer(http(503, b""))
-        async with serving(busy, GOOD) as (_, url), CompletionClient(settings, [url], None, sleep=sleep) as client:
-            first = asyncio.create_task(client.complete(BODY))
-            await asleep.wait()
-            assert (await client.complete(BODY)).text == "hi"
-            assert not first.done()
-            wake.set()
-            assert (await first).text == "hi"
-
-    asyncio.run(play())
+    settings = config(max_concurrent_generations=1)
+    busy = answer(http(503, b""))
+    async with serving(busy, GOOD) as (_, url), CompletionClient(settings, [url], None, sleep=sleep) as client:
+        first = asyncio.create_task(client.complete(BODY))
+        await asleep.wait()
+        assert (await client.complete(BODY)).text == "hi"
+        assert not first.done()
+        wake.set()
+        assert (await first).text == "hi"
 
 
-def test_a_cancelled_request_gives_its_slot_back() -> None:
-    async def play() -> None:
-        settings = config(max_concurrent_generations=1)
-        async with serving(never, GOOD) as (server, url), CompletionClient(settings, [url], None) as client:
-            stuck = asyncio.create_task(client.complete(BODY))
-            await server.arrived.acquire()
-            stuck.cancel()
-            await asyncio.gather(stuck, return_exceptions=True)
-            assert client.stats.in_flight == 0
-            assert (await client.complete(BODY)).text == "hi"
-
-    asyncio.run(play())
+async def test_a_cancelled_request_gives_its_slot_back() -> None:
+    settings = config(max_concurrent_generations=1)
+    async with serving(never, GOOD) as (server, url), CompletionClient(settings, [url], None) as client:
+        stuck = asyncio.create_task(client.complete(BODY))
+        await server.arrived.acquire()
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+        assert client.stats.in_flight == 0
+        assert (await client.complete(BODY)).text == "hi"
 
 
-def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
-    async def play() -> None:
-        async with serving(reset) as (dead, first), serving(GOOD) as (alive, second):
-            async with CompletionClient(config(), [first, second], None, sleep=Sleeps()) as client:
-                for _ in range(10):
-                    await client.complete(BODY)
-            assert len(dead.requests) == 1
-            assert len(alive.requests) == 10
-
-    asyncio.run(play())
+async def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
+    async with serving(reset) as (dead, first), serving(GOOD) as (alive, second):
+        async with CompletionClient(config(), [first, second], None, sleep=Sleeps()) as client:
+            for _ in range(10):
+                await client.complete(BODY)
+        assert len(dead.requests) == 1
+        assert len(alive.requests) == 10
 
 
 @pytest.mark.parametrize(("setting", "limit"), [("auto", 16), (500, math.inf)])
-def test_a_restarted_server_gets_few_requests_first_under_auto(setting: int | str, limit: float) -> None:
-    async def play() -> None:
-        settings = InferenceConfig("vllm", "m", max_concurrent_generations=setting)  # type: ignore[arg-type]
-        async with CompletionClient(settings, [], None) as client:
-            target = client.add()
-            for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
-                client.mark_up(target, url, None)
-                assert target.limit == limit
-                target.limit = 300
-                client.mark_dead(target, "restart")
-                await client.disconnect(target)
-
-    asyncio.run(play())
+async def test_a_restarted_server_gets_few_requests_first_under_auto(setting: int | str, limit: float) -> None:
+    settings = InferenceConfig("vllm", "m", max_concurrent_generations=setting)  # type: ignore[arg-type]
+    async with CompletionClient(settings, [], None) as client:
+        target = client.add()
+        for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+            client.mark_up(target, url, None)
+            assert target.limit == limit
+            target.limit = 300
+            client.mark_dead(target, "restart")
+            await client.disconnect(target)
 
 
-def test_a_body_of_several_megabytes_is_sent_whole() -> None:
-    async def play() -> None:
-        body = b"x" * (3 << 20)
-        async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
-            await client.complete(body)
-            assert server.requests[0][1] == body
-
-    asyncio.run(play())
+async def test_a_body_of_several_megabytes_is_sent_whole() -> None:
+    body = b"x" * (3 << 20)
+    async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
+        await client.complete(body)
+        assert server.requests[0][1] == body
 
 
 @pytest.mark.parametrize(
@@ -797,19 +750,18 @@ def test_a_body_of_several_megabytes_is_sent_whole() -> None:
     ],
 )
 @pytest.mark.parametrize("user", ["", "user:hush@"])
-def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type[CkptError], shown: str, user: str) -> None:
-    async def play() -> None:
-        async with serving(reply) as (server, url):
-            secret_url = url.replace("http://", f"http://{user}") + "?code=hush"
-            sleeps = Sleeps()
-            async with CompletionClient(config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock) as client:
-                with pytest.raises(error, match=shown) as caught:
-                    await client.complete(BODY)
-            assert "hush" not in str(caught.value)
-            assert "/v1/chat/completions" in str(caught.value)
-            assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
-
-    asyncio.run(play())
+async def test_errors_show_no_credentials_and_no_query(
+    reply: Reply, error: type[CkptError], shown: str, user: str
+) -> None:
+    async with serving(reply) as (server, url):
+        secret_url = url.replace("http://", f"http://{user}") + "?code=hush"
+        sleeps = Sleeps()
+        async with CompletionClient(config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock) as client:
+            with pytest.raises(error, match=shown) as caught:
+                await client.complete(BODY)
+        assert "hush" not in str(caught.value)
+        assert "/v1/chat/completions" in str(caught.value)
+        assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
 
 
 URL_OF_ERROR = "http://host/?code=hush"
@@ -835,58 +787,49 @@ def test_two_kinds_of_credentials_are_refused_at_once() -> None:
         CompletionClient(config(), ["http://user:hush@localhost"], "key")
 
 
-def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play() -> None:
-        async with serving(GOOD) as (proxy, proxy_url), serving(GOOD) as (server, url):
-            monkeypatch.setenv("http_proxy", proxy_url)
-            monkeypatch.delenv("no_proxy", raising=False)
-            monkeypatch.delenv("NO_PROXY", raising=False)
-            for settings in (config(), config(server_type="endpoint", endpoint_url=url)):
-                async with CompletionClient(settings, [url], None) as client:
-                    await client.complete(BODY)
-            assert (len(server.requests), len(proxy.requests)) == (1, 1)
-
-    asyncio.run(play())
+async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(GOOD) as (proxy, proxy_url), serving(GOOD) as (server, url):
+        monkeypatch.setenv("http_proxy", proxy_url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        for settings in (config(), config(server_type="endpoint", endpoint_url=url)):
+            async with CompletionClient(settings, [url], None) as client:
+                await client.complete(BODY)
+        assert (len(server.requests), len(proxy.requests)) == (1, 1)
 
 
-def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
-    async def play() -> None:
-        async with (
-            serving(GOOD) as (old, first),
-            serving(answer(http(200, chat("right")))) as (new, second),
-            CompletionClient(config(), [], None) as client,
-        ):
-            target = client.add()
-            client.mark_up(target, first, None)
+async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
+    async with (
+        serving(GOOD) as (old, first),
+        serving(answer(http(200, chat("right")))) as (new, second),
+        CompletionClient(config(), [], None) as client,
+    ):
+        target = client.add()
+        client.mark_up(target, first, None)
 
-            async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
-                writer.write(http(200, chat("wrong")))
-                assert client.mark_dead(target, "stopped").in_flight == 1
+        async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
+            writer.write(http(200, chat("wrong")))
+            assert client.mark_dead(target, "stopped").in_flight == 1
 
-            old.replies = [too_late]
-            asking = asyncio.create_task(client.complete(BODY))
-            await old.arrived.acquire()
-            await client.disconnect(target)
-            client.mark_up(target, second, Key("new"))
-            assert (await asking).text == "right"
-            assert b"Bearer new" in new.requests[0][0]
-            assert (client.stats.resent, client.stats.retries) == (1, 0)
-
-    asyncio.run(play())
+        old.replies = [too_late]
+        asking = asyncio.create_task(client.complete(BODY))
+        await old.arrived.acquire()
+        await client.disconnect(target)
+        client.mark_up(target, second, Key("new"))
+        assert (await asking).text == "right"
+        assert b"Bearer new" in new.requests[0][0]
+        assert (client.stats.resent, client.stats.retries) == (1, 0)
 
 
-def test_a_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
+async def test_a_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
 
-    async def play() -> None:
-        async with serving(GOOD) as (server, url):
-            async with CompletionClient(config(max_concurrent_generations=50), [url], None) as client:
-                await asyncio.gather(*(client.complete(b"%d" % n) for n in range(1000)))
-            assert server.connections <= 50
-            order = [int(body) for _, body in server.requests]
-            assert sorted(order) == list(range(1000))
-            assert max(abs(place - number) for place, number in enumerate(order)) <= 50
-
-    asyncio.run(play())
+    async with serving(GOOD) as (server, url):
+        async with CompletionClient(config(max_concurrent_generations=50), [url], None) as client:
+            await asyncio.gather(*(client.complete(b"%d" % n) for n in range(1000)))
+        assert server.connections <= 50
+        order = [int(body) for _, body in server.requests]
+        assert sorted(order) == list(range(1000))
+        assert max(abs(place - number) for place, number in enumerate(order)) <= 50

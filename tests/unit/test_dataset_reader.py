@@ -542,21 +542,6 @@ def test_an_outage_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert 500 < sum(waits) <= 600
 
 
-def test_two_readers_of_a_pipeline_resume_in_turn(tmp_path: Path) -> None:
-    first = arguments(write(tmp_path / "a", "parquet"), "parquet", streaming=True)
-    second = arguments(write(tmp_path / "b", "json"), "json")
-
-    def pipeline() -> Iterator[Document]:
-        return HuggingFaceDatasetReader(**second).run(HuggingFaceDatasetReader(**first).run())
-
-    with Reading():
-        documents = list(pipeline())
-    for number in (10, 40):
-        with Reading(position_state(documents[number])) as reading:
-            assert list(pipeline()) == documents[number + 1 :]
-        assert reading.resumed
-
-
 # How much of the input is done ---------------------------------------------------------------------------------------
 
 

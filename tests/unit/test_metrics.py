@@ -327,16 +327,6 @@ def test_one_port_shows_the_ranks_of_all_processes(host: str, port: Callable[[],
         assert samples(get(host), rank="2")["documents_total"] == 7
 
 
-def test_another_process_takes_the_port_over(host: str, port: Callable[[], MetricsPort]) -> None:
-    first, second, third = port(), port(), port()
-    with first.shows(lambda: snapshot(1)):
-        waited_for(lambda: ranks(host) == {"1"})
-        with second.shows(lambda: snapshot(2)), third.shows(lambda: snapshot(3)):
-            waited_for(lambda: ranks(host) == {"1", "2", "3"})
-            first.close()
-            waited_for(lambda: ranks(host) == {"2", "3"})
-
-
 KEEPER = """
 import sys, threading
 from datatrove_ckpt.generation.export import metrics_port
@@ -445,11 +435,6 @@ def test_other_paths_say_where_the_metrics_are(host: str, port: Callable[[], Met
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(host, "/etc/passwd")
         assert samples(get(host, "/metrics?name[]=x"))["documents_total"] == 7
-
-
-def test_the_file_is_not_old_while_its_process_lives() -> None:
-    assert metrics_file._is_alive(1)
-    assert metrics_file._is_alive(os.getpid())
 
 
 def test_two_jobs_of_one_name_make_no_page_that_prometheus_refuses() -> None:

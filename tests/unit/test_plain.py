@@ -159,7 +159,7 @@ def test_a_connection_that_idled_too_long_is_not_used() -> None:
     play(test, GOOD, keepalive=0.0)
 
 
-def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not() -> None:
+async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not() -> None:
     class Refusing(asyncio.Protocol):
         """Reads the header and no more."""
 
@@ -172,21 +172,18 @@ def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not
 
     connections: list[Any] = []
 
-    async def run() -> None:
-        listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
-        url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-        transport = PlainTransport(HiddenUrl(url), None, 30.0, 30.0, 4.0)
-        for _ in range(2):
-            response = await transport.post(b"x" * (20 << 20))
-            assert (response.status, response.body) == (413, b"too long")
-        assert len(connections) == 2
-        await transport.close()
-        for connection in connections:
-            connection.abort()
-        listener.close()
-        await listener.wait_closed()
-
-    asyncio.run(run())
+    listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
+    url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    transport = PlainTransport(HiddenUrl(url), None, 30.0, 30.0, 4.0)
+    for _ in range(2):
+        response = await transport.post(b"x" * (20 << 20))
+        assert (response.status, response.body) == (413, b"too long")
+    assert len(connections) == 2
+    await transport.close()
+    for connection in connections:
+        connection.abort()
+    listener.close()
+    await listener.wait_closed()
 
 
 @pytest.mark.parametrize(

@@ -41,48 +41,39 @@ def test_the_states_of_a_stop() -> None:
         shutdown.check()
 
 
-def test_a_failure_aborts_and_the_first_one_counts() -> None:
-    async def fails() -> None:
-        shutdown = Shutdown()
-        failed = asyncio.create_task(shutdown.failed())
-        await asyncio.sleep(0)
-        shutdown.abort()
-        shutdown.abort(ValueError("first"))
-        shutdown.abort(ValueError("second"))
-        with pytest.raises(ValueError, match="first"):
-            await failed
-        assert shutdown.state is StopState.ABORTED
-        assert not shutdown.is_requested
-
-    asyncio.run(fails())
+async def test_a_failure_aborts_and_the_first_one_counts() -> None:
+    shutdown = Shutdown()
+    failed = asyncio.create_task(shutdown.failed())
+    await asyncio.sleep(0)
+    shutdown.abort()
+    shutdown.abort(ValueError("first"))
+    shutdown.abort(ValueError("second"))
+    with pytest.raises(ValueError, match="first"):
+        await failed
+    assert shutdown.state is StopState.ABORTED
+    assert not shutdown.is_requested
 
 
 @pytest.mark.parametrize(
     ("change", "in_time"), [(lambda shutdown: None, True), (Shutdown.fast_stop, False)], ids=["in time", "fast stop"]
 )
-def test_the_event_loop_is_woken_from_any_thread(change: Callable[[Shutdown], None], in_time: bool) -> None:
-    async def waits() -> None:
-        shutdown = Shutdown(600)
-        threading.Timer(0.01, shutdown.request, ["SIGTERM"]).start()
-        await shutdown.requested()
-        threading.Timer(0.01, change, [shutdown]).start()
-        assert await shutdown.wait_for(asyncio.sleep(0.05 if in_time else 600)) == in_time
-
-    asyncio.run(waits())
+async def test_the_event_loop_is_woken_from_any_thread(change: Callable[[Shutdown], None], in_time: bool) -> None:
+    shutdown = Shutdown(600)
+    threading.Timer(0.01, shutdown.request, ["SIGTERM"]).start()
+    await shutdown.requested()
+    threading.Timer(0.01, change, [shutdown]).start()
+    assert await shutdown.wait_for(asyncio.sleep(0.05 if in_time else 600)) == in_time
 
 
-def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed() -> None:
-    async def waits() -> None:
-        shutdown = Shutdown(600)
-        stopping = asyncio.create_task(shutdown.requested())
-        await asyncio.sleep(0)
-        assert not shutdown.is_unnoticed
-        shutdown.request("SIGTERM")
-        assert shutdown.is_unnoticed
-        await stopping
-        assert not shutdown.is_unnoticed
-
-    asyncio.run(waits())
+async def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed() -> None:
+    shutdown = Shutdown(600)
+    stopping = asyncio.create_task(shutdown.requested())
+    await asyncio.sleep(0)
+    assert not shutdown.is_unnoticed
+    shutdown.request("SIGTERM")
+    assert shutdown.is_unnoticed
+    await stopping
+    assert not shutdown.is_unnoticed
 
 
 @pytest.mark.parametrize(
@@ -175,23 +166,20 @@ class Rank:
     ],
     ids=["in time", "late"],
 )
-def test_a_stop_goes_in_order(seconds: float, before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_goes_in_order(seconds: float, before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datatrove_ckpt.generation.drain._GRACE_SECONDS", 0.0)
 
-    async def stops() -> None:
-        rank = Rank(seconds)
-        serving = asyncio.create_task(rank.serve())
-        rank.documents.start(rank.document())
-        stopping = asyncio.create_task(stop_when_requested(rank, serving))
-        while not rank.router.in_flight:
-            await asyncio.sleep(0)
-        rank.shutdown.request("SIGTERM")
-        waiting = asyncio.create_task(rank.router.acquire(Request()))
-        with pytest.raises(Preempted):
-            await stopping
-        assert not waiting.done(), "the router sends nothing"
-        waiting.cancel()
-        assert sorted(rank.steps[:-1]) == sorted(before)
-        assert rank.steps[-1] == "closed, True"
-
-    asyncio.run(stops())
+    rank = Rank(seconds)
+    serving = asyncio.create_task(rank.serve())
+    rank.documents.start(rank.document())
+    stopping = asyncio.create_task(stop_when_requested(rank, serving))
+    while not rank.router.in_flight:
+        await asyncio.sleep(0)
+    rank.shutdown.request("SIGTERM")
+    waiting = asyncio.create_task(rank.router.acquire(Request()))
+    with pytest.raises(Preempted):
+        await stopping
+    assert not waiting.done(), "the router sends nothing"
+    waiting.cancel()
+    assert sorted(rank.steps[:-1]) == sorted(before)
+    assert rank.steps[-1] == "closed, True"

@@ -24,7 +24,7 @@ from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from PIL import Image
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, Reading, position_state, retries
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state, retries
 from datatrove_ckpt.readers.extent import Reached
 from datatrove_ckpt.readers.positions import position_of
 from datatrove_ckpt.readers.revisions import Revisions

@@ -42,7 +42,6 @@ from datatrove_ckpt.readers import (
     position_state,
     tables,
 )
-from datatrove_ckpt.readers.inputs import Digest
 
 ODD_LINES = [
     b'{"text": "plain", "id": "own id", "lang": "en"}\n',

@@ -127,13 +127,6 @@ def test_the_queue_is_short_after_a_burst_of_short_answers(seed: int) -> None:
     assert all(step.waiting <= 2 * target for step, target in zip(auto.steps, targets, strict=True))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_slow_metrics_slow_the_growth_and_lengthen_no_queue(seed: int) -> None:
-    auto = Simulation(ENGINES["cpu, 32 places"](), LENGTHS["short"], Admission(), seed=seed, interval=3.0).run(60)
-    assert all(step.waiting <= 2 * step.target for step in auto.steps)
-    assert auto.mean_running(30) >= 0.95 * 32
-
-
 @pytest.mark.parametrize("requests", [1, 5, 60])
 def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(requests: int) -> None:
     auto = Simulation(ENGINES["gpu, 256 places"](), LENGTHS["short"], Admission(), requests=requests).run(30)

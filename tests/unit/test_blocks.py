@@ -25,7 +25,7 @@ from datatrove_ckpt.readers import (
     position_state,
     tables,
 )
-from datatrove_ckpt.readers.blocks import Block, BlockInput
+from datatrove_ckpt.readers.blocks import BlockInput
 
 ROWS = [
     {"text": f"text {i}", "id": f"id {i}", "input_ids": list(range(i % 5)), "nested": {"a": i, "b": [{"c": str(i)}]}}
@@ -222,10 +222,6 @@ def test_a_file_that_changed_after_its_rows_were_counted_is_refused(reader: Seek
         [found.read(block) for block in found if block.file == 0]
 
 
-def test_a_block_is_plain_and_compares_by_value() -> None:
-    assert Block(0, 1, 2, 3) == pickle.loads(pickle.dumps(Block(0, 1, 2, 3)))
-
-
 ODD = [
     b'{"text": "plain", "media": [{"media_bytes": "AAE="}]}\n',
     b"\n",
@@ -315,16 +311,6 @@ def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(
     resumed.load_state_dict(position_state(documents[4320]))
     assert [document.id for document in resumed.run()] == [document.id for document in documents[4321:]]
     assert sizes[5:] == [679]
-
-
-def test_columns_are_chosen_where_that_saves_reading(tmp_path: Path) -> None:
-    """pyarrow copies the columns that it chooses, also out of a mapped file, where a slice needs no copy."""
-    plain, compressed = BlockInput(write_arrow(tmp_path / "plain")), write_compressed_arrow(tmp_path / "compressed")
-    assert rows_of(plain.read(plain[0], ["id"])) == [{"id": row["id"]} for row in ROWS[: plain[0].rows]]
-    assert list(plain._file(0)._readers) == [None]  # type: ignore[attr-defined]
-    found = BlockInput(compressed)
-    assert rows_of(found.read(found[0], ["id"])) == [{"id": row["id"]} for row in ROWS[: found[0].rows]]
-    assert list(found._file(0)._readers) == [("id",)]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("done", [0, 1, 999, 1000, 4320, 9000, 9999])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -40,12 +39,6 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFa
 from datatrove_ckpt.testing import disk_in_place
 
 # lines -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_sealed_line_is_json_and_gives_back_its_body() -> None:
-    line = seal(b'{"a":1}')
-    assert json.loads(line)["a"] == 1
-    assert unseal(line) == b'{"a":1}'
 
 
 def test_any_changed_byte_of_a_line_is_noticed() -> None:
@@ -249,16 +242,11 @@ def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 63, 64, 65, 1000])
-def test_a_group_of_answers_is_a_few_statements(tmp_path: Path, number: int) -> None:
-    """Each statement releases the GIL, and must wait to get it back."""
+@pytest.mark.parametrize("number", [0, 1, 63, 64, 65, 1000])
+def test_a_group_of_any_size_is_kept(tmp_path: Path, number: int) -> None:
     cache = RequestCache(tmp_path / "cache")
-    statements: list[str] = []
-    cache._connection.set_trace_callback(statements.append)
     cache.put([request(ordinal) for ordinal in range(number)])
     cache.put([request(0), request(number)])
-    cache._connection.set_trace_callback(None)
-    assert len([text for text in statements if text.startswith("INSERT")]) <= number // 64 + 7
     assert cache.ordinals() == set(range(number + 1))
     rows = [row.ordinal for row in cache.answers_since(number, range(number + 1))]
     assert rows == sorted({0, number})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.output.arrow_types import NotUnited, unite
@@ -179,11 +178,3 @@ def test_the_rank_is_warned_whichever_chunk_is_written_first(tmp_path: Path) -> 
     assert columns.add(1, broken) == [Misfit("c", "int64", "double")]
     with pytest.raises(NotUnited):
         columns.add(2, schema_of(tmp_path, "a"))
-
-
-def test_the_writer_sees_the_rows_that_were_shown(tmp_path: Path) -> None:
-    writer = a_writer(tmp_path)
-    types = ColumnTypes(writer)
-    types.watch(writer)
-    assert writer.adapter(Document("t", "i", metadata={"c": 1})) == {"text": "t", "id": "i", "c": 1}
-    assert types.schema().names == ["text", "id", "c"]

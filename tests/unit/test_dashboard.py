@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import combinations
-from typing import Any
 
 from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABELS
 from tests.pages import ROOT, pages, section, table_rows
@@ -50,29 +48,6 @@ def test_rates_are_of_counters_and_counters_are_never_shown_as_they_are() -> Non
         for function, name in re.findall(rf"(\w+)\(({PREFIX}\w+)", expression):
             kind = METRICS[metric(name)].kind
             assert (function in ("rate", "increase")) == (kind != "gauge"), expression
-
-
-def test_the_panels_do_not_overlap() -> None:
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-    def cells(panel: dict[str, Any]) -> set[tuple[int, int]]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        return {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-
-    for one, other in combinations(DASHBOARD["panels"], 2):
-        assert not cells(one) & cells(other), (one["title"], other["title"])
-
-
-def test_brackets_are_closed_and_every_panel_says_what_it_is() -> None:
-    for expression in expressions():
-        for opening, closing in ("()", "{}", "[]"):
-            assert expression.count(opening) == expression.count(closing), expression
-    assert all(panel["title"] and panel["targets"] for panel in PANELS)
 
 
 def test_the_page_lists_every_metric_as_it_is() -> None:

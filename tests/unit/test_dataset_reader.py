@@ -24,7 +24,7 @@ from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from PIL import Image
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, Reading, position_state, retries
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state, retries
 from datatrove_ckpt.readers.extent import Reached
 from datatrove_ckpt.readers.positions import position_of
 from datatrove_ckpt.readers.revisions import Revisions
@@ -540,21 +540,6 @@ def test_an_outage_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(Answer):
         retries.retrying(call, "a file")
     assert 500 < sum(waits) <= 600
-
-
-def test_two_readers_of_a_pipeline_resume_in_turn(tmp_path: Path) -> None:
-    first = arguments(write(tmp_path / "a", "parquet"), "parquet", streaming=True)
-    second = arguments(write(tmp_path / "b", "json"), "json")
-
-    def pipeline() -> Iterator[Document]:
-        return HuggingFaceDatasetReader(**second).run(HuggingFaceDatasetReader(**first).run())
-
-    with Reading():
-        documents = list(pipeline())
-    for number in (10, 40):
-        with Reading(position_state(documents[number])) as reading:
-            assert list(pipeline()) == documents[number + 1 :]
-        assert reading.resumed
 
 
 # How much of the input is done ---------------------------------------------------------------------------------------

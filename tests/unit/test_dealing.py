@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from datatrove_ckpt.checkpoint.shares import Part
 from datatrove_ckpt.preflight.reshard.dealing import deal, fill_level
@@ -27,11 +27,12 @@ def ranges(dealt: list[list[Part]]) -> dict[str, list[tuple[int, int]]]:
     return {name: sorted(pairs) for name, pairs in found.items()}
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_everything_is_dealt_out_once_and_about_evenly(seed: int) -> None:
-    chance = random.Random(seed)
-    parts = [Part(str(number), bytes=chance.randrange(1, 10**6)) for number in range(chance.randrange(1, 40))]
-    loads = [chance.choice([0, 0, chance.randrange(10**5)]) for _ in range(chance.randrange(1, 60))]
+@given(
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=40),
+    st.lists(st.just(0) | st.integers(0, 10**5), min_size=1, max_size=60),
+)
+def test_everything_is_dealt_out_once_and_about_evenly(sizes: list[int], loads: list[int]) -> None:
+    parts = [Part(str(number), bytes=size) for number, size in enumerate(sizes)]
     dealt = deal(parts, loads, cut, lambda part: True)
     for part in parts:
         pairs = ranges(dealt)[part.name]

@@ -90,38 +90,31 @@ async def four_at_once(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize(("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 200, 600)])
-def test_documents_keep_the_requests_in_flight_and_are_not_many_more(rollout: Rollout, fewest: int, most: int) -> None:
-    async def play() -> None:
-        work = Work(config(max_concurrent_generations="auto"), rollout)
-        await work.run(1000)
-        assert work.most == 16
-        assert fewest <= work.documents <= most
-        work.target.limit = 100
-        work.router.admit()
-        await work.go_on(1500)
-        assert work.most == 100
-        assert work.documents <= 100 * most / 16
-
-    asyncio.run(play())
-
-
-def test_documents_with_several_requests_are_fewer() -> None:
-    async def play() -> None:
-        work = Work(config(max_concurrent_generations="auto", rollouts_per_document=4), four_at_once)
-        await work.run(500)
-        assert work.most == 16
-        assert work.documents <= 20
-
-    asyncio.run(play())
+async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
+    rollout: Rollout, fewest: int, most: int
+) -> None:
+    work = Work(config(max_concurrent_generations="auto"), rollout)
+    await work.run(1000)
+    assert work.most == 16
+    assert fewest <= work.documents <= most
+    work.target.limit = 100
+    work.router.admit()
+    await work.go_on(1500)
+    assert work.most == 100
+    assert work.documents <= 100 * most / 16
 
 
-def test_a_server_that_runs_nothing_more_gets_no_more_documents() -> None:
-    async def play() -> None:
-        work = Work(config(max_concurrent_generations="auto"), lambda ask: asyncio.sleep(3600))
-        await work.run(500)
-        assert work.documents <= 17  # only an answer shows that a document more would help
+async def test_documents_with_several_requests_are_fewer() -> None:
+    work = Work(config(max_concurrent_generations="auto", rollouts_per_document=4), four_at_once)
+    await work.run(500)
+    assert work.most == 16
+    assert work.documents <= 20
 
-    asyncio.run(play())
+
+async def test_a_server_that_runs_nothing_more_gets_no_more_documents() -> None:
+    work = Work(config(max_concurrent_generations="auto"), lambda ask: asyncio.sleep(3600))
+    await work.run(500)
+    assert work.documents <= 17  # only an answer shows that a document more would help
 
 
 @pytest.mark.parametrize(
@@ -132,10 +125,7 @@ def test_a_server_that_runs_nothing_more_gets_no_more_documents() -> None:
         ({"max_concurrent_generations": "auto", "max_concurrent_documents": 9}, 9),
     ],
 )
-def test_a_number_is_kept(settings: dict[str, Any], documents: int) -> None:
-    async def play() -> None:
-        work = Work(config(**settings), with_other_work)
-        await work.run(500)
-        assert most_documents(config(**settings)) == work.documents == documents
-
-    asyncio.run(play())
+async def test_a_number_is_kept(settings: dict[str, Any], documents: int) -> None:
+    work = Work(config(**settings), with_other_work)
+    await work.run(500)
+    assert most_documents(config(**settings)) == work.documents == documents

@@ -57,6 +57,8 @@ NOW = datetime.datetime(2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.timezone(dat
         InferenceResult("text", "stop", {"prompt_tokens": 1, "details": None}, "why"),
         [InferenceResult("text", "stop", {})],
         Media("m", 1, "u", media_bytes=b"x"),
+        *(np.float32(0.1), np.float64(0.1), np.int8(-3), np.bool_(True), np.str_("s")),
+        np.datetime64("2026-11-20T01:02:03"),
     ],
     ids=repr,
 )
@@ -64,18 +66,7 @@ def test_a_value_comes_back_equal_and_of_its_type(value: Any) -> None:
     back = through(value)
     assert back == value
     assert type(back) is type(value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.float32(0.1), np.float64(0.1), np.int8(-3), np.bool_(True), np.datetime64("2026-11-20T01:02:03"), np.str_("s")],
-    ids=repr,
-)
-def test_a_numpy_scalar_keeps_its_type(value: Any) -> None:
-    back = through(value)
-    assert type(back) is type(value)
-    assert back == value
-    assert back.dtype == value.dtype
+    assert getattr(back, "dtype", None) == getattr(value, "dtype", None)
 
 
 @pytest.mark.parametrize("value", [np.arange(6).reshape(2, 3), np.zeros(0), np.asfortranarray(np.eye(2, dtype="f2"))])

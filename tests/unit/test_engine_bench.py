@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -38,11 +37,6 @@ def test_every_row_has_the_engine_settings_of_our_runner() -> None:
     assert arguments[:2] == ["--model", "org/model"]
     assert arguments[2:] == [part.replace("4321", "0") for part in ours.argv[ours.argv.index("org/model") + 1 :]]
     assert {"--max-num-seqs=2", "--max-num-batched-tokens=2048"} <= set(arguments)
-
-
-def test_settings_go_through_a_file(tmp_path: Path) -> None:
-    VLLM.save(tmp_path / "work.json")
-    assert Work.load(tmp_path / "work.json") == VLLM
 
 
 def test_the_clock_starts_with_the_first_request_and_not_with_the_first_document() -> None:
@@ -127,46 +121,8 @@ def test_rows_that_did_other_work_are_named() -> None:
     assert table.unequal_work({"offline": [result(1.0)]}, VLLM) == []
 
 
-def test_gpus_are_counted_by_kind() -> None:
-    text = "NVIDIA H100 80GB HBM3, 81559, 570.10\nNVIDIA H100 80GB HBM3, 81559, 570.10\nNVIDIA L4, 23034, 570.10\n"
-    assert table.parse_gpus(text) == [
-        "2 x NVIDIA H100 80GB HBM3 (80 GiB, driver 570.10)",
-        "1 x NVIDIA L4 (22 GiB, driver 570.10)",
-    ]
-    assert table.parse_gpus("No devices were found\n") == []
-
-
-def options(*arguments: str) -> argparse.Namespace:
-    return command._parser().parse_args(["--engine", "vllm", "--model", "org/model", *arguments])
-
-
-def test_a_gpu_gets_more_work_and_none_of_the_settings_for_a_processor() -> None:
-    small, large = (command.work_of(options("--engine-kwargs", '{"seed": 1}'), gpu) for gpu in (False, True))
-    assert large.documents > 10 * small.documents
-    assert (large.batch, large.in_flight) == (256, 512)
-    assert large.kwargs == {"seed": 1}
-    assert small.kwargs == {"dtype": "bfloat16", "enforce-eager": True, "seed": 1}
-    chosen = command.work_of(options("--batch", "7", "--tokens", "9"), True)
-    assert (chosen.batch, chosen.in_flight, chosen.tokens) == (7, 14, 9)
-
-
-def test_an_engine_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--engine", "llamacpp", "--model", "/nowhere.gguf"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("model_name_or_path: there is no file /nowhere.gguf")
-    assert error.count("\n") == 1
-
-
 def test_a_row_that_fails_shows_its_output_and_keeps_its_files(tmp_path: Path) -> None:
     said = f"(?s)No module named 'vllm'.*row offline failed with exit code 1; its files are in {tmp_path}"
     with pytest.raises(SystemExit, match=said):
         command.run_row("offline", VLLM, tmp_path / "row")
     assert (tmp_path / "row/output.log").exists()
-
-
-def test_packages_of_datatroves_runner_that_are_missing_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert command.main(["--engine", "vllm", "--model", "org/model", "--server-python", sys.executable]) == 2
-    assert "pip install aiofiles aiosqlite httpx" in capsys.readouterr().err

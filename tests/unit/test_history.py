@@ -65,10 +65,6 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert history.last_attempt == 2
 
 
-def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
-    assert read_history(tmp_path / "history.jsonl") == History()
-
-
 def test_attempts_have_what_belongs_to_them_and_one_without_an_end_was_killed(tmp_path: Path) -> None:
     first, second = read_history(written(tmp_path / "history.jsonl", records())).attempts
     assert first.start is not None
@@ -79,23 +75,6 @@ def test_attempts_have_what_belongs_to_them_and_one_without_an_end_was_killed(tm
     assert first.spread is not None
     assert second.end is not None
     assert (second.end.why, second.end.what) == ("stopped", "SIGTERM")
-
-
-@pytest.mark.parametrize("cut", range(1, 40, 7))
-def test_a_torn_last_line_is_left_out_and_is_no_damage(tmp_path: Path, cut: int) -> None:
-    path = written(tmp_path / "history.jsonl", records())
-    path.write_bytes(path.read_bytes()[:-cut])
-    assert read_history(path) == History(records()[:-1])
-
-
-def test_damage_costs_the_line_and_no_other(tmp_path: Path) -> None:
-    lines = [record.to_line() for record in records()]
-    lines[2] = lines[2].replace(b"exit", b"exlt")
-    lines[4] = b"\0" * 50 + b"\n"
-    (tmp_path / "history.jsonl").write_bytes(b"".join(lines))
-    history = read_history(tmp_path / "history.jsonl")
-    assert history.records == [record for index, record in enumerate(records()) if index not in (2, 4)]
-    assert history.damaged == 2
 
 
 def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path: Path) -> None:

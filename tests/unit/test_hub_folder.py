@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.output.hub import HubFile, HubFolder
+from datatrove_ckpt.output.hub import HubFolder
 
 
 @pytest.mark.parametrize(
@@ -49,26 +48,3 @@ def test_a_writers_folder_is_recognised() -> None:
 
 def test_a_local_folder_is_none_on_the_hub(tmp_path: Any) -> None:
     assert HubFolder.of(ParquetWriter(str(tmp_path)).output_folder) is None
-
-
-def entry(path: str, size: int, oid: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(path=path, size=size, blob_id=f"git {path}", lfs=oid and SimpleNamespace(sha256=oid))
-
-
-def test_files_are_named_by_their_place_in_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class Api:
-        def list_repo_tree(self, repo: str, path: str, **options: Any) -> list[SimpleNamespace]:
-            calls.append((repo, path, options["revision"], options["repo_type"]))
-            return [SimpleNamespace(path="a/sub"), entry("a/sub/x", 3, "abc"), entry("a/y", 4)]
-
-        def get_paths_info(self, repo: str, paths: list[str], **options: Any) -> list[SimpleNamespace]:
-            calls.append((repo, *paths))
-            return [entry("a/y", 4)]
-
-    monkeypatch.setattr(HubFolder, "api", lambda self: Api())
-    folder = HubFolder("dataset", "org/name", "v1", "a")
-    assert folder.files() == {"sub/x": HubFile(3, "abc", "git a/sub/x"), "y": HubFile(4, None, "git a/y")}
-    assert folder.look_up(["y", "z"]) == {"y": HubFile(4, None, "git a/y")}
-    assert calls == [("org/name", "a", "v1", "dataset"), ("org/name", "a/y", "a/z")]

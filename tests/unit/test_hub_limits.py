@@ -98,29 +98,24 @@ def test_there_is_no_rate_before_a_task_has_finished(tmp_path: Path) -> None:
     assert observed_rate(get_datafolder(str(tmp_path))) == Rate(None)
 
 
+IN_A_FOLDER = "more than 10000 in a folder. Set records_per_chunk to 3400 or more"
+IN_A_REPOSITORY = "more than 100000 files in a repository. Set records_per_chunk to 2500 or more."
+
+
 @pytest.mark.parametrize(
-    ("template", "chunks", "tasks", "says"),
+    ("template", "chunks", "records_per_chunk", "state", "says"),
     [
-        ("${rank}_${chunk_index}.parquet", 3400, 100, "about 3400 files, up to 3400 in a folder."),
-        ("${rank}/${chunk_index}.parquet", 34_000, 100, "about 34000 files, up to 340 in a folder."),
-        ("${lang}/${rank}_${chunk_index}.parquet", 34_000, 100, "about 34000 files."),
+        ("${rank}_${chunk_index}.parquet", 3400, 100, "ok", "about 3400 files, up to 3400 in a folder."),
+        ("${rank}/${chunk_index}.parquet", 34_000, 100, "ok", "about 34000 files, up to 340 in a folder."),
+        ("${lang}/${rank}_${chunk_index}.parquet", 34_000, 100, "ok", "about 34000 files."),
+        ("${rank}_${chunk_index}.parquet", 34_000, 1000, "warning", IN_A_FOLDER),
+        ("${rank}_${chunk_index}.parquet", 34_000, 1000, "warning", "begin output_filename with ${rank}/."),
+        ("${rank}/${chunk_index}.parquet", 250_000, 1000, "warning", IN_A_REPOSITORY),
     ],
 )
-def test_numbers_of_files_that_fit(tmp_path: Path, template: str, chunks: int, tasks: int, says: str) -> None:
-    check = check_files("output", ParquetWriter(str(tmp_path), template), chunks, tasks, 100)
-    assert (check.state, check.message) == ("ok", says)
-
-
-def test_too_many_files_in_a_folder(tmp_path: Path) -> None:
-    writer = ParquetWriter(str(tmp_path), "${rank}_${chunk_index}.parquet")
-    check = check_files("output", writer, 34_000, 100, 1000)
-    assert check.state == "warning"
-    assert "more than 10000 in a folder. Set records_per_chunk to 3400 or more" in check.message
-    assert "begin output_filename with ${rank}/." in check.message
-
-
-def test_too_many_files_in_a_repository(tmp_path: Path) -> None:
-    writer = ParquetWriter(str(tmp_path), "${rank}/${chunk_index}.parquet")
-    check = check_files("output", writer, 250_000, 100, 1000)
-    assert check.state == "warning"
-    assert "more than 100000 files in a repository. Set records_per_chunk to 2500 or more." in check.message
+def test_numbers_of_files(
+    tmp_path: Path, template: str, chunks: int, records_per_chunk: int, state: str, says: str
+) -> None:
+    check = check_files("output", ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
+    assert check.state == state
+    assert check.message == says if state == "ok" else says in check.message

@@ -101,31 +101,3 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
     assert pace.seconds_until_turn(history, ends=True) == 0
     assert pace.seconds_until_turn(made([1, 600, 700]), ends=True) > 0
     assert CommitPace(per_hour=1).seconds_until_turn(made([])) == 0
-
-
-@pytest.mark.parametrize(("workers", "minutes"), [(20, 15), (20, 30), (100, 120)])
-def test_the_end_of_a_task_seldom_waits(workers: int, minutes: float) -> None:
-    # Half a day, in which each worker runs one task after the other, and each task always has a file to commit.
-    random.seed(workers)
-    pace = CommitPace(seconds=300, per_hour=112)
-    times: list[float] = []
-    waited, busy, lasts = [0] * workers, 0.0, [minutes * 60 * random.uniform(0.5, 1.5) for _ in range(workers)]
-    ends = list(lasts)
-    events = [(pace.seconds_of_next(), worker) for worker in range(workers)]
-    heapq.heapify(events)
-    while events[0][0] < 12 * HOUR:
-        now, worker = heapq.heappop(events)
-        recent = [MadeCommit("", at, "") for at in reversed(times[-112:]) if now - at < HOUR]
-        wait = pace.seconds_until_turn(History(now, tuple(recent)), waited[worker], ends=now >= ends[worker])
-        waited[worker] += 1
-        if not wait:
-            times.append(now)
-            wait, waited[worker] = pace.seconds_of_next(), 0
-            if now >= ends[worker]:
-                busy += lasts[worker]
-                lasts[worker] = minutes * 60 * random.uniform(0.5, 1.5)
-                ends[worker] = now + lasts[worker]
-        if now < ends[worker]:
-            wait = min(wait, ends[worker] - now)
-        heapq.heappush(events, (now + wait, worker))
-    assert busy > 0.93 * workers * (12 * HOUR - minutes * 60)

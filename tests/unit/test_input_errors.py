@@ -163,14 +163,6 @@ def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
         assert texts(resumed) == found[done:]
 
 
-def test_a_byte_order_mark_alone_is_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8)
-    assert texts(JsonlReader(str(tmp_path))) == []
-    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"txt": "a"}')
-    with pytest.raises(InputError, match=r"The first row has the keys 'txt'"):
-        texts(JsonlReader(str(tmp_path)))
-
-
 @pytest.mark.parametrize(
     "array",
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -60,19 +58,6 @@ def test_another_rank_with_another_number_of_tasks_is_refused(tmp_path: Path) ->
         runner(tmp_path, server).run(documents(2), rank=1, world_size=2)
 
 
-def test_a_rank_that_starts_reads_one_file_and_not_those_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(3):
-        Rank(tmp_path, number).start(identity())
-    read = []
-    monkeypatch.setattr(
-        job, "read_run", lambda path, read_run=job.read_run: (read.append(path.name), read_run(path))[1]
-    )
-    Rank(tmp_path, 3).start(identity())
-    assert set(read) == {"job.json"}
-
-
 def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
     first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
     errors: list[Exception] = []
@@ -106,57 +91,6 @@ def test_a_rank_waits_for_job_lock_no_longer_than_it_must(tmp_path: Path, monkey
     (tmp_path / "job.json").write_text(json.dumps(identity().fields | {"format": 1}))
     Rank(tmp_path, 1).start(identity())
     guard.release()
-
-
-STARTS = """
-import sys
-from pathlib import Path
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
-from datatrove_ckpt.checkpoint.job import join_job
-from datatrove_ckpt.errors import CheckpointMismatch
-
-root, number, tasks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-folder, identity = root / f"{number:05d}", RunIdentity({"tasks": tasks})
-folder.mkdir()
-lock = files.Lock(folder / "lock")
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    claim = RunClaim(folder, identity)
-    with join_job(root, number, identity, False):
-        claim.take()
-    print(tasks, flush=True)
-except CheckpointMismatch:
-    print("refused", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_processes_that_start_at_once_agree_on_one_job(tmp_path: Path) -> None:
-    tasks = [8, 9, 8, 9]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", STARTS, str(tmp_path), str(number), str(tasks[number])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        for number in range(4)
-    ]
-
-    def heard() -> list[str]:
-        return [process.stdout.readline().strip() if process.stdout else "" for process in processes]
-
-    assert heard() == ["ready"] * 4
-    for process in processes:
-        print(file=process.stdin)
-    said = heard()
-    for process in processes:
-        process.communicate("\n")
-    agreed = json.loads((tmp_path / "job.json").read_bytes())["tasks"]
-    assert said == [str(number) if number == agreed else "refused" for number in tasks]
 
 
 def test_a_job_json_that_a_crash_left_refuses_nobody(tmp_path: Path) -> None:

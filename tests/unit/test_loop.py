@@ -41,14 +41,3 @@ def test_results_and_errors_come_out() -> None:
     assert event_loop.run(main(2)) == 2
     with pytest.raises(ZeroDivisionError):
         event_loop.run(main(0))
-
-
-def test_an_interruption_inside_main_comes_out_as_it_is() -> None:
-    class Signalled(KeyboardInterrupt):
-        pass
-
-    async def main() -> None:
-        raise Signalled
-
-    with pytest.raises(Signalled):
-        event_loop.run(main())

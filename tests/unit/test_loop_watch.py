@@ -44,41 +44,32 @@ async def stopping(shutdown: Shutdown, fast: bool = False) -> Watch:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast: bool) -> None:
-    async def run() -> None:
-        watch = await stopping(Shutdown(600 if fast else 0), fast)
-        assert await asyncio.to_thread(watch.ended.wait, 300)
-
-    asyncio.run(run())
+async def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast: bool) -> None:
+    watch = await stopping(Shutdown(600 if fast else 0), fast)
+    assert await asyncio.to_thread(watch.ended.wait, 300)
 
 
-def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end(
+async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop_watch, "_PONG", 600.0)  # a loop that answers late is not blocked
 
-    async def run() -> None:
-        shutdown = Shutdown(0)
-        watch = await stopping(shutdown)
+    shutdown = Shutdown(0)
+    watch = await stopping(shutdown)
+    with shutdown.closing():
         with shutdown.closing():
-            with shutdown.closing():
-                pass
-            assert not await asyncio.to_thread(watch.ended.wait, 0.6)
-        assert not watch.ended.is_set()
-        assert await asyncio.to_thread(watch.ended.wait, 300)
-
-    asyncio.run(run())
+            pass
+        assert not await asyncio.to_thread(watch.ended.wait, 0.6)
+    assert not watch.ended.is_set()
+    assert await asyncio.to_thread(watch.ended.wait, 300)
 
 
-def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     began, late = time.monotonic(), threading.Event()
     clock = lambda: began + 600 * late.is_set()  # noqa: E731 (it stands until the loop has ended)
     monkeypatch.setattr(loop_watch, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
 
-    async def run() -> None:
-        watch = await stopping(Shutdown(0))
-        watch.close()
-        late.set()
-        assert not await asyncio.to_thread(watch.ended.wait, 0.5)
-
-    asyncio.run(run())
+    watch = await stopping(Shutdown(0))
+    watch.close()
+    late.set()
+    assert not await asyncio.to_thread(watch.ended.wait, 0.5)

@@ -15,7 +15,6 @@ from datatrove_ckpt.preflight.probes import (
     Quantiles,
     RemoteFailed,
     measure_disk,
-    measure_upload,
     probe_folder,
     probe_object,
 )
@@ -27,16 +26,6 @@ def test_a_spread_is_the_middle_and_the_borders_of_the_outer_tenths() -> None:
     assert (spread.median, spread.low, spread.high, spread.number) == (0.002, 0.002, 0.011, 11)
     assert str(spread) == "2 ms (2 ms to 11 ms, 11 times)"
     assert Quantiles.of([0.5]) == Quantiles(0.5, 0.5, 0.5, 1)
-
-
-def test_writes_and_syncs_of_a_group_are_measured_and_leave_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "not" / "there"
-    with probe_folder(folder) as probe:
-        assert probe.parent == tmp_path
-        cost = measure_disk(probe, 64 * 1024, seconds=0.05)
-    assert cost.sync.number >= 3
-    assert 0 < cost.write.low <= cost.write.median <= cost.write.high
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
@@ -65,16 +54,6 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: 
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("url", ["memory://measures/there", "{}/mirror/deep"])
-def test_uploads_are_measured_and_leave_nothing(tmp_path: Path, url: str) -> None:
-    folder = get_datafolder(url.format(tmp_path))
-    cost = measure_upload(folder, 4096, seconds=0.01)
-    assert cost.upload.number >= 3
-    assert cost.upload.median > 0
-    assert folder.fs.find("/measures") == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:

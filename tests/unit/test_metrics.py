@@ -19,7 +19,6 @@ from typing import Any
 
 import orjson
 import pytest
-from loguru import logger
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,7 +27,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Progress, Spread, WorkCounts
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.export import metrics_file, metrics_port
+from datatrove_ckpt.generation.export import metrics_port
 from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABELS, RankLabels, Snapshot
 from datatrove_ckpt.generation.export.metrics_file import MetricsFile, metrics_path
 from datatrove_ckpt.generation.export.metrics_port import MetricsPort
@@ -327,16 +326,6 @@ def test_one_port_shows_the_ranks_of_all_processes(host: str, port: Callable[[],
         assert samples(get(host), rank="2")["documents_total"] == 7
 
 
-def test_another_process_takes_the_port_over(host: str, port: Callable[[], MetricsPort]) -> None:
-    first, second, third = port(), port(), port()
-    with first.shows(lambda: snapshot(1)):
-        waited_for(lambda: ranks(host) == {"1"})
-        with second.shows(lambda: snapshot(2)), third.shows(lambda: snapshot(3)):
-            waited_for(lambda: ranks(host) == {"1", "2", "3"})
-            first.close()
-            waited_for(lambda: ranks(host) == {"2", "3"})
-
-
 KEEPER = """
 import sys, threading
 from datatrove_ckpt.generation.export import metrics_port
@@ -447,28 +436,13 @@ def test_other_paths_say_where_the_metrics_are(host: str, port: Callable[[], Met
         assert samples(get(host, "/metrics?name[]=x"))["documents_total"] == 7
 
 
-def test_the_file_is_not_old_while_its_process_lives() -> None:
-    assert metrics_file._is_alive(1)
-    assert metrics_file._is_alive(os.getpid())
-
-
-def test_two_jobs_of_one_name_make_no_page_that_prometheus_refuses() -> None:
-    said: list[str] = []
-    handler = logger.add(said.append, format="{message}")
+def test_two_jobs_of_one_name_make_no_page_that_prometheus_refuses(log: list[str]) -> None:
     older, newer = labels(run="twins"), replace(labels(run="twins"), started_at=2000.0)
     ended = replace(labels(run="twins"), started_at=1.0)
-    try:
-        for _ in range(2):
-            text = exposition(
-                [
-                    newer.snapshot("running", 2001.0, progress(), None),
-                    older.snapshot("running", 2001.0, progress(), None),
-                    ended.snapshot("done", 2001.0, progress(), None),
-                ]
-            ).decode()
-    finally:
-        logger.remove(handler)
+    states = [(newer, "running"), (older, "running"), (ended, "done")]
+    for _ in range(2):
+        text = exposition([job.snapshot(state, 2001.0, progress(), None) for job, state in states]).decode()
     assert text.count("datatrove_ckpt_rank_chunks{") == 1
     assert samples(text)["attempt_start_timestamp_seconds"] == 2000.0
-    (line,) = said
+    (line,) = log
     assert "two jobs on this node show a rank 3 of a run 'twins'" in line

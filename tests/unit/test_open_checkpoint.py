@@ -15,12 +15,8 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.checkpoint.publishing import Publisher
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
-from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
-from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointMismatch, StorageFailed
 
 # chunks --------------------------------------------------------------------------------------------------------------
@@ -75,23 +71,6 @@ def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path
 
 
 # the whole -----------------------------------------------------------------------------------------------------------
-
-
-class EagerMirror:
-    """Takes one snapshot in its own thread, after each chunk that is published and at the end."""
-
-    def __init__(self) -> None:
-        self.snapshots: list[Snapshot] = []
-
-    def start(self, source: Source) -> None:
-        self._source = source
-
-    def look(self) -> None:
-        thread = threading.Thread(target=lambda: self.snapshots.append(self._source.snapshot(0)), name="mirror")
-        thread.start()
-        thread.join()
-
-    def stop(self, completed: bool) -> None: ...
 
 
 def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
@@ -151,63 +130,3 @@ def test_what_fails_in_the_publisher_is_raised_on_the_event_loops_side(tmp_path:
         run(checkpoint, 3)
     checkpoint.close()
     assert str(checkpoint.error) == "no room for the output"
-
-
-STORAGE, CALLER = "datatrove-ckpt storage", threading.main_thread().name
-THREADS = {
-    (RankFiles, "answers"): STORAGE,
-    (RankFiles, "write"): STORAGE,
-    (RankFiles, "sync"): STORAGE,
-    (RankFiles, "publish"): STORAGE,
-    (RankFiles, "commit"): STORAGE,
-    (RankFiles, "snapshot"): STORAGE,
-    (ChunkTracker, "admit"): CALLER,
-    (ChunkTracker, "document_finished"): CALLER,
-    (ChunkTracker, "end_of_input"): CALLER,
-    (Publisher, "_publish"): "datatrove-ckpt publisher",
-    (Publisher, "submit"): STORAGE,
-}
-
-
-def test_each_class_keeps_to_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[tuple[type, str], set[str]] = {method: set() for method in THREADS}
-
-    def watch(cls: type, name: str) -> None:
-        method = getattr(cls, name)
-
-        def watched(*args: Any) -> Any:
-            seen[cls, name].add(threading.current_thread().name)
-            return method(*args)
-
-        monkeypatch.setattr(cls, name, watched)
-
-    for cls, name in THREADS:
-        watch(cls, name)
-    mirror = EagerMirror()
-    checkpoint = manager(tmp_path, mirror=mirror).open()
-    run(checkpoint, 5, mirror.look)
-    checkpoint.close(completed=True)
-    assert seen == {method: {thread} for method, thread in THREADS.items()}
-    assert len(mirror.snapshots) == 1
-
-
-def test_no_attribute_first_exists_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[object, set[str]]] = []
-
-    def watch(cls: type) -> None:
-        init = cls.__init__
-
-        def watched(self: object, *args: Any) -> None:
-            init(self, *args)
-            made.append((self, set(vars(self))))
-
-        monkeypatch.setattr(cls, "__init__", watched)
-
-    for cls in (OpenCheckpoint, RankFiles, ChunkTracker, StorageThread, Publisher):
-        watch(cls)
-    checkpoint = manager(tmp_path).open()
-    run(checkpoint, 5)
-    checkpoint.close(completed=True)
-    assert len(made) == 5
-    for one, attributes in made:
-        assert set(vars(one)) == attributes, type(one)

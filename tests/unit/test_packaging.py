@@ -69,14 +69,6 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
     (tmp_path / "job.py").write_text(
         "from datatrove_ckpt import InferenceConfig\nreveal_type(InferenceConfig('dummy'))\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--follow-imports=silent",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "job.py",
-    ]
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "job.py"]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "datatrove_ckpt.config.inference_config.InferenceConfig" in checked.stdout

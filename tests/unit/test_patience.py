@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,14 +57,3 @@ def test_the_kernel_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "io").write_text("some avg10=0.00 avg60=8.47 avg300=47.01 total=1500000\n")
     monkeypatch.setattr(patience, "PRESSURE", tmp_path)
     assert patience.stalled() == 5
-
-
-def test_a_process_that_goes_on_is_told_from_one_that_ends() -> None:
-    readable, writable = os.pipe()
-    code = "import sys; print('said', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=readable, stdout=subprocess.PIPE, text=True) as process:
-        os.close(readable)
-        with pytest.raises(subprocess.TimeoutExpired):
-            Patience(0).output_of(process)
-        os.close(writable)
-        assert Patience(60).output_of(process) == "said\n"

@@ -55,6 +55,12 @@ class Job:
     def lines(self, name: str) -> list[str]:
         return (self.output / name).read_text().splitlines(keepends=True)
 
+    def add(self, line: str) -> None:
+        self.write(FILES[1], [*self.lines(FILES[1]), line])
+
+    def replace(self, old: str, new: str) -> None:
+        self.write(FILES[0], [line.replace(old, new) for line in self.lines(FILES[0])])
+
     def check(self) -> None:
         check_success(self.expected, self.output, self.checkpoints, self.terminal, (5, 5), {}, exact_tokens=True)
 
@@ -68,79 +74,33 @@ def test_a_true_output_passes(job: Job) -> None:
     job.check()
 
 
-def _line_removed(job: Job) -> None:
-    job.write(FILES[0], job.lines(FILES[0])[:1])
+def falsified_rows(job: Job) -> None:
+    rows = (*ROWS, Row("six", LEAVES))
+    job.expected = expected({"a.jsonl": InputFile("a.jsonl", rows)}, "model-a", "Say: {text}")
 
 
-def _line_doubled(job: Job) -> None:
-    job.write(FILES[0], job.lines(FILES[0]) * 2)
-
-
-def _line_in_two_files(job: Job) -> None:
-    job.write(FILES[1], job.lines(FILES[1]) + job.lines(FILES[0])[:1])
-
-
-def _stranger(job: Job) -> None:
-    job.write(FILES[1], [*job.lines(FILES[1]), job.line("one").replace('"one"', '"other"')])
-
-
-def _dropped_document_written(job: Job) -> None:
-    job.write(FILES[1], [*job.lines(FILES[1]), job.line("three")])
-
-
-def _answer_of_another(job: Job) -> None:
-    text = "".join(job.lines(FILES[0]))
-    (job.output / FILES[0]).write_text(text.replace(job.answer("two"), job.answer("one")))
-
-
-def _other_text(job: Job) -> None:
-    text = "".join(job.lines(FILES[0]))
-    (job.output / FILES[0]).write_text(text.replace("first text", "first  text"))
-
-
-def _torn_line(job: Job) -> None:
-    job.write(FILES[1], [*job.lines(FILES[1]), '{"id": "o'])
-
-
-def _dead_letter_lost(job: Job) -> None:
-    (job.checkpoints / LETTERS).unlink()
-
-
-def _healthy_document_dead(job: Job) -> None:
+def healthy_document_dead(job: Job) -> None:
     job.write(FILES[1], [])
     with (job.checkpoints / LETTERS).open("a") as file:
         file.write(json.dumps({"id": "five", "error": "HTTP 503"}) + "\n")
 
 
-def _file_left_over(job: Job) -> None:
-    job.write("00002_chunk_00000.jsonl", [])
-
-
-def _line_not_read(job: Job) -> None:
-    job.expected = replace(job.expected, unread_lines=2)
-
-
-def _sys_exit(job: Job) -> None:
-    rows = (*ROWS, Row("six", LEAVES))
-    job.expected = expected({"a.jsonl": InputFile("a.jsonl", rows)}, "model-a", "Say: {text}")
-
-
 @pytest.mark.parametrize(
     ("falsify", "kind"),
     [
-        (_line_removed, "missing"),
-        (_line_doubled, "twice"),
-        (_line_in_two_files, "twice"),
-        (_stranger, "stranger"),
-        (_dropped_document_written, "stranger"),
-        (_answer_of_another, "wrong answer"),
-        (_other_text, "wrong text"),
-        (_torn_line, "unreadable output"),
-        (_dead_letter_lost, "missing"),
-        (_healthy_document_dead, "blamed"),
-        (_file_left_over, "closing line"),
-        (_line_not_read, "unread lines"),
-        (_sys_exit, "missing"),
+        (lambda job: job.write(FILES[0], job.lines(FILES[0])[:1]), "missing"),
+        (lambda job: job.write(FILES[0], job.lines(FILES[0]) * 2), "twice"),
+        (lambda job: job.add(job.lines(FILES[0])[0]), "twice"),
+        (lambda job: job.add(job.line("one").replace('"one"', '"other"')), "stranger"),
+        (lambda job: job.add(job.line("three")), "stranger"),  # which was to be dropped
+        (lambda job: job.replace(job.answer("two"), job.answer("one")), "wrong answer"),
+        (lambda job: job.replace("first text", "first  text"), "wrong text"),
+        (lambda job: job.add('{"id": "o'), "unreadable output"),
+        (lambda job: (job.checkpoints / LETTERS).unlink(), "missing"),
+        (healthy_document_dead, "blamed"),
+        (lambda job: job.write("00002_chunk_00000.jsonl", []), "closing line"),
+        (lambda job: setattr(job, "expected", replace(job.expected, unread_lines=2)), "unread lines"),
+        (falsified_rows, "missing"),
     ],
 )
 def test_a_falsified_output_fails(job: Job, falsify: Callable[[Job], None], kind: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, placement
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -75,21 +74,19 @@ def test_chunks_wait_in_any_number_and_are_committed_in_any_order(
 
 
 def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     held = Held()
     checkpoint = manager(tmp_path, placement=held).open()
     finish_chunks(checkpoint, held, MAX_PUBLISHING + 1)
-    said: list[str] = []
-    sink = logger.add(lambda message: said.append(str(message)), format="{message}")
+    log.clear()
     for share, behind in ((2.0, False), (0.5, True), (0.5, True), (1.05, True), (2.0, False), (0.5, True)):
         free(monkeypatch, share)
         assert checkpoint.publishing_behind is behind
     held.waiting[0].done()  # with so few chunks waiting, the room is not theirs
     checkpoint.flush()
     assert not checkpoint.publishing_behind
-    logger.remove(sink)
-    assert [line.split(": ", 1)[1].split(",")[0].strip() for line in said] == [
+    assert [line.split(": ", 1)[1].split(",")[0].strip() for line in log] == [
         "only 500 B are free",
         "2 kB are free. New documents are started.",
         "only 500 B are free",

@@ -42,7 +42,6 @@ from datatrove_ckpt.readers import (
     position_state,
     tables,
 )
-from datatrove_ckpt.readers.inputs import Digest
 
 ODD_LINES = [
     b'{"text": "plain", "id": "own id", "lang": "en"}\n',
@@ -461,17 +460,6 @@ def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
     assert plain(ours.run(None, 0, world_size)) == [asdict(last)]
 
 
-def test_a_state_is_small_with_a_name_as_long_as_names_get(tmp_path: Path) -> None:
-    for i in range(40):
-        folder = tmp_path / ("ä" * 100) / ("ö" * 100)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{i:02}{'ü' * 110}.jsonl").write_bytes(b'{"text": "a"}\n')
-    *_, before_last, last = JsonlReader(tmp_path.as_posix()).run()
-    ours = JsonlReader(tmp_path.as_posix())
-    ours.load_state_dict(state_of(before_last))
-    assert plain(ours.run()) == [asdict(last)]
-
-
 def test_the_position_is_no_field_of_the_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "id": "b", "c": 1}\n')
     [ours] = JsonlReader(tmp_path.as_posix()).run()
@@ -569,7 +557,7 @@ def test_an_input_that_is_no_continuation_is_refused_by_the_name_of_the_file(six
         resume(six, state)
 
 
-@pytest.mark.parametrize("change", ["gone", "new", "renamed", "resized"])
+@pytest.mark.parametrize("change", ["gone", "new"])
 def test_the_file_is_named_among_a_thousand(tmp_path: Path, change: str) -> None:
     for i in range(1000):
         (tmp_path / f"{i:04}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
@@ -577,12 +565,8 @@ def test_the_file_is_named_among_a_thousand(tmp_path: Path, change: str) -> None
     path = tmp_path / "0421.jsonl"
     if change == "gone":
         path.unlink()
-    elif change == "new":
-        path = tmp_path / "0421.a.jsonl"
-        path.write_text("")
-    elif change == "renamed":
-        path.rename(tmp_path / "0421.b.jsonl")
     else:
+        path = tmp_path / "0421.a.jsonl"
         path.write_text("")
     with pytest.raises(CheckpointMismatch, match=path.name):
         resume(tmp_path, state)
@@ -722,12 +706,7 @@ def test_a_limit_below_what_is_done_is_refused(six: Path) -> None:
     with pytest.raises(CheckpointMismatch, match=f"after {done} documents, and limit is now {done - 1}. Set limit to"):
         resume(six, state, limit=done - 1)
     assert resume(six, state, limit=done) == []
-
-
-def test_a_higher_limit_reads_more(six: Path) -> None:
-    state = stop(six, limit=11)
-    assert resume(six, state, limit=11) == []
-    assert resume(six, state, limit=12) == ["3.2"]
+    assert resume(six, stop(six, limit=11), limit=12) == ["3.2"], "a higher limit reads more"
 
 
 def test_shuffle_files_is_refused_and_the_error_names_what_to_use() -> None:
@@ -736,16 +715,6 @@ def test_shuffle_files_is_refused_and_the_error_names_what_to_use() -> None:
             make("/", shuffle_files=True)
         with pytest.raises(ConfigError, match="shuffle_seed must be an integer"):
             make("/", shuffle_seed="one")
-
-
-def test_a_digest_groups_its_files_without_seeing_them_again() -> None:
-    digest, groups = Digest(), []
-    for i in range(5000):
-        digest.add(f"{i}", i)
-        groups.append(len(digest.groups))
-    assert max(groups) == 32
-    assert digest.per_group == 256
-    assert len(json.dumps(digest.state())) < 500
 
 
 # Reader and runner -----------------------------------------------------------------------------------------------

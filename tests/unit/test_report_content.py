@@ -172,8 +172,3 @@ def test_settings_are_shown_without_secrets(tmp_path: Path) -> None:
     assert "hf_abc" not in page(content)
     assert "pass@" not in page(content)
     assert dict(content.identity)["model"] == "org/model"
-
-
-def test_the_page_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
-    ranks = [rank(tmp_path, number, 30 + number % 17, 3) for number in range(1000)]
-    assert len(page(gather(run(ranks, tasks=1000), Prices(), {}))) < 5_000_000

@@ -11,7 +11,6 @@ import pytest
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import (
-    Buckets,
     End,
     Progress,
     Record,
@@ -228,16 +227,6 @@ def test_histograms_add_the_last_of_each_attempt() -> None:
     assert latency.bins[0] == (0.0, pytest.approx(latency.bins[1][0]), 1)
     assert prompt.count == 4
     assert [high for _, high, _ in latency.bins[:-1]] == [low for low, _, _ in latency.bins[1:]]
-
-
-def test_bins_hold_what_they_say() -> None:
-    buckets = Buckets()
-    for value in (1, 2, 3, 5, 100, 1_000_000):
-        buckets.count(value)
-    (found,) = histograms([log_of([Spread(completion_tokens=buckets)])], 9)
-    for value in (1, 2, 3, 5, 100, 1_000_000):
-        assert sum(count for low, high, count in found.bins if low <= value < high) > 0
-    assert (found.count, found.note) == (6, " of 9")
 
 
 def write_commits(folder: Path, dead: dict[int, int], indices: list[int]) -> None:

@@ -179,14 +179,6 @@ def test_a_reference_out_of_the_schema_is_never_downloaded() -> None:
 # what follows --------------------------------------------------------------------------------------------------------
 
 
-def test_an_invalid_answer_is_sampled_again() -> None:
-    server = Answers("?", "no")
-    result = asyncio.run(PromptRollout(choice=["yes", "no"])(document(), server))
-    assert isinstance(result, InferenceResult)
-    assert result.text == "no"
-    assert server.payloads[0] == server.payloads[1]
-
-
 def test_the_model_is_shown_its_answer_if_that_is_wanted() -> None:
     server = Answers("?", "no")
     asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))

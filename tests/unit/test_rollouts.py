@@ -91,11 +91,6 @@ def test_metadata_that_is_not_text_is_written_as_python_writes_it() -> None:
     assert asked(CompletionRollout("{metadata[year]}"), document(year=1854))["prompt"] == "1854"
 
 
-def test_metadata_that_a_document_lacks_is_named_with_the_document() -> None:
-    with pytest.raises(ConfigError, match=r"^prompt: document 'd1' has no metadata 'lang'; its metadata keys: year\.$"):
-        asked(PromptRollout("{metadata[lang]} {text}"), document(year=1854))
-
-
 @pytest.mark.parametrize(
     "written",
     ["{}", "{0}", "{text.__class__}", "{text[0]}", "{metadata}", "{metadata[a][b]}", "{text!r}", "{text:>9}"],
@@ -188,14 +183,6 @@ def test_a_text_is_cut_where_it_hurts_least(text: str, limit: int, parts: list[s
     assert split_text(text, limit) == parts
 
 
-def test_no_part_is_too_long_and_no_word_is_lost() -> None:
-    text = "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
-    for limit in (1, 7, 60, 500):
-        parts = split_text(text, limit)
-        assert max(map(len, parts)) <= limit
-        assert "".join("".join(parts).split()) == "".join(text.split())
-
-
 def test_a_template_of_datatroves_examples_names_the_document_in_brackets() -> None:
     rollout = PromptRollout(prompt='As {"json": 1}, twice: [[DOCUMENT]]-[[DOCUMENT]]')
     asked_for = asked(rollout, document("a {b}"))["messages"][0]["content"]
@@ -222,13 +209,6 @@ def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(t
 def test_a_limit_without_room_for_the_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_chars: must be greater than the length of prompt; it is 5"):
         PromptRollout(prompt="Say: {text}", max_chars=5)
-
-
-def test_a_rollout_without_a_limit_is_the_run_that_it_was_before_there_were_limits() -> None:
-    rollout = pickle.loads(pickle.dumps(PromptRollout("Say {text}")))
-    assert vars(rollout) == {"prompt": "Say {text}", "system_prompt": None, "generation_params": None}
-    assert rollout == PromptRollout("Say {text}") == copy.deepcopy(rollout)
-    assert "max_chars" in vars(PromptRollout("Say {text}", max_chars=100))
 
 
 def test_packages_of_extras_are_imported_only_when_they_are_needed() -> None:

@@ -17,7 +17,6 @@ from datatrove_ckpt.checkpoint.commit_sums import sum_commits
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place
@@ -58,24 +57,6 @@ def write_history(folder: Path, records: list[Record]) -> None:
 
 
 # what ranks do -------------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_is_finished(tmp_path: Path) -> None:
-    write_rank(tmp_path, chunks=3, finished=True, history=[start(T), *minutes(T, 3, 10, 30)])
-    rank = read_one(tmp_path, T + 1e6)
-    assert (rank.state, rank.trouble, rank.chunks, rank.documents) == ("finished", None, 3, 30)
-    assert rank.counts == counts(30)
-    assert rank.position.share == 1.0
-
-
-def test_attempts_of_a_finished_rank_that_were_killed_are_counted(tmp_path: Path) -> None:
-    killed = [start(T), *minutes(T, 3, 4, 30)]
-    history = [*killed, start(T + 10 * MIN, attempt=2), *minutes(T + 10 * MIN, 3, 10, 30, attempt=2)]
-    write_rank(tmp_path, chunks=3, finished=True, attempts=2, history=history)
-    state = read(tmp_path, T + 1e6)
-    assert [attempt.without_a_word for attempt in state.ranks[0].attempts] == [True, False]
-    assert (state.totals.attempts, state.totals.attempts_without_a_word) == (2, 1)
-    assert (state.totals.lost_in_flight, state.ranks[0].downtime) == (4, 7 * MIN)
 
 
 def test_a_rank_that_runs(tmp_path: Path, hold: Hold) -> None:
@@ -348,11 +329,6 @@ def test_a_lost_commit_is_damage(tmp_path: Path) -> None:
     rank = read_one(tmp_path)
     assert rank.state == "damaged"
     assert f"{folder}/commits.jsonl holds 2 commits, none of them for chunk 2" in rank.reason
-
-
-def test_a_folder_without_ranks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="contains no checkpoint: there is no folder like 00000 in it"):
-        read(tmp_path)
 
 
 # sums ----------------------------------------------------------------------------------------------------------------

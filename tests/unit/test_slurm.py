@@ -379,9 +379,3 @@ def test_every_argument_of_the_executor_can_be_given_in_yaml(login_node: Path) -
     assert given == expected, "this test gives every argument that datatrove's executor has"
 
 
-def test_an_executor_may_depend_on_another(login_node: Path) -> None:
-    content = load(CONFIG)
-    content["executor"]["init_args"]["depends"] = load(CONFIG)["executor"]
-    assert build(content).depends.job_name == "summaries"
-    content["executor"]["init_args"] |= {"requeue_signals": None, "sbatch_args": None}
-    assert build(content).requeue_signals is None

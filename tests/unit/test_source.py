@@ -14,7 +14,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_no_moment_of_an_arrival_swallows_a_cancellation(steps: int) -> None:
+async def test_no_moment_of_an_arrival_swallows_a_cancellation(steps: int) -> None:
     """``asyncio.wait_for`` did, in Python 3.11: a rank whose disk failed then waited without end."""
     blocked = threading.Event()
 
@@ -26,18 +26,15 @@ def test_no_moment_of_an_arrival_swallows_a_cancellation(steps: int) -> None:
         async for _ in source.batches(ResumePoint()):
             pass
 
-    async def play() -> None:
-        source = DocumentSource(documents())
-        reading = asyncio.create_task(read(source))
-        await asyncio.sleep(0)  # it waits now
-        source._arrived.set()
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        reading.cancel()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        blocked.set()
-        await asyncio.wait([reading])
-        assert reading.cancelled()
-
-    asyncio.run(play())
+    source = DocumentSource(documents())
+    reading = asyncio.create_task(read(source))
+    await asyncio.sleep(0)  # it waits now
+    source._arrived.set()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    reading.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    blocked.set()
+    await asyncio.wait([reading])
+    assert reading.cancelled()

@@ -53,91 +53,76 @@ def acquire(made: Router, request: Request | None = None) -> asyncio.Task[Target
     return asyncio.create_task(made.acquire(request or Request()))
 
 
-def test_requests_wait_in_order_while_no_server_is_up() -> None:
-    async def play() -> None:
-        made = router(limit=2)
-        made.targets[0].up = False
-        tasks = [acquire(made) for _ in range(3)]
-        await settle()
-        assert not any(task.done() for task in tasks)
-        made.targets[0].up = True
-        made.admit()
-        await settle()
-        assert [task.done() for task in tasks] == [True, True, False]
-        made.release(made.targets[0])
-        await tasks[2]
-
-    asyncio.run(play())
+async def test_requests_wait_in_order_while_no_server_is_up() -> None:
+    made = router(limit=2)
+    made.targets[0].up = False
+    tasks = [acquire(made) for _ in range(3)]
+    await settle()
+    assert not any(task.done() for task in tasks)
+    made.targets[0].up = True
+    made.admit()
+    await settle()
+    assert [task.done() for task in tasks] == [True, True, False]
+    made.release(made.targets[0])
+    await tasks[2]
 
 
-def test_the_least_busy_server_is_next_and_its_limit_holds() -> None:
-    async def play() -> None:
-        made = router(2)
-        made.targets[0].limit = 1
-        given = [await made.acquire(Request()) for _ in range(4)]
-        assert [made.targets.index(target) for target in given] == [0, 1, 1, 1]
-
-    asyncio.run(play())
+async def test_the_least_busy_server_is_next_and_its_limit_holds() -> None:
+    made = router(2)
+    made.targets[0].limit = 1
+    given = [await made.acquire(Request()) for _ in range(4)]
+    assert [made.targets.index(target) for target in given] == [0, 1, 1, 1]
 
 
-def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -> None:
-    async def play() -> None:
-        made = router(limit=1)
-        await made.acquire(Request())
-        waiting, next_one = acquire(made), acquire(made)
-        await settle()
-        waiting.cancel()
-        made.release(made.targets[0])  # goes to `next_one`: the request before it is cancelled already
-        await next_one
-        granted = acquire(made)
-        await settle()
-        made.release(made.targets[0])
-        granted.cancel()  # it has the slot, but has not run since
-        await settle()
-        assert made.targets[0].in_flight == 0
-
-    asyncio.run(play())
+async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -> None:
+    made = router(limit=1)
+    await made.acquire(Request())
+    waiting, next_one = acquire(made), acquire(made)
+    await settle()
+    waiting.cancel()
+    made.release(made.targets[0])  # goes to `next_one`: the request before it is cancelled already
+    await next_one
+    granted = acquire(made)
+    await settle()
+    made.release(made.targets[0])
+    granted.cancel()  # it has the slot, but has not run since
+    await settle()
+    assert made.targets[0].in_flight == 0
 
 
-def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None:
-    async def play() -> None:
-        made = router()
-        request = Request()
-        attempt = (await made.acquire(request), made.targets[0].start_attempt(request))[1]
+async def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None:
+    made = router()
+    request = Request()
+    attempt = (await made.acquire(request), made.targets[0].start_attempt(request))[1]
 
-        async def ask() -> None:
-            async with attempt.scope:
-                await asyncio.Event().wait()
+    async def ask() -> None:
+        async with attempt.scope:
+            await asyncio.Event().wait()
 
-        asking = asyncio.create_task(ask())
-        await settle()
-        assert made.mark_dead(made.targets[0], "bang").in_flight == 1
-        with pytest.raises(TimeoutError):
-            await asking
-        assert attempt.lost
-        assert [death.cause for death in request.deaths] == ["bang"]
-        assert not request.is_quarantined
-
-    asyncio.run(play())
+    asking = asyncio.create_task(ask())
+    await settle()
+    assert made.mark_dead(made.targets[0], "bang").in_flight == 1
+    with pytest.raises(TimeoutError):
+        await asking
+    assert attempt.lost
+    assert [death.cause for death in request.deaths] == ["bang"]
+    assert not request.is_quarantined
 
 
-def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> None:
-    async def play() -> None:
-        made = router()
-        target = await made.acquire(Request())
-        old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
-        await settle()
-        assert not any(task.done() for task in (old, young, normal))
-        made.release(target)
-        await settle()
-        assert (young.done(), old.done(), normal.done()) == (True, False, False)
-        made.release(target)
-        await settle()
-        assert (old.done(), normal.done()) == (True, False)
-        made.release(target)
-        await normal
-
-    asyncio.run(play())
+async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> None:
+    made = router()
+    target = await made.acquire(Request())
+    old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
+    await settle()
+    assert not any(task.done() for task in (old, young, normal))
+    made.release(target)
+    await settle()
+    assert (young.done(), old.done(), normal.done()) == (True, False, False)
+    made.release(target)
+    await settle()
+    assert (old.done(), normal.done()) == (True, False)
+    made.release(target)
+    await normal
 
 
 async def run_quarantined(made: Router, requests: list[Request]) -> list[list[Request]]:
@@ -152,88 +137,73 @@ async def run_quarantined(made: Router, requests: list[Request]) -> list[list[Re
     return rounds
 
 
-def test_many_quarantined_requests_run_in_growing_groups() -> None:
-    async def play() -> None:
-        rounds = await run_quarantined(router(), [quarantined(n) for n in range(256)])
-        sizes = [len(together) for together in rounds]
-        assert sizes[:4] == [1, 2, 4, 8]
-        assert max(sizes) == 16  # the square root: what one more death may cost
-        assert len(sizes) <= 20
-
-    asyncio.run(play())
+async def test_many_quarantined_requests_run_in_growing_groups() -> None:
+    rounds = await run_quarantined(router(), [quarantined(n) for n in range(256)])
+    sizes = [len(together) for together in rounds]
+    assert sizes[:4] == [1, 2, 4, 8]
+    assert max(sizes) == 16  # the square root: what one more death may cost
+    assert len(sizes) <= 20
 
 
-def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
-    async def play() -> None:
-        made = router()
-        requests = [quarantined(n) for n in range(100)]
-        waiting = {request: acquire(made, request) for request in requests}
-        for expected in (1, 2, 4):
-            await settle()
-            group = [request for request, task in waiting.items() if task.done()]
-            assert len(group) == expected
-            if expected < 4:
-                for request in group:
-                    made.release(waiting.pop(request).result())
-        death = made.mark_dead(made.targets[0], "bang")
-        for request in group:
-            request.record_death(death, 0)
-            made.release(waiting.pop(request).result())
-        assert made.targets[0].in_flight == 0
-        again = [acquire(made, request) for request in group]
-        made.targets[0].up = True
-        for task in again:
-            await settle()
-            assert made.targets[0].in_flight == 1
-            made.release(await task)
+async def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
+    made = router()
+    requests = [quarantined(n) for n in range(100)]
+    waiting = {request: acquire(made, request) for request in requests}
+    for expected in (1, 2, 4):
         await settle()
-        assert made.targets[0].in_flight > 1  # the others continue in groups
-
-    asyncio.run(play())
-
-
-def test_while_one_server_runs_quarantined_requests_the_others_go_on() -> None:
-    async def play() -> None:
-        made = router(2)
-        first = await made.acquire(quarantined())
-        assert {id(await made.acquire(Request())) for _ in range(3)} == {id(made.targets[1])}
-        assert first is made.targets[0]
-
-    asyncio.run(play())
-
-
-def test_attributed_deaths_quarantine_no_other_request() -> None:
-    async def play() -> None:
-        made = router()
-        guilty, innocent = Request(), Request()
-        for _ in range(2):
-            death = Death("bang")
-            guilty.record_death(death, 0)
-            innocent.record_death(death, 0)
-        await made.acquire(guilty)
-        waiting = [acquire(made, innocent), acquire(made)]
+        group = [request for request, task in waiting.items() if task.done()]
+        assert len(group) == expected
+        if expected < 4:
+            for request in group:
+                made.release(waiting.pop(request).result())
+    death = made.mark_dead(made.targets[0], "bang")
+    for request in group:
+        request.record_death(death, 0)
+        made.release(waiting.pop(request).result())
+    assert made.targets[0].in_flight == 0
+    again = [acquire(made, request) for request in group]
+    made.targets[0].up = True
+    for task in again:
         await settle()
-        assert not any(task.done() for task in waiting)
-        made.attribute_deaths(guilty)
-        made.release(made.targets[0])
-        await asyncio.gather(*waiting)
-        assert not innocent.is_quarantined
-
-    asyncio.run(play())
+        assert made.targets[0].in_flight == 1
+        made.release(await task)
+    await settle()
+    assert made.targets[0].in_flight > 1  # the others continue in groups
 
 
-def test_when_no_server_will_come_back_every_request_fails() -> None:
-    async def play() -> None:
-        made = router()
-        made.mark_dead(made.targets[0], "bang")
-        waiting = [acquire(made), acquire(made, quarantined())]
-        await settle()
-        made.fail("gone for good")
-        for task in [*waiting, acquire(made)]:
-            with pytest.raises(ServerDied, match="gone for good"):
-                await task
+async def test_while_one_server_runs_quarantined_requests_the_others_go_on() -> None:
+    made = router(2)
+    first = await made.acquire(quarantined())
+    assert {id(await made.acquire(Request())) for _ in range(3)} == {id(made.targets[1])}
+    assert first is made.targets[0]
 
-    asyncio.run(play())
+
+async def test_attributed_deaths_quarantine_no_other_request() -> None:
+    made = router()
+    guilty, innocent = Request(), Request()
+    for _ in range(2):
+        death = Death("bang")
+        guilty.record_death(death, 0)
+        innocent.record_death(death, 0)
+    await made.acquire(guilty)
+    waiting = [acquire(made, innocent), acquire(made)]
+    await settle()
+    assert not any(task.done() for task in waiting)
+    made.attribute_deaths(guilty)
+    made.release(made.targets[0])
+    await asyncio.gather(*waiting)
+    assert not innocent.is_quarantined
+
+
+async def test_when_no_server_will_come_back_every_request_fails() -> None:
+    made = router()
+    made.mark_dead(made.targets[0], "bang")
+    waiting = [acquire(made), acquire(made, quarantined())]
+    await settle()
+    made.fail("gone for good")
+    for task in [*waiting, acquire(made)]:
+        with pytest.raises(ServerDied, match="gone for good"):
+            await task
 
 
 # leases ----------------------------------------------------------------------------------------------------------
@@ -276,14 +246,11 @@ def test_gpus_are_counted_by_their_devices(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
 
-    async def play() -> None:
-        async with leased_gpus(config(replicas=2, tp=2)) as leases:
-            assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
-
-    asyncio.run(play())
+    async with leased_gpus(config(replicas=2, tp=2)) as leases:
+        assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -293,17 +260,14 @@ def test_too_few_gpus_are_counted_in_the_error() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> None:
-    async def play() -> None:
-        async with AsyncExitStack() as ranks:
-            first = await ranks.enter_async_context(leased_gpus(config(tp=2)))
-            second = await ranks.enter_async_context(leased_gpus(config()))
-            assert (first[0].gpus, second[0].gpus) == (("0", "1"), ("2",))
-            with pytest.raises(ConfigError, match="workers: this rank needs 2 of the GPUs 0,1,2,3"):
-                await gpus(tp=2)
-        assert await gpus(tp=4) == [("0", "1", "2", "3")]
-
-    asyncio.run(play())
+async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> None:
+    async with AsyncExitStack() as ranks:
+        first = await ranks.enter_async_context(leased_gpus(config(tp=2)))
+        second = await ranks.enter_async_context(leased_gpus(config()))
+        assert (first[0].gpus, second[0].gpus) == (("0", "1"), ("2",))
+        with pytest.raises(ConfigError, match="workers: this rank needs 2 of the GPUs 0,1,2,3"):
+            await gpus(tp=2)
+    assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
 
 def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
@@ -340,15 +304,12 @@ def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> None:
-    async def play() -> None:
-        async with leased_gpus(config(tp=4)) as leases:
-            server = start_process_with(leases[0].locks)
-        with server, pytest.raises(ConfigError):
-            await gpus(tp=1)
-        assert await gpus(tp=1) == [("0",)]
-
-    asyncio.run(play())
+async def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> None:
+    async with leased_gpus(config(tp=4)) as leases:
+        server = start_process_with(leases[0].locks)
+    with server, pytest.raises(ConfigError):
+        await gpus(tp=1)
+    assert await gpus(tp=1) == [("0",)]
 
 
 @pytest.mark.parametrize(
@@ -387,19 +348,16 @@ async def _answer_all(tasks: list[asyncio.Task[Target]], made: Router) -> None:
         made.release(await task)
 
 
-def test_a_call_tells_when_a_request_could_be_sent_and_none_waits() -> None:
-    async def play() -> None:
-        made = router(limit=2)
-        free: list[int] = []
-        made.on_free = lambda: free.append(made.capacity - made.in_flight)
-        tasks = [acquire(made) for _ in range(3)]
-        await settle()
-        made.release(await tasks[0])  # the third takes the place
-        assert free == [0]
-        await _answer_all(tasks[1:], made)
-        assert free == [0, 1, 2]
-
-    asyncio.run(play())
+async def test_a_call_tells_when_a_request_could_be_sent_and_none_waits() -> None:
+    made = router(limit=2)
+    free: list[int] = []
+    made.on_free = lambda: free.append(made.capacity - made.in_flight)
+    tasks = [acquire(made) for _ in range(3)]
+    await settle()
+    made.release(await tasks[0])  # the third takes the place
+    assert free == [0]
+    await _answer_all(tasks[1:], made)
+    assert free == [0, 1, 2]
 
 
 def test_the_capacity_is_that_of_the_servers_that_are_up() -> None:

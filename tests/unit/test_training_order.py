@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from itertools import chain, product
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from datatrove_ckpt.readers.blocks import Block
 from datatrove_ckpt.torch.deal import Even, Remaining, Round, Topology
@@ -269,17 +270,16 @@ def take(
     return read, Round.from_json(json.loads(json.dumps(Round(topology, tuple(had)).to_json())))
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(seed: int) -> None:
-    chance = random.Random(seed)
-    rows, rounds, read = chance.randrange(400), list[Round](), list[int]()
-    for _ in range(chance.randrange(5)):
-        topology, most = chance.choice(TOPOLOGIES), chance.choice([0, 3, 20])
-        counts = [chance.randrange(most + 1) for _ in range(topology.slots)]
+@given(st.integers(0, 400), st.lists(st.sampled_from(TOPOLOGIES), max_size=4), st.sampled_from(TOPOLOGIES), st.data())
+def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(
+    rows: int, before: list[Topology], last: Topology, data: st.DataObject
+) -> None:
+    rounds, read = list[Round](), list[int]()
+    for topology in before:
+        counts = data.draw(st.lists(st.integers(0, 20), min_size=topology.slots, max_size=topology.slots))
         more, done = take(rows, rounds, topology, counts)
         read += more
         rounds.append(done)
-    last = chance.choice(TOPOLOGIES)
     read += take(rows, rounds, last, [10**6] * last.slots)[0]
     assert sorted(read) == list(range(rows))
 

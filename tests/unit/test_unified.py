@@ -125,12 +125,6 @@ def test_numbers_are_cut_by_what_they_take_in_memory(tmp_path: Path) -> None:
     assert sum(block.bytes for block in blocks) == pytest.approx(1_600_000, rel=0.3)
 
 
-def test_rows_without_a_column_of_another_type_have_none(tmp_path: Path) -> None:
-    days = pa.array(["a"]).dictionary_encode()
-    tables = read(written(tmp_path, pa.table({"a": [1]}), pa.table({"a": [2], "b": days})))
-    assert [table["b"].to_pylist() for table in tables] == [[None], ["a"]]
-
-
 def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyarrow does so since version 26, unless it is told not to."""
     table = pa.table({"text": ["x" * 1000] * 10_000})

@@ -79,12 +79,6 @@ def square(slot: int, task: int) -> int:
     return task * task
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_every_start_method(method: str) -> None:
-    with group(square, method=method) as workers:
-        assert dict(workers.run([2, 3])) == {2: 4, 3: 9}
-
-
 def test_a_signal_cannot_come_in_the_making_of_the_loop_of_fsspec() -> None:
     def run(slot: int, task: int) -> bool:
         return fsspec.asyn.loop[0] is not None  # made before signals were let in

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
-from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.cli.yaml_text import read_value
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers import JsonlReader, ParquetReader
-from datatrove_ckpt.rollouts import ChunkedRollout, PromptRollout, chat
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.rollouts import PromptRollout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -122,19 +121,6 @@ def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name: st
     assert step.mirror_seconds == 60
 
 
-def test_other_configs_use_other_readers_writers_and_rollouts() -> None:
-    assert type(build(load(CONFIGS / "vllm.yaml")).pipeline[1].output_writer) is ParquetWriter
-    reader, runner = build(load(CONFIGS / "sglang.yaml")).pipeline
-    assert (type(reader), type(runner.rollout_fn)) == (ParquetReader, ChunkedRollout)
-    assert runner.rollout_fn.separator == "\n\n"
-
-
-def test_a_job_with_defaults_builds(job: Build) -> None:
-    executor = job()
-    assert executor.pipeline[1].rollout_fn is chat
-    assert (executor.tasks, executor.pipeline[1].records_per_chunk) == (1, 6000)
-
-
 @pytest.mark.parametrize("given", ["null", "{a: 1}", "my_module.my_rollout"])
 def test_shared_context_may_be_a_mapping_or_an_import_path(job: Build, given: str) -> None:
     runner = job(("rollout_fn: chat", f"rollout_fn: chat\n          shared_context: {given}")).pipeline[1]
@@ -184,20 +170,6 @@ def test_an_executor_may_depend_on_another_one(job: Build) -> None:
     assert type(executor.depends) is LocalPipelineExecutor
 
 
-def test_a_slurm_time_limit_stays_text_and_signals_may_be_several(job: Build) -> None:
-    arguments = [
-        "tasks: 2",
-        "time: 20:00:00",
-        "partition: gpu",
-        "requeue_signals: [SIGUSR1, SIGTERM]",
-        "logging_dir: l",
-    ]
-    slurm = ("logging_dir: logs", "\n    ".join(arguments))
-    executor = job(("LocalPipelineExecutor", "SlurmPipelineExecutor"), slurm)
-    assert type(executor) is SlurmPipelineExecutor
-    assert (executor.time, list(executor.requeue_signals)) == ("20:00:00", ["SIGUSR1", "SIGTERM"])
-
-
 def test_yaml_is_read_by_the_rules_of_yaml_1_2() -> None:
     text = "[1e-3, 1.5, .5, -7, 1_000, 0x1F, 0123, no, on, true, null, ~, 12:30, 2024-01-02, .inf, 1.2.3, '4']"
     expected = [0.001, 1.5, 0.5, -7, 1000, 31, "0123", "no", "on", True, None, None, "12:30", "2024-01-02"]
@@ -215,9 +187,6 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
     ("old", "new", "message"),
     [
         ("documents}", "d, limt: 3}", 'pipeline[0] JsonlReader: unknown key "limt", did you mean "limit"?'),
-        ("rollout_fn: chat", "rollout_f: chat", f'{RUNNER}: unknown key "rollout_f", did you mean "rollout_fn"?'),
-        ("logging_dir", "logging_dit",
-         'executor LocalPipelineExecutor: unknown key "logging_dit", did you mean "logging_dir"?'),
         ("init_args: {data", "init_arg: {data", 'pipeline[0]: unknown key "init_arg", did you mean "init_args"?'),
         ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}",
          f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params, max_chars, '
@@ -229,14 +198,11 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          f'{RUNNER}.rollout_fn: carry: "all" is not one of conversation, continue, null.'),
         ("chat", "{class_path: PromptRollout, init_args: {choice: yes}}",
          f'{RUNNER}.rollout_fn: choice: "yes" is not a list of str or null.'),
-        ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: many}",
-         f'{RUNNER}.config: max_concurrent_generations: "many" is not auto or an int.'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
          f'{RUNNER}.config: max_concurrent_generations: "Auto" is not auto or an int, did you mean "auto"?'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: auto}",
          f"{RUNNER}.config: max_concurrent_generations: auto follows the metrics of servers that the run launches "
          "itself (vllm, sglang, llamacpp). For server_type 'dummy', set a number."),
-        ("model_name_or_path: m}", "model_name_or_path: m, tp: 0}", f"{RUNNER}.config: tp must be >= 1; it is 0."),
         ("server_type: dummy", "server_type: vlm",
          f'{RUNNER}.config: server_type: "vlm" is not one of llamacpp, vllm, sglang, endpoint, dummy, custom, '
          'did you mean "vllm"?'),
@@ -252,13 +218,10 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         (CONFIG, "config: {}", f'{RUNNER}.config: missing key "server_type", "model_name_or_path".'),
         (CONFIG, "config: 3", f"{RUNNER}: config: 3 is not an InferenceConfig."),
         (CONFIG, "records_per_chunk: 3", f'{RUNNER}: missing key "config".'),
-        ("compression: null", "compression: 5", f"{RUNNER}.output_writer: compression: 5 is not a str or null."),
         ("documents}", "d, compression: gz}",
          'pipeline[0] JsonlReader: compression: "gz" is not one of infer, gzip, zstd, null, did you mean "gzip"?'),
         ("documents}", "7}", "pipeline[0] JsonlReader: data_folder: 7 is not a str or a list of str and dict."),
         ("documents}", "d, limit: null}", "pipeline[0] JsonlReader: limit: null is not an int."),
-        ("checkpoints_local_dir: checkpoints", "records_per_chunk: 1.5",
-         f"{RUNNER}: records_per_chunk: 1.5 is not an int."),
         ("checkpoints_local_dir: checkpoints", "sync_seconds: auot",
          f'{RUNNER}: sync_seconds: "auot" is not auto or a float, did you mean "auto"?'),
         ("checkpoints_local_dir: checkpoints", "sync_seconds: -1",
@@ -278,10 +241,6 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("class_path: JsonlReader", "class_path: my_module.Step", 'pipeline[0] Step: missing key "size".'),
         ("class_path: JsonlWriter", "class_path: JsonlReader",
          f'{RUNNER}.output_writer: class_path: "JsonlReader" is not a DiskWriter.'),
-        ("class_path: LocalPipelineExecutor", "class_path: LocalExecutor",
-         'executor: no class "LocalExecutor", did you mean "LocalPipelineExecutor"?'),
-        ("class_path: LocalPipelineExecutor", "class_path: JsonlReader",
-         'executor: class_path: "JsonlReader" is not a PipelineExecutor.'),
         ("- class_path: JsonlReader\n        init_args: {data_folder: documents}", "- 3",
          "executor LocalPipelineExecutor: pipeline[0]: 3 is not"),
         ("rollout_fn: chat", "rollout_fn: chta", f'{RUNNER}.rollout_fn: no function "chta", did you mean "chat"?'),
@@ -289,8 +248,6 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          f'{RUNNER}.rollout_fn: "PromptRollout" is a class; write class_path: PromptRollout.'),
         ("rollout_fn: chat", "rollout_fn: my_module.NUMBER",
          f'{RUNNER}.rollout_fn: "my_module.NUMBER" is not a function.'),
-        ("rollout_fn: chat", "rollout_fn: my_module.my_rolout",
-         f'{RUNNER}.rollout_fn: no function "my_rolout" in my_module, did you mean "my_rollout"?'),
         ("chat", "{class_path: PromptRollout, init_args: {prompt: '{text!r}'}}",
          f"{RUNNER}.rollout_fn: prompt: {{text!r}} cannot be filled in; "
          "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace."),

@@ -163,7 +163,7 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
     return name.startswith(_OUR_VARIABLES) or is_one(name, value)
 
 
-def without_secrets(name: str, value: Any, known: Collection[str]) -> Any:
+def without_secrets(name: str, value: Any, known: Collection[str] = ()) -> Any:
     """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
 
     What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.

@@ -163,14 +163,15 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
     return name.startswith(_OUR_VARIABLES) or is_one(name, value)
 
 
-def without_secrets(name: str, value: Any, known: Collection[str] = ()) -> Any:
+def without_secrets(name: str, value: Any, known: Collection[str] | None = None) -> Any:
     """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
 
     What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.
 
     Args:
-        known: secrets of the environment; a text that holds one is replaced, too.
+        known: the secrets of the environment, where the caller has them; a text that holds one is replaced, too.
     """
+    known = environment_secrets(is_surely_secret).values() if known is None else known
     if is_secret(name, value) or (isinstance(value, str) and any(secret in value for secret in known)):
         return hashed(name, value)
     if isinstance(value, dict):

@@ -66,15 +66,16 @@ def run_ours(run: Run) -> Callable[[], None]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
     from datatrove_ckpt import runner as module
 
-    connect = module.connect
+    if run.ready_after:
+        connect = module.connect
 
-    @asynccontextmanager
-    async def connect_late(*settings: Any) -> AsyncIterator[Any]:
-        await asyncio.sleep(run.ready_after)
-        async with connect(*settings) as connected:
-            yield connected
+        @asynccontextmanager
+        async def connect_late(*settings: Any) -> AsyncIterator[Any]:
+            await asyncio.sleep(run.ready_after)
+            async with connect(*settings) as connected:
+                yield connected
 
-    module.connect = connect_late
+        module.connect = connect_late
     config = InferenceConfig(**_config(run), hang_timeout=120)
     mirror = {"checkpoints_remote_dir": run.remote, "mirror_seconds": run.mirror_seconds} if run.remote else {}
     return _step(run, InferenceRunner, config, readers, **mirror)

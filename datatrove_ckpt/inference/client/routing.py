@@ -79,7 +79,7 @@ class Request:
 
     @property
     def is_quarantined(self) -> bool:
-        return self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
+        return bool(self.deaths) and self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
 
     @property
     def must_run_alone(self) -> bool:
@@ -175,6 +175,10 @@ class Quarantine:
         self._group_limit = 1
         self._peak = 0
         self._runs_alone = False
+
+    @property
+    def was_used(self) -> bool:
+        return self._arrivals > 0
 
     @property
     def waiting(self) -> int:
@@ -297,7 +301,8 @@ class Router:
         """Assign targets to requests that wait, while there are free ones."""
         if self.closed:
             return
-        self._admit_quarantined()
+        if self._quarantine.was_used:
+            self._admit_quarantined()
         while self._waiting:
             _, future = self._waiting[0]
             target = self._free() if not future.done() else None
@@ -350,9 +355,7 @@ class Router:
         """The least busy target that can take a request."""
         if self._in_flight >= self._limit or self.closed:
             return None
-        free = [target for target in self.targets if target.up and not target.reserved]
-        free = [target for target in free if target.in_flight < target.limit]
-        return _least_busy(free)
+        return _least_busy([t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit])
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine

@@ -76,7 +76,7 @@ class Scheduler:
         self._check_document = check_document
         self._check_writable = check_writable
         self.drain = Drain()
-        self._rollouts = config.rollouts_per_document
+        self._rollouts = range(config.rollouts_per_document)
         self._document_limit = DocumentLimit(config)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -202,7 +202,7 @@ class Scheduler:
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
         answers = Answers(self, slot, source.id)
-        requests = [Requests(self, answers, index) for index in range(self._rollouts)]
+        requests = [Requests(self, answers, index) for index in self._rollouts]
         if (letter := self._failures.taken_letter(source, slot)) is not None:
             return self._finished(source, slot, "dead", letter, requests)
         try:

@@ -102,22 +102,42 @@ class Attempt:
     Attributes:
         started_at: when it was sent (``time.monotonic``).
         lost: its server is given up. An answer that arrives later is thrown away.
-        scope: the timeout that ``abort`` ends.
     """
 
-    __slots__ = ("lost", "request", "scope", "started_at")
+    __slots__ = ("_cancelled", "_cancelling", "_handle", "_task", "lost", "request", "started_at")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.started_at = time.monotonic()
         self.lost = False
-        self.scope = asyncio.timeout(None)
+        # ``asyncio.timeout`` does the same, for three times the CPU time.
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._handle: asyncio.Handle | None = None
+        self._cancelled = False
 
     def abort(self) -> None:
         """End the attempt from outside."""
         if not self.lost:
             self.lost = True
-            self.scope.reschedule(asyncio.get_running_loop().time())
+            self._handle = asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelled = self._task.cancel()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Somebody else has cancelled the task."""
+        return self._task.cancelling() > self._cancelling + self._cancelled
+
+    def end(self) -> None:
+        """From here on, ``abort`` does not reach the task."""
+        if self._handle is not None:
+            self._handle.cancel()
+        if self._cancelled:
+            self._task.uncancel()
 
 
 class Target:

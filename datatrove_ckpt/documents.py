@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import json
 import math
 import pathlib
@@ -96,9 +97,13 @@ def document_fields(document: Document) -> dict[str, object]:
     if not isinstance(document.metadata, dict):
         raise TypeError(f"its metadata is of type {type(document.metadata).__name__}, not dict")
     media = document.media
-    if media is not None and not (isinstance(media, list) and all(isinstance(part, Media | dict) for part in media)):
+    if media is not None and not (isinstance(media, list) and (not media or _are_media(media))):
         raise TypeError("its media is no list of Media")
     return {"text": document.text, "id": document.id, "media": media, "metadata": document.metadata}
+
+
+def _are_media(parts: list[object]) -> bool:
+    return all(isinstance(part, Media | dict) for part in parts)
 
 
 def _id_of(document: Document) -> str:
@@ -186,7 +191,12 @@ def _from_delta(value: datetime.timedelta) -> list[int]:
 
 
 def _fields(value: _Dataclass) -> dict[str, object]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {name: getattr(value, name) for name in field_names(type(value))}
+
+
+@functools.cache
+def field_names(kind: type[_Dataclass]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 # (name, type, to JSON, from JSON). The first type that fits is used, so subclasses come before their bases.
@@ -206,6 +216,7 @@ _TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]]
     ("frozenset", frozenset, _elements, frozenset),
     ("complex", complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
 ]
+_CONTAINERS = (dict, list)
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
 _READERS["dict"] = lambda value: dict(value)
@@ -224,7 +235,7 @@ class _Encoder:
         self.wrapped = 0
 
     def wrap(self, value: object) -> object:
-        plain = as_plain(value)
+        plain = value if type(value) is InferenceResult else as_plain(value)  # most values here are results
         if plain is not value:
             return plain
         wrapped = _wrapped(value)
@@ -319,10 +330,10 @@ class _DeepWrapper:
 
 def _unwrap(value: object) -> object:
     if type(value) is list:
-        return [_unwrap(item) for item in value]
+        return [_unwrap(item) if type(item) in _CONTAINERS else item for item in value]
     if type(value) is not dict:
         return value
     if TAG in value:
         name, inner = value[TAG]
         return _READERS[name](_unwrap(inner))
-    return {key: _unwrap(item) for key, item in value.items()}
+    return {key: _unwrap(item) if type(item) in _CONTAINERS else item for key, item in value.items()}

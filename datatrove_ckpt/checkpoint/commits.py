@@ -108,9 +108,19 @@ class DocumentCounts:
     cut_off: int = 0
     empty: int = 0
 
-    def count(self, outcome: str, *numbers: int) -> None:
-        """Adds one document. ``numbers``: from ``requests`` on."""
-        self.add(DocumentCounts(1, outcome == "written", outcome == "dropped", outcome == "dead", *numbers))
+    def count(self, outcome: str, requests: int = 0, prompt: int = 0, completion: int = 0, *ends: int) -> None:
+        """Adds one document. ``ends``: from ``answers`` on."""
+        self.read += 1
+        self.written += outcome == "written"
+        self.dropped += outcome == "dropped"
+        self.dead += outcome == "dead"
+        self.requests += requests
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        if ends:
+            self.answers += ends[0]
+            self.cut_off += ends[1]
+            self.empty += ends[2]
 
     def add(self, other: DocumentCounts) -> None:
         self.read += other.read

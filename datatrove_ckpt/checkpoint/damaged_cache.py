@@ -137,8 +137,9 @@ def set_aside(path: Path) -> Path:
 
 def checksum(values: Row) -> int:
     """A checksum of a row's other columns, as SQLite's signed integer. The last two are result and error message."""
-    *key, result, error = values
-    head = "\0".join([*map(str, key), "" if result is None else "r", "" if error is None else f"e{error}"])
+    chunk, ordinal, doc_id, rollout, payload, occurrence, result, error = values
+    head = f"{chunk}\0{ordinal}\0{doc_id}\0{rollout}\0{payload}\0{occurrence}\0{'' if result is None else 'r'}\0"
+    head += "" if error is None else f"e{error}"
     data = result if isinstance(result, bytes) else b""
     seed = xxhash.xxh3_64_intdigest(head.encode(errors="surrogatepass"))
     return int(xxhash.xxh3_64_intdigest(data, seed)) - 2**63

@@ -118,7 +118,8 @@ class Finished:
         data = orjson.loads(head + b"}")
         numbers = [data[name] for name in ("ordinal", "requests", "prompt_tokens", "completion_tokens")]
         ends = tuple(data.get("ends", (0, 0, 0)))
-        if len(ends) != 3 or not all(map(is_count, (*numbers, *ends))) or data["outcome"] not in _OUTCOMES:
+        found = (*numbers, *ends)
+        if {*map(type, found)} != {int} or min(found) < 0 or len(ends) != 3 or data["outcome"] not in _OUTCOMES:
             raise ValueError("a number or the outcome is damaged")
         if not isinstance(data["input"], str) or not document.endswith(b"}"):
             raise ValueError("the document is damaged")

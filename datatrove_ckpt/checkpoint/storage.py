@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from datatrove_ckpt.checkpoint.chunks import ChunkKey
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -34,15 +34,9 @@ Call: TypeAlias = Callable[[], None]
 T = TypeVar("T")
 
 
-class _Document(NamedTuple):
-    """A finished document on its way into the journal of its chunk."""
-
-    chunk: ChunkKey
-    finished: Finished
-
-
-_Item: TypeAlias = _Document | CachedRequest | Call | None
-"""What is queued. None ends the thread."""
+_Item: TypeAlias = tuple[int, ChunkKey, Finished] | tuple[int, None, CachedRequest] | Call | None
+"""What is queued: a finished document, with the bytes handed over so far and its chunk, or an answer. None ends the
+thread."""
 
 
 class StorageThread:
@@ -76,13 +70,14 @@ class StorageThread:
 
     def put_answer(self, request: CachedRequest) -> None:
         self._raise_failure()
-        self._submitted_bytes += _size(request)
-        self._queue.put(request)
+        result, error = request.answer
+        self._submitted_bytes += _ITEM_BYTES + len(result or b"") + len(error or "")
+        self._queue.put((self._submitted_bytes, None, request))
 
     def put_finished(self, chunk: ChunkKey, finished: Finished) -> None:
         self._raise_failure()
-        self._submitted_bytes += _size(finished)
-        self._queue.put(_Document(chunk, finished))
+        self._submitted_bytes += _ITEM_BYTES + len(finished.document)
+        self._queue.put((self._submitted_bytes, chunk, finished))
 
     def stop(self) -> None:
         """Writes and syncs what was submitted, and ends the thread. Does not raise: see ``error``."""
@@ -133,19 +128,22 @@ class StorageThread:
     def _work(self) -> bool:
         answers: list[CachedRequest] = []
         documents: dict[ChunkKey, list[Finished]] = defaultdict(list)
+        submitted = self._written_bytes
         for item in self._take():
-            if isinstance(item, CachedRequest):
-                answers.append(item)
-            elif isinstance(item, _Document):
-                documents[item.chunk].append(item.finished)
-            else:
-                self._write(answers, documents)
+            if not isinstance(item, tuple):
+                self._write(answers, documents, submitted)
                 answers.clear()
                 documents.clear()
                 if item is None:
                     return False
                 item()
-        self._write(answers, documents)
+            elif item[1] is None:
+                submitted, _, answer = item
+                answers.append(answer)
+            else:
+                submitted, chunk, finished = item
+                documents[chunk].append(finished)
+        self._write(answers, documents, submitted)
         if self._files.seconds_to_sync == 0:
             self._files.sync()
         return True
@@ -159,15 +157,9 @@ class StorageThread:
                 items.append(self._queue.get_nowait())
         return items
 
-    def _write(self, answers: list[CachedRequest], documents: dict[ChunkKey, list[Finished]]) -> None:
+    def _write(
+        self, answers: list[CachedRequest], documents: dict[ChunkKey, list[Finished]], submitted_bytes: int
+    ) -> None:
         if answers or documents:
             self._files.write(answers, documents)
-            self._written_bytes += sum(_size(answer) for answer in answers)
-            self._written_bytes += sum(_size(finished) for group in documents.values() for finished in group)
-
-
-def _size(item: CachedRequest | Finished) -> int:
-    """Bytes of memory, roughly."""
-    if isinstance(item, Finished):
-        return _ITEM_BYTES + len(item.document)
-    return _ITEM_BYTES + len(item.answer.result or b"") + len(item.answer.error_message or "")
+            self._written_bytes = submitted_bytes

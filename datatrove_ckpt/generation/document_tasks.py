@@ -23,10 +23,11 @@ class DocumentTasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = False
+        self._loop = asyncio.get_running_loop()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """The coroutine handles its errors itself: nobody looks at the result of its task."""
-        task = asyncio.create_task(work)
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -6,10 +6,8 @@ Everything here runs on the event loop of ``scheduler.py``.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVarTuple
 
 import orjson
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
@@ -47,6 +45,7 @@ from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 _PAYLOAD = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_Arguments = TypeVarTuple("_Arguments")
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
 # Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
@@ -83,14 +82,11 @@ class Answers:
 
     async def cached(self) -> dict[AnswerKey, Answer]:
         """What earlier attempts have kept."""
-        if not self.slot.cached:
-            return {}
         if self._cached is None:
             loop = asyncio.get_running_loop()
             future = self._cached = loop.create_future()
             receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
-            with _storage_failures(self._rank):
-                self._rank.checkpoint.lookup(self.slot.ordinal, receive)
+            _hand_over(self._rank, self._rank.checkpoint.lookup, self.slot.ordinal, receive)
         return await asyncio.shield(self._cached)
 
     def request_started(self) -> None:
@@ -121,7 +117,7 @@ class Requests:
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
-        self._occurrences: Counter[str] = Counter()
+        self._occurrences: dict[str, int] = {}
 
     def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, InferenceResult]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
@@ -154,8 +150,8 @@ class Requests:
             payload.setdefault(name, value)
         warn_of_unknown(payload)
         digest = _digest(payload)
-        key = AnswerKey(self._rollout_idx, digest, self._occurrences[digest])
-        self._occurrences[digest] += 1
+        key = AnswerKey(self._rollout_idx, digest, self._occurrences.get(digest, 0))
+        self._occurrences[digest] = key.occurrence + 1
         if config.seed is not None and "seed" not in payload:
             slot = self._answers.slot
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
@@ -164,8 +160,7 @@ class Requests:
         body = trim(orjson.dumps(payload, option=_PAYLOAD))
         self.last_hash, self.last_payload = key.payload_hash, payload
         self.count += 1
-        cached = await self._answers.cached()
-        answer = cached.get(key)
+        answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
             if result is None:
@@ -227,37 +222,39 @@ class Requests:
     async def _complete(self, body: bytes) -> Completion:
         self._answers.request_started()
         try:
-            client = await asyncio.shield(self._rank.client)
-            return await client.complete(body)
+            client = self._rank.client
+            return await (client.result() if client.done() else await asyncio.shield(client)).complete(body)
         finally:
             self._answers.request_finished()
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         # Queue the answer first, then wait: kill -9 would lose an answer that waits here outside of the queue.
-        with _storage_failures(self._rank):
-            self._rank.checkpoint.put_answer(self._answers.slot, self._answers.doc_id, key, answer)
-        await self._rank.wait_for_storage()
+        rank, answers = self._rank, self._answers
+        _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
+        if rank.checkpoint.congested:
+            await rank.wait_for_storage()
 
 
 def summarize(
     ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int
 ) -> Finished:
     """A finished document with what it took. ``kept``: number of rollouts with a result."""
-    tokens = requests[0].tokens if len(requests) == 1 else [number for each in requests for number in each.tokens]
-    counts, failed = [each.count for each in requests], sum(each.failed for each in requests)
+    tokens, counts = requests[0].tokens, [each.count for each in requests]
+    failed, cut_off, empty = requests[0].failed, requests[0].cut_off, requests[0].empty
+    for each in requests[1:]:
+        tokens = tokens + each.tokens
+        failed, cut_off, empty = failed + each.failed, cut_off + each.cut_off, empty + each.empty
     # The usual case is a shorter line: see Finished.work
     usual = len(counts) == 1 and counts[0] <= 1 and len(tokens) == 2 * counts[0] and kept == (outcome == "written")
     work = None if usual and not failed else Work(kept, failed, counts, list(tokens))
-    ends = len(tokens) // 2, sum(each.cut_off for each in requests), sum(each.empty for each in requests)
     took = sum(counts), sum(tokens[::2]), sum(tokens[1::2])
-    return Finished(ordinal, outcome, fingerprint, document, *took, work, ends=ends)
+    return Finished(ordinal, outcome, fingerprint, document, *took, work, ends=(len(tokens) // 2, cut_off, empty))
 
 
-@contextmanager
-def _storage_failures(rank: RankContext) -> Iterator[None]:
+def _hand_over(rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
     """A failure of the storage thread stops the rank. It passes through the rollout, and is not the rollout's."""
     try:
-        yield
+        call(*arguments)
     except BaseException as error:
         rank.shutdown.abort(error)
         raise

@@ -257,6 +257,9 @@ class DocumentSource:
 
     def _shared(self, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents; refused if they are not those of the rank's share."""
+        if self._share is None:
+            yield from documents
+            return
         for document in documents:
             self._reading.check_share()
             yield document

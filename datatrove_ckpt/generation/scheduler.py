@@ -76,7 +76,7 @@ class Scheduler:
         self._check_document = check_document
         self._check_writable = check_writable
         self.drain = Drain()
-        self._rollouts = config.rollouts_per_document
+        self._rollouts = range(config.rollouts_per_document)
         self._document_limit = DocumentLimit(config)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -202,11 +202,14 @@ class Scheduler:
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
         answers = Answers(self, slot, source.id)
-        requests = [Requests(self, answers, index) for index in range(self._rollouts)]
+        requests = [Requests(self, answers, index) for index in self._rollouts]
         if (letter := self._failures.taken_letter(source, slot)) is not None:
             return self._finished(source, slot, "dead", letter, requests)
         try:
-            results = await self._run_rollouts(document, requests)
+            if len(requests) == 1:
+                results = [await self._run_rollout(document, requests[0])]
+            else:
+                results = await self._run_rollouts(document, requests)
             self._raise_if_stopping()
             kept = [result for result in results if result is not None]
             document.metadata[self._metadata_key] = kept
@@ -235,8 +238,6 @@ class Scheduler:
             raise asyncio.CancelledError
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
-        if len(requests) == 1:
-            return [await self._run_rollout(document, requests[0])]
         # The first rollout that raises cancels the others: their document fails anyway, so their further requests would
         # be wasted. The cache keeps the answers that they have so far.
         tasks = [asyncio.ensure_future(self._run_rollout(document, request)) for request in requests]

@@ -7,7 +7,6 @@ enough. The result is the same, value for value and key for key; a test compares
 
 from __future__ import annotations
 
-import dataclasses
 from types import MethodType
 from typing import Any
 
@@ -15,6 +14,9 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.documents import field_names
+
+_SCALARS = (str, int)
 _DEFAULT = DiskWriter._default_adapter
 
 
@@ -51,9 +53,9 @@ def _copy_containers(value: Any) -> Any:
     """The value with new containers, and with dicts instead of the two dataclasses that ``documents.decode`` makes."""
     kind = type(value)
     if kind is dict:
-        return {key: item if type(item) is str else _copy_containers(item) for key, item in value.items()}
+        return {key: item if type(item) in _SCALARS else _copy_containers(item) for key, item in value.items()}
     if kind is list:
         return [_copy_containers(item) for item in value]
     if kind is InferenceResult or kind is Media:
-        return {field.name: _copy_containers(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: _copy_containers(getattr(value, name)) for name in field_names(kind)}
     return value

@@ -79,8 +79,16 @@ class FileNames:
     def use_in(self, writer: DiskWriter) -> None:
         """Makes the writer take its file names from here."""
 
+        known: dict[tuple[object, ...], str] = {}
+        # Where nothing of a document is in its name, all documents of a chunk have one.
+        is_same = not self.fields and getattr(self._fill, "__func__", None) is DiskWriter._get_output_filename
+
         def fill(document: Document, rank: int | str = 0, **fields: Any) -> str:  # Any: as in datatrove
-            return self._checked(document, rank, **fields)
+            if not is_same:
+                return self._checked(document, rank, **fields)
+            if (name := known.get(key := (rank, *fields.items()))) is None:
+                name = known[key] = self._checked(document, rank, **fields)
+            return name
 
         fill.original = self._fill  # type: ignore[attr-defined]
         writer._get_output_filename = fill

@@ -12,6 +12,16 @@ import sys
 import traceback
 from contextlib import suppress
 
+_pid = os.getpid()
+
+
+def _note_fork() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)  # a system call for each rollout would cost more
+
 
 def end_fork(pid: int, error: BaseException | None = None) -> None:
     """Ends this process if it is a fork. Call it where user code has returned or raised.
@@ -23,7 +33,7 @@ def end_fork(pid: int, error: BaseException | None = None) -> None:
         pid: of the process that called the user code. If it is this process, nothing happens.
         error: what user code raised.
     """
-    if os.getpid() == pid:
+    if _pid == pid:
         return
     code = 1
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -50,16 +52,21 @@ def mock_server() -> Iterator[MockServer]:
             process.stdout.read()
 
 
-def run_once(server: MockServer, run: Run, latency: float, documents: int, keep: bool = False) -> Result:
-    """One run in a fresh process, in an empty folder unless ``keep``."""
+def run_once(
+    server: MockServer, run: Run, latency: float, documents: int, keep: bool = False, package: Path = ROOT
+) -> Result:
+    """One run in a fresh process, in an empty folder unless ``keep``, of the package in the checkout ``package``."""
     if not keep:
         clear(run)
     Path(run.folder).mkdir(parents=True, exist_ok=True)
     server.reset(latency)
     # Dirty pages of the run before are not this one's business.
     subprocess.run(["sync"], check=True)
-    command = [sys.executable, "-m", "tests.bench.systems", json.dumps(vars(run))]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", str(ROOT / "tests/bench/systems.py"), json.dumps(vars(run))]
+    environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
+    before = _cpu_of_children()
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    whole = _cpu_of_children() - before
     if process.returncode:
         raise SystemExit(f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}")
     result: Result = json.loads(process.stdout.splitlines()[-1])
@@ -72,6 +79,7 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, keep:
         "wall": wall,
         "rate": documents / wall,
         "cpu_per_1000": result["cpu"] / documents * 1000,
+        "whole_cpu_per_1000": whole / documents * 1000,
         "us": result["cpu"] / documents * 1e6,
         "after_ready": counts["first"] - result["started"] - run.ready_after,
         "tail": result["ended"] - counts["last"],
@@ -82,6 +90,11 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, keep:
     }
 
 
+def _cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def clear(run: Run) -> None:
     for folder in (f"{run.folder}/output", run.checkpoints, run.remote):
         if folder is not None and "://" not in folder:
@@ -89,11 +102,11 @@ def clear(run: Run) -> None:
 
 
 def interleaved(names: Iterable[str], repetitions: int, one: Callable[[str], Result]) -> dict[str, list[Result]]:
-    """A, B, C, A, B, C, ...: what disturbs the machine for a while disturbs all alike."""
+    """A, B, C, C, B, A, A, ...: what disturbs the machine for a while disturbs all alike."""
     names = list(names)
     results: dict[str, list[Result]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in names:
+    for turn in range(repetitions):
+        for name in reversed(names) if turn % 2 else names:
             results[name].append(one(name))
     return results
 

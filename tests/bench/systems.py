@@ -53,6 +53,8 @@ class Run:
     """Every document is dropped, and nothing is asked: for a checkpoint of which only the positions matter."""
     ready_after: float = 0.0
     """Seconds that our server takes to be ready."""
+    reference: bool = False
+    """Measures ``reference_seconds``, too, before and after."""
 
 
 async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
@@ -66,15 +68,16 @@ def run_ours(run: Run) -> Callable[[], None]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
     from datatrove_ckpt import runner as module
 
-    connect = module.connect
+    if run.ready_after:
+        connect = module.connect
 
-    @asynccontextmanager
-    async def connect_late(*settings: Any) -> AsyncIterator[Any]:
-        await asyncio.sleep(run.ready_after)
-        async with connect(*settings) as connected:
-            yield connected
+        @asynccontextmanager
+        async def connect_late(*settings: Any) -> AsyncIterator[Any]:
+            await asyncio.sleep(run.ready_after)
+            async with connect(*settings) as connected:
+                yield connected
 
-    module.connect = connect_late
+        module.connect = connect_late
     config = InferenceConfig(**_config(run), hang_timeout=120)
     mirror = {"checkpoints_remote_dir": run.remote, "mirror_seconds": run.mirror_seconds} if run.remote else {}
     return _step(run, InferenceRunner, config, readers, **mirror)
@@ -233,6 +236,33 @@ def watch_mirror(counts: dict[str, Any]) -> None:
         setattr(cls, name, timed(getattr(cls, name)))
 
 
+class _Point:
+    __slots__ = ("name", "place")
+
+    def __init__(self, name: str, place: int) -> None:
+        self.name, self.place = name, place
+
+
+def _reference_work() -> int:
+    found: dict[str, int] = {}
+    for number in range(5000):
+        point = _Point(f"point {number % 100}", number)
+        values = {"name": point.name, "place": point.place, "even": number % 2 == 0}
+        if isinstance(values.get("name"), str):
+            found[point.name] = found.get(point.name, 0) + len([value for value in values.values() if value])
+    return sum(found.values())
+
+
+def reference_seconds() -> float:
+    """The CPU seconds of a fixed piece of pure Python work, by which a cost is compared on any machine, busy or not."""
+    seconds = []
+    for _ in range(10):
+        before = time.thread_time()
+        _reference_work()
+        seconds.append(time.thread_time() - before)
+    return min(seconds)
+
+
 def highest_memory() -> float:
     """MB. Of this program; ``ru_maxrss`` may be that of the process it was forked from."""
     with open("/proc/self/status") as file:  # noqa: PTH123
@@ -268,10 +298,14 @@ def main() -> None:
         work = profiled(work, run.profile)
     if run.remote:
         watch_mirror(health)
+    if run.reference:
+        health["reference"] = reference_seconds()
     imports = highest_memory()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     work()
     ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    if run.reference:
+        health["reference"] = min(health["reference"], reference_seconds())
     print(
         json.dumps(
             {

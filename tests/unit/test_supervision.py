@@ -14,7 +14,7 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
+from datatrove_ckpt.inference.client.routing import Attempt, Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots
 from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, leased_gpus, visible_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics
@@ -93,18 +93,21 @@ async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -
 async def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None:
     made = router()
     request = Request()
-    attempt = (await made.acquire(request), made.targets[0].start_attempt(request))[1]
+    await made.acquire(request)
 
-    async def ask() -> None:
-        async with attempt.scope:
+    async def ask() -> Attempt:
+        attempt = made.targets[0].start_attempt(request)
+        with pytest.raises(asyncio.CancelledError):
             await asyncio.Event().wait()
+        assert not attempt.is_cancelled
+        attempt.end()
+        return attempt
 
     asking = asyncio.create_task(ask())
     await settle()
     assert made.mark_dead(made.targets[0], "bang").in_flight == 1
-    with pytest.raises(TimeoutError):
-        await asking
-    assert attempt.lost
+    assert (await asking).lost
+    assert not asking.cancelling()
     assert [death.cause for death in request.deaths] == ["bang"]
     assert not request.is_quarantined
 

@@ -20,18 +20,11 @@ import orjson
 _ABORTED = ("abort", "aborted", "canceled", "cancelled")
 # In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
 # servers will think of.
-_UNFINISHED = (
-    *_ABORTED,
-    "error",
-    "failed",
-    "in_progress",
-    "incomplete",
-    "interrupted",
-    "none",
-    "null",
-    "timeout",
-    "unknown",
+_UNFINISHED = frozenset(
+    (*_ABORTED, *"error failed in_progress incomplete interrupted none null timeout unknown".split())  # noqa: SIM905
 )
+# ``str | list`` would make a new object for each answer.
+_CONTENT, _REASON = (str, list), (str, type(None))
 # Parts of a content that are no part of the text.
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 _BUSY = (502, 503, 504, 529)
@@ -149,7 +142,7 @@ def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: 
     # vLLM gives there the stop string that ended the text. Inside a text of the request, quotes would be escaped.
     if isinstance(word, str) and word.strip().lower() in _ABORTED and json.dumps(word).encode() not in body:
         raise RetryableError(f"the answer is not finished (stop_reason {word!r})")
-    if not (isinstance(text, str | list) and isinstance(reason, str | None) and isinstance(reasoning, str)):
+    if not (isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
@@ -213,6 +206,9 @@ def _clean(value: object, depth: int = _MAX_DEPTH) -> object:
 
 
 def _clean_usage(usage: JsonObject, depth: int = _MAX_DEPTH) -> JsonObject:
+    usual = [value for value in usage.values() if value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)]
+    if len(usual) == len(usage) and "".join(usage).isascii():
+        return usage
     cleaned: JsonObject = {}
     for name, value in usage.items():
         kept = _count(value) if name.endswith("_tokens") else _clean(value, depth)
@@ -247,7 +243,9 @@ def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject,
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")
-    choice = next((choice for choice in choices if _index(choice) == 0), choices[0])
+    choice = choices[0]
+    if choice.get("index") != 0:
+        choice = next((other for other in choices if isinstance(other, dict) and other.get("index") == 0), choice)
     _refuse_error("the answer's choice", choice.get("error"), redact)
     usage = answer.get("usage")
     return choice, _clean_usage(usage) if isinstance(usage, dict) else {}
@@ -257,10 +255,6 @@ def _refuse_error(place: str, error: object, redact: Callable[[str], str]) -> No
     if error:
         text = redact(json.dumps(error))[:_SHOWN_BYTES]
         raise RetryableError(f"{place} says that it is an error: {text}")
-
-
-def _index(choice: object) -> object:
-    return choice.get("index") if isinstance(choice, dict) else None
 
 
 def _parse(raw: bytes) -> object:

@@ -302,16 +302,16 @@ class CompletionClient:
         self.stats.in_flight += 1
         self.stats.requests += 1
         try:
-            async with attempt.scope:
-                answer = await self._send(target, request, body, attempt.started_at)
-        except (TimeoutError, RetryableError, CkptError):
-            if attempt.lost:
-                raise AttemptLost from None
-            raise
+            answer = await self._send(target, request, body, attempt.started_at)
+        except (RetryableError, CkptError):
+            if not attempt.lost:
+                raise
         except asyncio.CancelledError:
-            self.stats.cancelled += 1
-            raise
+            if not attempt.lost or attempt.is_cancelled:
+                self.stats.cancelled += 1
+                raise
         finally:
+            attempt.end()
             target.attempts.discard(attempt)
             self.stats.in_flight -= 1
         if attempt.lost:

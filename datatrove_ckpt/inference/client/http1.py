@@ -26,6 +26,9 @@ _MAX_FRAMING_BYTES = 1 << 16
 # A size line takes 5 to 20 bytes without an extension, and servers do not send extensions.
 _MAX_FRAMING_BYTES_PER_CHUNK = 32
 
+# Those that say something to us.
+_FIELDS = frozenset((b"connection", b"content-encoding", b"content-length", b"retry-after", b"transfer-encoding"))
+
 _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
 _STATUS_END = len("HTTP/1.1 200")
 _INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another protocol follows
@@ -173,8 +176,10 @@ class _ResponseBuilder:
             self._refuse("bytes after the end")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if (name := name.lower()) not in _FIELDS:
+            return
         # Tabs stay: llhttp does not recognise "chunked" before a tab, so on_headers_complete must not either.
-        name, value = name.lower(), value.strip(b" ")
+        value = value.strip(b" ")
         self._fields[name] = self._fields[name] + b", " + value if name in self._fields else value
 
     def on_headers_complete(self) -> None:

@@ -33,11 +33,12 @@ _REQUEST_TIMEOUT = (b"HTTP/1.1 408", b"HTTP/1.0 408")
 # Unlike ``socket.recv``, this keeps the GIL: to get it back from a busy thread takes 150 us, and the call 1 us.
 _recv = ctypes.PyDLL(None).recv
 _BYTE = ctypes.create_string_buffer(1)
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 def is_silent(descriptor: int) -> bool:
     """Whether nothing has arrived at a socket that was not read yet: unasked bytes, or the connection's end."""
-    return bool(_recv(descriptor, _BYTE, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT) < 0)
+    return bool(_recv(descriptor, _BYTE, 1, _LOOK) < 0)
 
 
 class ConnectTimeout(TimeoutError):
@@ -50,6 +51,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, owner: PlainTransport) -> None:
         self.usable = True
         self._owner = owner
+        self._create_future = asyncio.get_running_loop().create_future
         self.idle_since = 0.0
         self._response: asyncio.Future[Response] | None = None
         self._parser: ResponseParser
@@ -57,7 +59,7 @@ class _Connection(asyncio.Protocol):
     def request(self, head: HiddenBytes, body: bytes) -> asyncio.Future[Response]:
         """Sends a request. The future receives the response, or the error that prevented it."""
         self._parser = ResponseParser()
-        self._response = response = asyncio.get_running_loop().create_future()
+        self._response = response = self._create_future()
         # HiddenBytes, because asyncio's frames hold what they write.
         if len(body) <= _MAX_COPIED_BYTES:
             self._transport.write(HiddenBytes(b"%s%d\r\n\r\n%s" % (head, len(body), body)))

@@ -79,7 +79,7 @@ class Request:
 
     @property
     def is_quarantined(self) -> bool:
-        return self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
+        return bool(self.deaths) and self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
 
     @property
     def must_run_alone(self) -> bool:
@@ -102,22 +102,42 @@ class Attempt:
     Attributes:
         started_at: when it was sent (``time.monotonic``).
         lost: its server is given up. An answer that arrives later is thrown away.
-        scope: the timeout that ``abort`` ends.
     """
 
-    __slots__ = ("lost", "request", "scope", "started_at")
+    __slots__ = ("_cancelled", "_cancelling", "_handle", "_task", "lost", "request", "started_at")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.started_at = time.monotonic()
         self.lost = False
-        self.scope = asyncio.timeout(None)
+        # ``asyncio.timeout`` does the same, for three times the CPU time.
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._handle: asyncio.Handle | None = None
+        self._cancelled = False
 
     def abort(self) -> None:
         """End the attempt from outside."""
         if not self.lost:
             self.lost = True
-            self.scope.reschedule(asyncio.get_running_loop().time())
+            self._handle = asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelled = self._task.cancel()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Somebody else has cancelled the task."""
+        return self._task.cancelling() > self._cancelling + self._cancelled
+
+    def end(self) -> None:
+        """From here on, ``abort`` does not reach the task."""
+        if self._handle is not None:
+            self._handle.cancel()
+        if self._cancelled:
+            self._task.uncancel()
 
 
 class Target:
@@ -175,6 +195,10 @@ class Quarantine:
         self._group_limit = 1
         self._peak = 0
         self._runs_alone = False
+
+    @property
+    def was_used(self) -> bool:
+        return self._arrivals > 0
 
     @property
     def waiting(self) -> int:
@@ -297,7 +321,8 @@ class Router:
         """Assign targets to requests that wait, while there are free ones."""
         if self.closed:
             return
-        self._admit_quarantined()
+        if self._quarantine.was_used:
+            self._admit_quarantined()
         while self._waiting:
             _, future = self._waiting[0]
             target = self._free() if not future.done() else None
@@ -350,9 +375,7 @@ class Router:
         """The least busy target that can take a request."""
         if self._in_flight >= self._limit or self.closed:
             return None
-        free = [target for target in self.targets if target.up and not target.reserved]
-        free = [target for target in free if target.in_flight < target.limit]
-        return _least_busy(free)
+        return _least_busy([t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit])
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine

@@ -96,6 +96,7 @@ UNWRITABLE: dict[str, Callable[[Document], None]] = {
     "errors in a circle": raises_its_own_cause,
     "mute error": raises(Mute()),
     "error of a mute value": raises(ValueError(Mute())),
+    "error of a list in itself": raises(ValueError(RECURSIVE)),
     "exit with a mute value": raises(SystemExit(Mute())),
     "error with a surrogate": raises(ValueError("a\ud800")),
     "group of mute errors": raises(ExceptionGroup("g\ud800", [Mute()])),

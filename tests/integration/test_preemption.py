@@ -29,7 +29,6 @@ from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.process import preemption, slurm_job
-from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
 
@@ -559,23 +558,6 @@ def test_a_time_limit_without_anybody_who_requeues_is_an_error(tmp_path: Path, m
             runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
 
 
-@pytest.mark.parametrize("seconds", [0.5, 600.0])
-def test_at_least_half_of_a_short_time_is_for_work(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    now = time.time()
-    monkeypatch.setattr(preemption.time, "time", lambda: now)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now + seconds))
-    slept: list[float] = []
-
-    async def sleep(delay: float) -> None:
-        slept.append(delay)
-
-    monkeypatch.setattr(preemption.asyncio, "sleep", sleep)
-    stopped = Preemption(preemption.SIGNALS, drain_seconds=20)
-    asyncio.run(stopped.watch_time_limit())
-    assert stopped.shutdown.cause
-    assert slept == [pytest.approx(seconds / 2 if seconds < 100 else seconds - 50)]
-
-
 def _squeue(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = folder / "squeue"
     tool.write_text(f"#!{sys.executable}\n{script}\n")
@@ -600,10 +582,4 @@ def test_a_slurm_that_does_not_know_is_no_deadline(
 ) -> None:
     _squeue(tmp_path, script, monkeypatch)
     monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 0.5)
-    assert asyncio.run(slurm_job.slurm_deadline()) is None
-
-
-def test_outside_of_slurm_there_is_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert asyncio.run(slurm_job.slurm_deadline()) is None

@@ -17,7 +17,7 @@ from datatrove.pipeline.inference import run_inference as theirs
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, documents, runner, writer
 
 TEST_SECONDS = 400.0
 
@@ -77,13 +77,6 @@ def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path: Path)
 
     play(main())
     assert len(outputs(tmp_path)) == 2
-
-
-def test_it_works_without_checkpoints(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        step = InferenceRunner(ask, config(server), writer(tmp_path))
-        play(step.run_async(documents(3)))
-    assert len((tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()) == 3
 
 
 def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:

@@ -332,19 +332,6 @@ def test_a_rank_that_kills_its_workers_is_given_up_and_named_at_the_end(tmp_path
     assert job.completed == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT, signal.SIGUSR2], ids=lambda value: value.name)
-def test_no_worker_outlives_a_run_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
-    with FakeServer(answer, hold_after=0) as server:
-        job = Job(tmp_path, server, 2)
-        process = job.start()
-        until_asked(server, 8)
-        process.popen.send_signal(number)
-        patience = Patience(5)
-        assert process.end() == -number  # and its output is closed: `job | tee log` ends
-        assert process.left == []
-        assert not patience.over()
-
-
 # --------------------------------------------------------------------------- datatrove's Slurm executor
 
 TASK = """

@@ -421,24 +421,6 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
             expect(execute(retry), 12, 15)
 
 
-def test_numbers_in_stats_json_keep_their_form(tmp_path: Path, server: FakeServer) -> None:
-    """Those of ranks that an earlier run completed are read from their files."""
-    write_input(tmp_path, files=4)
-    logs = tmp_path / "logs"
-
-    def execute() -> Any:
-        LocalPipelineExecutor(pipeline(tmp_path, server), tasks=2, workers=1, logging_dir=str(logs)).run()
-        return [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
-
-    first = execute()
-    (logs / "completions" / "00001").unlink()
-    second = execute()
-    assert first[0]["input_files"] == second[0]["input_files"] == 4
-    for name in ("documents_processed", "successful_requests"):
-        assert first[2][name] == second[2][name]
-        assert total(first[2][name]) == 24
-
-
 def test_a_retry_of_dead_letters_opens_no_dataset(hub: FakeHub, tmp_path: Path) -> None:
     lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
     hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})

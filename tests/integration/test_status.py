@@ -29,10 +29,8 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import status_scale
-from tests.hub import FakeHub
 from tests.jobs import documents, runner
 from tests.rank_folders import HERE, failed, minute, minutes, start, stopped, work, write_rank
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., tuple[int, str]]
 MIN = 60.0
@@ -117,18 +115,6 @@ def test_what_is_older_than_the_rest_says_so_and_what_was_lost_is_not_known(tmp_
     assert found["totals"]["as_of"] == found["ranks"][0]["as_of"] == found["ranks"][0]["attempt"]["last_seen_at"]
 
 
-def test_numbers_of_an_attempt_that_was_killed_have_their_age_and_its_files_are_newer(
-    tmp_path: Path, said: Said
-) -> None:
-    now = time.time()
-    line = replace(minute(now - 30, 5, 100), total=work(5, errors={"HTTP 503": 3}))
-    write_rank(tmp_path, 0, [start(now - 90, host=HERE), line], chunks=1, journal=3)
-    text = said(tmp_path)[1]
-    assert re.search(r" 5\.0 % of the input as of 3\d s ago, ", text)
-    assert re.search(r"  errors     3 HTTP 503 as of 3\d s ago\n", text)
-    assert "; newest word less than 1 s old" in text
-
-
 def dealt_anew(root: Path, begun: int) -> None:
     """Eight tasks became three. Of each, 27 of 100 rows were done; the three have 222 now, 50 of them done."""
     parts = {rank: [Part(f"{rank}")] for rank in range(8)}
@@ -203,30 +189,6 @@ def test_the_schema_refuses_what_is_missing_or_too_much(tmp_path: Path, said: Sa
             validate(found | change)
 
 
-def test_json_of_a_real_run_tells_the_truth(tmp_path: Path, said: Said) -> None:
-    def reject(payload: dict[str, Any], times: int) -> int | None:
-        return 400 if payload["messages"][-1]["content"] == "text 1" else None
-
-    with FakeServer(status=reject) as server:
-        step = runner(tmp_path, server, skip_bad_requests=True)
-        for rank in range(2):
-            step.run(documents(7), rank=rank, world_size=2)
-        asked = server.asked.total()
-    code, text = said(tmp_path / "checkpoints", "--json")
-    found = json.loads(text)
-    validate(found)
-    totals = found["totals"]
-    assert code == 0
-    assert found["is_finished"]
-    assert (totals["documents"], totals["committed"]["written"], totals["committed"]["dead"]) == (14, 12, 2)
-    assert (totals["committed"]["requests"], totals["work"]["sent"], asked) == (14, 14, 14)
-    assert not totals["work"]["is_at_least"]
-    assert totals["committed"]["completion_tokens"] == totals["work"]["completion_tokens"]
-    assert (totals["attempts"], totals["attempts_without_a_word"], totals["exact"]) == (2, 0, True)
-    assert sum(totals["dead_letters"].values()) == 2
-    assert [rank["attempt"]["why"] for rank in found["ranks"]] == ["done", "done"]
-
-
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path: Path, said: Said) -> None:
     for number in (0, 1, 12):
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
@@ -260,14 +222,6 @@ def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> 
     text = said(tmp_path)[1]
     assert "  ranks 3, 5-7: failed: " in text
     assert text.count(" ago on node7: E: x\n") == 1
-
-
-def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, said: Said) -> None:
-    code, text = said(tmp_path / "none")
-    assert (code, text) == (
-        2,
-        f"error: {tmp_path}/none does not exist. Give the folder that checkpoints_local_dir names.\n",
-    )
 
 
 def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Path, said: Said) -> None:
@@ -334,38 +288,6 @@ def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, where:
     for name in ("documents", "committed", "states", "attempts"):
         assert copy["totals"][name] == local["totals"][name]
     assert copy["is_finished"]
-
-
-def test_a_mirror_on_the_hub(tmp_path: Path, said: Said, hub: FakeHub) -> None:
-    local = tmp_path / "mirror"
-    with FakeServer() as server:
-        runner(tmp_path, server, checkpoints_remote_dir=str(local), mirror_seconds=1000).run(documents(7))
-    files = {f"m/{path.relative_to(local)}": path.read_bytes() for path in local.rglob("*") if path.is_file()}
-    hub.put("org/data", files)
-    code, text = said("hf://datasets/org/data/m", "--json")
-    found = json.loads(text)
-    assert (code, found["is_copy"], found["is_finished"]) == (0, True, True)
-    assert found["totals"]["documents"] == 7
-    code, text = said("hf://datasets/org/nothing/m")
-    assert code in (1, 2)
-    assert "hf://datasets/org/nothing/m" in text
-    assert "Traceback" not in text
-
-
-def test_the_yaml_file_of_a_run(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with FakeServer() as server:
-        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
-        write_job(tmp_path, text, ["a", "b"], ["c"])
-        code, text = said("job.yaml")
-        assert code == 2
-        assert text.startswith("error: job.yaml: nothing has started yet, or not on this node: ")
-        assert main(["run", "job.yaml", "--pipeline.1.checkpoints_local_dir=other"]) == 0
-    code, text = said("job.yaml", "--json", "--pipeline.1.checkpoints_local_dir=other")
-    found = json.loads(text)
-    assert code == 0
-    assert found["what"] == str(tmp_path / "other")
-    assert (found["totals"]["tasks"], found["totals"]["documents"]) == (2, 3)
 
 
 # watch ---------------------------------------------------------------------------------------------------------------

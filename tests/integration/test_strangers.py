@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,13 +145,3 @@ def test_a_checkpoint_of_datatroves_without_open_chunks_is_refused_with_the_comm
     assert last.read_text() == content
     assert not (tmp_path / "checkpoints" / "00000").exists()
     assert not server.asked
-
-
-def test_a_folder_that_was_removed_to_start_the_rank_over_is_not_taken_for_datatroves(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    runner(tmp_path, server).run(documents(3))
-    shutil.rmtree(tmp_path / "checkpoints" / "00000")
-    shutil.rmtree(tmp_path / "output")
-    runner(tmp_path, server).run(documents(3))
-    assert len(outputs(tmp_path / "output")) == 2

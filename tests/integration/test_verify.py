@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointCorrupt, DocumentFailed, OutputMismatch, StorageFailed
+from datatrove_ckpt.errors import DocumentFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
@@ -38,7 +38,6 @@ from datatrove_ckpt.testing import (
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.jobs import documents, runner, writer
 from tests.kept import edit
-from tests.rank_folders import write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., tuple[int, str]]
@@ -139,15 +138,6 @@ def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path: Path, server
     code, text = said("verify", tmp_path, "--full")
     assert code == 0
     assert text.endswith("(checked: sizes and contents; rows of jobs.JsonlWriter cannot be counted)\n")
-
-
-def test_chunks_in_several_files_and_in_numbered_files_are_whole(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
-    output = JsonlWriter(str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None)
-    mixed = [Document(f"a {i}", f"id {i}", metadata={"lang": "en" if i % 2 else "fr"}) for i in range(5)]
-    runner(tmp_path, server, output_writer=output).run(mixed)
-    assert said("verify", tmp_path, "--full")[0] == 0
 
 
 def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(
@@ -320,11 +310,6 @@ def test_damage_that_repair_cannot_fix_is_named_and_left_alone(job: Path, said: 
     assert outputs(job) == before
 
 
-def test_output_that_was_moved_is_found_with_output(job: Path, said: Said) -> None:
-    (job / "output").rename(job / "moved")
-    assert said("verify", job, "--full", "--output", str(job / "moved"))[0] == 0
-
-
 def test_output_that_is_gone_is_missing_once_its_folder_is_named(
     job: Path, said: Said, server: FakeServer, undamaged: dict[str, bytes]
 ) -> None:
@@ -368,18 +353,6 @@ def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: F
     assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
     assert "1 of 2 tasks has not started (task 1)." in text.splitlines()
     assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
-
-
-def test_of_a_healthy_run_one_line_says_how_many_tasks_have_not_started(tmp_path: Path, said: Said) -> None:
-    """Also while no task is at work, as between two short ones."""
-    (tmp_path / "output").mkdir()
-    for number in range(249):
-        write_rank(tmp_path / "checkpoints", number, finished=True, tasks=1000, output_folder=str(tmp_path / "output"))
-    code, text = said("verify", tmp_path)
-    assert (code, text.splitlines()[:-1]) == (
-        3,
-        ["751 of 1000 tasks have not started (tasks 249, 250, 251, 252, 253, ... (751 in all))."],
-    )
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -457,26 +430,6 @@ def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeSe
     assert "rank 0: is not finished: the run is active, or must be run again." in seen["verify"][1]
     assert seen["repair"] == (0, "There is nothing to repair.\n")
     assert said("verify", tmp_path)[0] == 0
-
-
-def test_status_counts_the_requests_of_chunks_that_are_not_finished(tmp_path: Path, said: Said) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id == "id 2":
-            journal = tmp_path / "checkpoints/00000/chunk_00000.jsonl"
-            while not journal.exists() or journal.read_bytes().count(b'"outcome"') < 2:
-                await asyncio.sleep(0.001)
-            raise RuntimeError("not yet")
-        return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-    with FakeServer() as server, pytest.raises(DocumentFailed):
-        runner(tmp_path, server, rollout, records_per_chunk=3).run(documents(3))
-    assert (
-        "2 done; 0 (0 written, 0 dropped, 0 dead) in 0 chunks, 2 in 1 unfinished chunk" in said("status", tmp_path)[1]
-    )
-    found = json.loads(said("status", tmp_path, "--json")[1])
-    for unfinished in (found["ranks"][0]["unfinished"], found["totals"]["unfinished"]):
-        assert (unfinished["read"], unfinished["requests"], unfinished["prompt_tokens"]) == (2, 2, 4)
-    assert found["totals"]["committed"]["requests"] == 0
 
 
 # json ----------------------------------------------------------------------------------------------------------------
@@ -662,18 +615,6 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
     torn = not power_loss
     print(assert_same_output_after_crash(life, damaged, recoveries=False, torn=torn, power_loss=power_loss))
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
-
-
-def test_a_lost_commit_is_made_again(job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes]) -> None:
-    edit_commits(job, lambda commit: None if commit["chunk_index"] == 1 else commit)
-    with pytest.raises(CheckpointCorrupt, match=r"holds 3 commits, none of them for chunk 1, but .*00000\.txt says"):
-        run(job, server)
-    code, text = said("repair", job)
-    assert "\nrank 0, chunk 1: mark it as not done\n" in text
-    assert code == 0
-    assert said("verify", job)[0] == 3
-    run(job, server)
-    assert outputs(job / "output") == undamaged
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Said) -> None:

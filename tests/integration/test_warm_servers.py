@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
-from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from loguru import logger
 
@@ -592,25 +591,3 @@ def test_a_worker_that_is_killed_between_two_ranks_takes_its_server_along_and_th
     until(lambda: not running())
     run_local(LocalPipelineExecutor, "undisturbed", 6, 1)
     assert outputs(Path("job/output")) == outputs(Path("undisturbed/output"))
-
-
-def test_a_slurm_task_of_several_ranks_starts_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("EXECUTOR", "NODE_RANK", "NODE_IPS", "GPUS_ON_NODE", "CPUS_PER_TASK", "MEM_PER_CPU"):
-        monkeypatch.setenv(f"DATATROVE_{name}", "")  # the executor sets them: this restores them afterwards
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
-    monkeypatch.setattr("datatrove.executor.slurm.expand_slurm_nodelist", lambda names: ["here"])
-    monkeypatch.setenv("SLURM_NODELIST", "here")
-    logs = Path("job/logs").absolute()
-    logs.mkdir(parents=True)
-    (logs / "ranks_to_run.json").write_text("[0, 1, 2]")
-    SlurmPipelineExecutor(
-        steps("job", 3),
-        tasks=3,
-        tasks_per_job=3,
-        time="1:00:00",
-        partition="p",
-        logging_dir=str(logs),
-        requeue_signals=None,
-    ).run()
-    assert len(engines()) == 1
-    assert len(outputs(Path("job/output"))) == 3

@@ -540,22 +540,17 @@ def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(preemption, "slurm_deadline", deadline)
 
 
-def test_slurms_time_limit_is_a_signal_to_whoever_requeues(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("requeues", [True, False])
+def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, requeues: bool
 ) -> None:
+    reraised = request.getfixturevalue("reraised") if requeues else [signal.SIGUSR1]
     with FakeServer(hold_after=0) as server:
         ends_once_asked(server, monkeypatch)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
             runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
         assert sum(server.asked.values()) == 1
     assert reraised == [signal.SIGUSR1]
-
-
-def test_a_time_limit_without_anybody_who_requeues_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeServer(hold_after=0) as server:
-        ends_once_asked(server, monkeypatch)
-        with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
-            runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
 
 
 def _squeue(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,28 +330,6 @@ def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     assert Path("runs").read_text() == "x"
 
 
-@linux_only
-def test_a_script_that_never_becomes_ready_is_ended_after_the_window() -> None:
-    found: list[int] = []
-
-    class Watched(InferenceServer):
-        """Records the guardian and the script before they are stopped, however far the script has come."""
-
-        async def stop(self) -> None:
-            if self._process is not None:
-                while not (script := guardian.descendants(self._process.pid)):
-                    await asyncio.sleep(0.01)
-                found.extend([self._process.pid, *(process.pid for process in script)])
-            await super().stop()
-
-    window = {"server_ready_max_attempts": 6, "server_ready_delay_sec": 0.1}
-    with pytest.raises(ServerStartFailed, match=r"did not become ready within 0\.6 s"):
-        asyncio.run(Watched(custom("import time; time.sleep(600)", **window), 0).start())
-    assert len(found) == 2
-    for pid in found:
-        assert not is_alive(pid)
-
-
 def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
     argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
     for _ in range(5):
@@ -655,25 +633,3 @@ def test_a_signal_to_a_whole_job_leaves_no_process_of_its_servers(number: signal
         everybody = [pid for family in families(job).values() for pid in family]
         with all_gone_within(everybody, 10):
             os.killpg(job.pid, number)
-
-
-FAKE_VLLM = f"""#!{sys.executable}
-import os, pathlib, sys
-port = sys.argv[sys.argv.index("--port") + 1]
-pathlib.Path(f"gpus-{{port}}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-os.environ["DATATROVE_CKPT_API_KEY"] = os.environ["VLLM_API_KEY"]
-os.execv(sys.executable, [sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy", "--port", port])
-"""
-
-
-@linux_only
-def test_ranks_that_run_together_on_one_node_get_gpus_and_ports_of_their_own() -> None:
-    Path("bin").mkdir()
-    Path("bin/vllm").write_text(FAKE_VLLM)
-    Path("bin/vllm").chmod(0o755)
-    settings = {"server_type": "vllm", "model_name_or_path": "m", "tp": 2}
-    here = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "VLLM_CACHE_ROOT": "cache", "PATH": f"bin:{os.environ['PATH']}"}
-    with WholeJob("hang", settings, tasks=2).running(**here) as job:
-        wait_for_files("worker-*", 2, job)
-        gpus = [path.read_text() for path in wait_for_files("gpus-*", 2, job)]
-    assert sorted(gpus) == ["0,1", "2,3"]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
 import shutil
-import struct
+import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pyte
 import pytest
 
 from datatrove_ckpt.checkpoint import layout
@@ -30,6 +27,7 @@ from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import status_scale
 from tests.jobs import documents, runner
+from tests.ptys import Terminal
 from tests.rank_folders import HERE, failed, minute, minutes, start, stopped, work, write_rank
 
 Said = Callable[..., tuple[int, str]]
@@ -71,8 +69,11 @@ def validate(content: Any) -> None:
 # text and JSON -------------------------------------------------------------------------------------------------------
 
 
-def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for(tmp_path: Path, said: Said) -> None:
+def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_or_json(
+    tmp_path: Path, said: Said
+) -> None:
     make_run(tmp_path, time.time())
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
     code, text = said(tmp_path)
     assert code == 1
     lines = text.splitlines()
@@ -88,6 +89,15 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for(tmp_path
     table = every[every.index("  rank  state") :].splitlines()
     assert len(table) == 1 + 11 + 1
     assert table[-1].startswith("retry-00001/7  finished")
+    code, text = said(tmp_path, "--json")
+    found = json.loads(text)
+    validate(found)
+    assert code == 1
+    assert {rank["state"] for rank in found["ranks"]} == set(json.loads(SCHEMA.read_bytes())["$defs"]["state"]["enum"])
+    assert [entry["trouble"] for entry in found["attention"]] == kinds
+    assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
+    assert found["retried"]["documents"] == 3
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
 
 
 def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Path, said: Said) -> None:
@@ -168,18 +178,6 @@ def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
     assert "is full" not in said(tmp_path / "ended")[1]
 
 
-def test_json_is_as_its_schema_says(tmp_path: Path, said: Said) -> None:
-    make_run(tmp_path, time.time())
-    code, text = said(tmp_path, "--json")
-    found = json.loads(text)
-    validate(found)
-    assert code == 1
-    assert {rank["state"] for rank in found["ranks"]} == set(json.loads(SCHEMA.read_bytes())["$defs"]["state"]["enum"])
-    assert [entry["trouble"] for entry in found["attention"]] == ["damaged", "failed", "lost", "slow", "interrupted"]
-    assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
-    assert found["retried"]["documents"] == 3
-
-
 def test_the_schema_refuses_what_is_missing_or_too_much(tmp_path: Path, said: Said) -> None:
     write_rank(tmp_path, chunks=1)
     found = json.loads(said(tmp_path, "--json")[1])
@@ -232,13 +230,6 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Pat
     assert "\x1b" not in said(tmp_path, "--all")[1]
 
 
-def test_it_only_reads(tmp_path: Path, said: Said) -> None:
-    make_run(tmp_path, time.time())
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
-    said(tmp_path, "--all")
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
-
-
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     for rank in range(60):
         write_rank(tmp_path, rank)
@@ -269,13 +260,12 @@ def test_the_benchmark_makes_a_run_that_status_can_read(tmp_path: Path, said: Sa
     assert text.splitlines()[0].startswith(f"{tmp_path}/checkpoints: 100 ranks (1 failed, 50 running, 49 finished); ")
 
 
-# mirrors and YAML files ----------------------------------------------------------------------------------------------
+# mirrors ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("empty_memory_file_system")
-@pytest.mark.parametrize("where", ["folder", "memory://"])
-def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, where: str) -> None:
-    url = str(tmp_path / "mirror") if where == "folder" else "memory://status/mirror"
+def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said) -> None:
+    url = "memory://status/mirror"
     with FakeServer() as server:
         runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
     local = json.loads(said(tmp_path / "checkpoints", "--json")[1])
@@ -297,66 +287,20 @@ AHEAD = 3600.0
 """The lines are so many seconds younger than now: no rank is silent, however long the command takes to start."""
 
 
-class Watched:
+@contextmanager
+def watched(folder: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """``status --watch`` in a terminal of 110 columns and 24 lines."""
-
-    def __init__(self, folder: Path) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 110, 0, 0))
-        command = [sys.executable, "-m", "datatrove_ckpt", "status", "checkpoints", "--watch", "--interval", "0.05"]
-        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-        environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
-        )
-        self.slave = slave
-        self.screen = pyte.Screen(110, 24)
-        self.stream = pyte.ByteStream(self.screen)
-        self.seen = b""
-        self.frames: list[list[str]] = []
-
-    def read(self) -> bool:
-        """Reads on, and keeps what the screen shows at each moment. False: the command has ended."""
+    command = [sys.executable, "-m", "datatrove_ckpt", "status", "checkpoints", "--watch", "--interval", "0.05"]
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    with Terminal(110, 24) as terminal:
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
+        process = subprocess.Popen(command, env=environment, cwd=folder, **streams)
         try:
-            data = os.read(self.master, 200)  # in the middle of frames, too
-        except OSError:
-            return False
-        self.seen += data
-        self.stream.feed(data)
-        self.frames.append(list(self.screen.display))
-        return bool(data)
-
-    def until(self, text: str) -> None:
-        while text not in "\n".join(self.screen.display):
-            assert self.read(), self.seen.decode(errors="replace")
-
-    def end(self) -> int:
-        os.close(self.slave)
-        while self.read():
-            pass
-        os.close(self.master)
-        return self.process.wait()
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Callable[[], Watched]]:
-    started: list[Watched] = []
-
-    def start_one() -> Watched:
-        started.append(Watched(tmp_path))
-        return started[-1]
-
-    yield start_one
-    for one in started:
-        one.process.kill()
-        one.process.wait()
+            yield terminal, process
+        finally:
+            process.kill()
+            process.wait()
 
 
 def write_minutes(folder: Path, now: float, number: int) -> None:
@@ -366,36 +310,32 @@ def write_minutes(folder: Path, now: float, number: int) -> None:
     temporary.replace(folder / layout.HISTORY)
 
 
-def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(
-    tmp_path: Path, watched: Callable[[], Watched]
-) -> None:
+def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(tmp_path: Path) -> None:
     now = time.time() + AHEAD
     folders = [write_rank(tmp_path / "checkpoints", number, [start(now), minute(now, 0)]) for number in range(8)]
-    terminal = watched()
-    terminal.until("8 running")
-    for folder in folders:
-        write_minutes(folder, now, 10)
-    terminal.until("8 documents/s now")
-    first_frame = next(index for index, frame in enumerate(terminal.frames) if "8 running" in frame[0])
-    for frame in terminal.frames[first_frame:]:
-        assert frame[0].startswith("checkpoints: 8 ranks")  # it never flickers
-    assert b"\x1b[2J" not in terminal.seen
-    assert sum(line.strip().startswith(tuple("01234567")) for line in terminal.screen.display) == 8
-    assert "Ctrl-C ends the watch" in terminal.screen.display[-1]
-    os.write(terminal.master, b"\x03")
-    assert terminal.end() == 0
-    assert b"Traceback" not in terminal.seen
-    assert "8 running" in "\n".join(terminal.screen.display)  # the last numbers stay
+    with watched(tmp_path) as (terminal, process):
+        terminal.until(lambda lines: "8 running" in "".join(lines))
+        for folder in folders:
+            write_minutes(folder, now, 10)
+        lines = terminal.until(lambda lines: "8 documents/s now" in "".join(lines))
+        assert sum(line.startswith("checkpoints: 8 ranks") for line in lines) == 1, "each frame is drawn over the last"
+        assert sum(line.strip().startswith(tuple("01234567")) for line in lines) == 8
+        assert "Ctrl-C ends the watch" in lines[-1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+        lines = terminal.read()
+        assert "8 running" in "".join(lines), "the last numbers stay"
+        assert "Traceback" not in "".join(lines)
 
 
-def test_watch_ends_with_the_run(tmp_path: Path, watched: Callable[[], Watched]) -> None:
+def test_watch_ends_with_the_run(tmp_path: Path) -> None:
     now = time.time() + AHEAD
     folder = write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)], chunks=1)
-    terminal = watched()
-    terminal.until("1 running")
-    (folder / layout.LOCK).unlink()
-    assert terminal.end() == 0
-    assert "1 rank (1 finished)" in "\n".join(terminal.screen.display)
+    with watched(tmp_path) as (terminal, process):
+        terminal.until(lambda lines: "1 running" in "".join(lines))
+        (folder / layout.LOCK).unlink()
+        assert process.wait() == 0
+        assert "1 rank (1 finished)" in "".join(terminal.read())
 
 
 def test_watch_without_a_terminal_prints_lines(tmp_path: Path, said: Said) -> None:

@@ -6,14 +6,13 @@ import asyncio
 import json
 import os
 import pickle
-import random
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.servers import admission, multi_node, server, supervisor
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
@@ -474,83 +472,25 @@ def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None
 
 # the engine's own queue ------------------------------------------------------------------------------------------
 
-PLACES, TARGET = 8, 8
-
-
-class CountingVllm:
-    """A vLLM that works on 8 requests at once, and whose only clock is its own work.
-
-    A request enters the queue only after ``late`` further requests have finished, like a request whose text is still
-    being tokenized. Between two reads of the metrics a few more requests than that finish. Before each of these events
-    it waits until all requests that the client has in flight have arrived. So its counts depend on no clock or load.
-    """
-
-    def __init__(self, late: int) -> None:
-        self.queues: list[int] = []  # how many requests waited, each time that one finished
-        self.target = Target()
-        self._late = late
-        self._ends = 0
-        self._answered = 0
-        self._on_the_way: deque[tuple[int, asyncio.Event]] = deque()
-        self._waiting: deque[asyncio.Event] = deque()
-        self._running: list[asyncio.Event] = []
-        self._chance = random.Random(0)
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post("/v1/chat/completions", self._complete), web.get("/metrics", self._metrics)]
-
-    async def _complete(self, request: web.Request) -> web.Response:
-        ended = asyncio.Event()
-        self._on_the_way.append((self._ends + self._late, ended))
-        await ended.wait()
-        message = {"content": "x"}
-        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        for _ in range(self._late + self._chance.randint(1, PLACES)):
-            await self._everything_has_come()
-            if self._running:
-                self._running.pop(self._chance.randrange(len(self._running))).set()
-                self._ends += 1
-                self.queues.append(len(self._waiting))
-        await self._everything_has_come()
-        running, waiting = len(self._running), len(self._waiting)
-        counts = {
-            "num_requests_running": running,
-            "num_requests_waiting": waiting,
-            "generation_tokens_total": self._ends,
-        }
-        return web.Response(text="".join(f"vllm:{name} {count}\n" for name, count in counts.items()))
-
-    async def _everything_has_come(self) -> None:
-        def here() -> int:
-            return len(self._on_the_way) + len(self._waiting) + len(self._running)
-
-        while here() != self.target.in_flight:
-            await asyncio.sleep(0)  # lets the client and the sockets run
-        while self._on_the_way and (self._on_the_way[0][0] <= self._ends or (not self._waiting and not self._running)):
-            self._waiting.append(self._on_the_way.popleft()[1])
-        while self._waiting and len(self._running) < PLACES:
-            self._running.append(self._waiting.popleft())
-
 
 @pytest.mark.usefixtures("idle_vllm")
-@pytest.mark.parametrize("late", [0, 3, 6])
-def test_the_queue_of_the_engine_is_kept_short_and_never_empty(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
-    engine = CountingVllm(late)
+def test_under_auto_the_metrics_of_the_engine_decide_how_many_requests_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.01)
 
     async def run() -> None:
+        engine = MuteVllm()
         async with vllm_here(engine.routes(), monkeypatch, max_concurrent_generations="auto") as started:
-            engine.target = started.servers.supervisors[0].target
-            await asyncio.gather(*(started.ask(f"{n}") for n in range(300)))
+            target = started.servers.supervisors[0].target
+            tasks = [started.ask(f"{number}") for number in range(admission.FIRST_LIMIT + 1)]
+            while target.in_flight <= admission.FIRST_LIMIT:
+                engine.tokens += 1
+                await asyncio.sleep(0.01)
+            engine.answers.set()
+            await asyncio.gather(*tasks)
 
     asyncio.run(run())
-    assert min(engine.queues[60:260]) >= 1
-    assert max(engine.queues) <= 2 * TARGET
-
-
-# what must not be kept -------------------------------------------------------------------------------------------
 
 
 # several nodes ---------------------------------------------------------------------------------------------------

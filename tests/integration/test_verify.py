@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,19 +175,6 @@ MENDABLE = {
     "grown": (grow, "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
     "altered": (alter, "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is "),
 }
-
-
-@pytest.mark.parametrize("kind", MENDABLE)
-def test_a_damaged_output_file_is_named_with_what_to_do(job: Path, said: Said, kind: str) -> None:
-    damage, message = MENDABLE[kind]
-    damage(job)
-    code, text = said("verify", job, "--full")
-    assert code == 1
-    assert text.startswith(message)
-    advice = f"To redo it: datatrove-ckpt repair {job}/checkpoints --full, then run again.\n"
-    assert text.splitlines(keepends=True)[0].endswith(advice)
-    assert text.splitlines()[1].startswith("1 problem: 2 ranks, 14 documents")
-    assert said("verify", job)[0] == (0 if kind == "altered" else 1), "only --full reads the files"
 
 
 def share_a_file(job: Path) -> None:
@@ -480,10 +466,17 @@ def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, command:
 
 
 @pytest.mark.parametrize("kind", MENDABLE)
-def test_a_repaired_chunk_is_made_again_by_the_next_run_and_no_other_is(
+def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is_made_again(
     job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], kind: str
 ) -> None:
-    MENDABLE[kind][0](job)
+    damage, message = MENDABLE[kind]
+    damage(job)
+    code, text = said("verify", job, "--full")
+    assert (code, text.startswith(message)) == (1, True)
+    advice = f"To redo it: datatrove-ckpt repair {job}/checkpoints --full, then run again.\n"
+    assert text.splitlines(keepends=True)[0].endswith(advice)
+    assert text.splitlines()[1].startswith("1 problem: 2 ranks, 14 documents")
+    assert said("verify", job)[0] == (0 if kind == "altered" else 1), "only --full reads the files"
     code, text = said("repair", job, "--full")
     assert code == 0
     assert text.startswith(
@@ -501,7 +494,7 @@ def test_a_repaired_chunk_is_made_again_by_the_next_run_and_no_other_is(
     assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "3\n"
 
 
-@pytest.mark.parametrize("chunks", [(0,), (2,), (3,), (0, 2), (2, 3), (1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("chunks", [(2,), (0, 2), (2, 3), (0, 1, 2, 3)])
 def test_dead_letters_of_repaired_chunks_are_there_once(
     job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], chunks: tuple[int, ...]
 ) -> None:
@@ -669,35 +662,39 @@ def test_a_rank_at_work_is_not_repaired(tmp_path: Path, server: FakeServer, said
     assert said("verify", tmp_path)[0] == 1
 
 
-def test_a_short_chunk_with_others_after_it_is_left_alone(tmp_path: Path, server: FakeServer, said: Said) -> None:
-    for number in (3, 6):  # the input grew: chunks of 2, 1, 2, 1
-        runner(tmp_path, server, skip_bad_requests=True).run(documents(number))
-    chunk_file(tmp_path, 1).unlink()
-    before = outputs(tmp_path)
-    code, text = said("repair", tmp_path)
-    assert code == 1
-    assert text.startswith("not repaired: rank 0, chunk 1: cannot be redone: it was made before the input grew")
-    assert outputs(tmp_path) == before
-
-
-def test_dead_letters_that_were_moved_by_hand_are_not_cut(job: Path, said: Said) -> None:
+def move_letters(job: Path) -> None:
     path = job / "checkpoints" / "00000" / "dead_letters.jsonl"
     path.write_bytes(b"{}\n" + path.read_bytes())
     chunk_file(job, 0).unlink()
-    before = outputs(job)
-    code, text = said("repair", job)
-    assert code == 1
-    assert "rank 0, chunk 0: cannot be redone: its dead letters are damaged in" in text
-    assert outputs(job) == before
 
 
-def test_a_file_that_two_commits_claim_is_not_made_again(job: Path, said: Said) -> None:
+def lose_a_shared_file(job: Path) -> None:
     share_a_file(job)
     chunk_file(job, 1).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (move_letters, "rank 0, chunk 0: cannot be redone: its dead letters are damaged in"),
+        (lose_a_shared_file, "chunk 2: cannot be redone: another commit names the same output file"),
+        (None, "not repaired: rank 0, chunk 1: cannot be redone: it was made before the input grew"),
+    ],
+)
+def test_what_cannot_be_redone_is_left_alone(
+    job: Path, server: FakeServer, said: Said, damage: Callable[[Path], None] | None, says: str
+) -> None:
+    if damage is None:  # the input grew: chunks of 2, 1, 2, 1
+        shutil.rmtree(job)
+        for number in (3, 6):
+            runner(job, server, skip_bad_requests=True).run(documents(number))
+        chunk_file(job, 1).unlink()
+    else:
+        damage(job)
     before = outputs(job)
     code, text = said("repair", job)
     assert code == 1
-    assert text.count("cannot be redone: another commit names the same output file") == 2
+    assert says in text
     assert outputs(job) == before
 
 
@@ -846,10 +843,9 @@ def test_a_yaml_file_with_a_secret_is_compared_without_showing_it(
         "        return (await generate({'messages': [{'role': 'user', 'content': document.text}]})).text\n"
     )
     with FakeServer() as server:
-        write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
-        text = (tmp_path / "job.yaml").read_text()
         rollout = f"{{class_path: keyed_rollout.Keyed, init_args: {{api_key: {secret}}}}}"
-        (tmp_path / "job.yaml").write_text(re.sub(r"rollout_fn:.*", f"rollout_fn: {rollout}", text))
+        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, rollout=rollout)
+        write_job(tmp_path, text, ["a", "b"], ["c"])
         assert main(["run", "job.yaml"]) == 0
     assert main(["verify", "job.yaml"]) == 0
     capsys.readouterr()

@@ -27,7 +27,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecut
 from datatrove_ckpt.errors import CkptError, ServerDied
 from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
-from datatrove_ckpt.inference.servers.warm import close_warm_servers, stamp, stamps_of_arguments
+from datatrove_ckpt.inference.servers.warm import close_warm_servers, stamps_of_arguments
 from datatrove_ckpt.testing import outputs
 from tests import jobs
 from tests.integration.test_supervision import ENGINE, engines, lines
@@ -283,29 +283,6 @@ def test_odd_values_have_no_stamp() -> None:
     Path("folder").mkdir(mode=0o000)
     Path("broken").symlink_to("nowhere")
     assert stamps_of_arguments(["--a=folder", "--b=broken"], ()) == {}
-
-
-def test_the_stamp_of_a_folder_is_bounded() -> None:
-    for folder in ("full", "full/below", "full/more"):
-        Path(folder).mkdir()
-        for number in range(700):
-            Path(folder, f"{number:04d}").touch()
-    for number in range(700, 1200):
-        Path("full", f"{number:04d}").touch()
-    stamped = stamp("full")
-    assert len(stamped) == 2000
-    Path("full/1199").write_text("beyond")
-    assert stamp("full") == stamped
-    Path("full/below/0000").write_text("within")
-    assert stamp("full") != stamped
-
-
-def test_two_runners_of_one_pipeline_with_different_models_take_turns() -> None:
-    for rank in (0, 1):
-        run(rank, folder="one")
-        run(rank, folder="two", **change_flags())
-    assert len(engines()) == 4
-    assert lines("alive") == ["0"] * 4
 
 
 def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:

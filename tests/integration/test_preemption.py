@@ -249,13 +249,10 @@ def test_settings_that_cannot_work_are_refused(
         runner(tmp_path, server, plain, **settings)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_on_any_event_loop(tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    if loop == "uvloop":
-        import uvloop
-
-        monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
-        monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
+def test_on_another_event_loop(tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
     with FakeServer(hold_after=0) as server:
         timer = signal_once_asked(server, 4)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted):
@@ -553,28 +550,15 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
     assert reraised == [signal.SIGUSR1]
 
 
-def _squeue(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = folder / "squeue"
-    tool.write_text(f"#!{sys.executable}\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 300.0)
-
-
-def test_older_slurm_is_asked_for_the_end_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = int(time.time()) + 3600
-    shown = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
-    check = "import sys, os; assert sys.argv[-2:] == ['17', '--format=%e']; print(" + repr(shown) + ")"
-    _squeue(tmp_path, check, monkeypatch)
-    assert asyncio.run(slurm_job.slurm_deadline()) == end
-
-
 @pytest.mark.parametrize("script", ["print('N/A')", "import sys; sys.exit(1)", "import time; time.sleep(600)"])
 def test_a_slurm_that_does_not_know_is_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    _squeue(tmp_path, script, monkeypatch)
+    tool = tmp_path / "squeue"
+    tool.write_text(f"#!{sys.executable}\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 0.5)
     assert asyncio.run(slurm_job.slurm_deadline()) is None

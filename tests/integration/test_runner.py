@@ -181,19 +181,6 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path: P
     assert commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1} == commits(tmp_path)[0]["tally"]
 
 
-def test_the_payload_gets_the_model_and_the_default_parameters(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        payload = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0.5, "model": "another"}
-        result = await generate(payload)
-        assert payload["model"] == "another", "the rollout's own payload is left alone"
-        return result
-
-    settings = {"default_generation_params": {"temperature": 1, "max_tokens": 7}}
-    runner(tmp_path, server, rollout, config=settings).run(documents(1))
-    sent = server.payloads[0]
-    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("fake", 0.5, 7)
-
-
 def as_dict() -> dict[str, str]:
     return {"word": "from a callable"}
 

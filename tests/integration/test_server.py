@@ -368,14 +368,6 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
         asyncio.run(play())
 
 
-def test_a_missing_command_is_explained_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = EngineCommand(("/nowhere/vllm", "serve"), HiddenDict())
-    launches = []
-    monkeypatch.setattr(server, "engine_command", lambda *_: launches.append(1) or missing)
-    text = asyncio.run(failed_start(dummy(server_start_max_retries=3)))
-    assert "The command was not found" in text
-    assert "cannot run /nowhere/vllm: No such file" in text
-    assert len(launches) == 1
 
 
 @linux_only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.jobs import ask, config, documents, runner, writer
 
 STRANGER = "00000_chunk_0.jsonl"
 """As datatrove's own runner names the file of its first chunk."""
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as fake:
-        yield fake
 
 
 def put(folder: Path, name: str = STRANGER) -> Path:

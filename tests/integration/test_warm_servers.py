@@ -129,18 +129,6 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     assert "takes over the server that rank 1 started" in log[-1] + "".join(log)
 
 
-def test_a_rank_that_fails_leaves_no_server() -> None:
-    async def fail(document: Document, generate: Any) -> None:
-        await jobs.ask(document, generate)
-        raise ValueError("no")
-
-    run(0)
-    with pytest.raises(CkptError):
-        run(1, rollout=fail)
-    assert len(engines()) == 1
-    assert not running()
-
-
 @pytest.mark.parametrize("end", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_rank_that_is_stopped_or_fails_after_its_last_answer_leaves_no_server(
     end: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -156,14 +144,16 @@ def test_a_rank_that_is_stopped_or_fails_after_its_last_answer_leaves_no_server(
     assert not running()
 
 
-def test_a_rank_that_is_asked_to_stop_leaves_no_server() -> None:
-    async def stop(document: Document, generate: Any) -> Any:
+@pytest.mark.parametrize("end", [KeyboardInterrupt, CkptError])
+def test_a_rank_that_is_stopped_or_fails_leaves_no_server(end: type[BaseException]) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
         result = await jobs.ask(document, generate)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT) if end is KeyboardInterrupt else 1 / 0
         return result
 
-    with pytest.raises(KeyboardInterrupt):
-        run(0, "only", rollout=stop)
+    run(0)
+    with pytest.raises(end):
+        run(1, "only", rollout=rollout)
     assert len(engines()) == 1
     assert not running()
 

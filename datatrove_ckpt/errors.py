@@ -45,17 +45,17 @@ from datatrove_ckpt.formatting import printable
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and everything that it was raised from or made of, exception groups included. Each once."""
-    waiting: list[Any] = [error]
+    waiting: list[Any] = [error]  # which keeps them alive, so that no other object gets their ids
     seen: set[int] = set()
-    while waiting:
-        found = waiting.pop(0)
-        if isinstance(found, list | tuple):
-            waiting += found
-        elif isinstance(found, BaseException) and id(found) not in seen:
+    for found in waiting:
+        if id(found) not in seen:
             seen.add(id(found))
-            yield found
-            parts = getattr(found, "error", None), getattr(found, "exceptions", None)  # of datatrove, and of a group
-            waiting += [found.__cause__ or found.__context__, found.args, *parts]
+            if isinstance(found, list | tuple):  # which may contain itself
+                waiting += found
+            elif isinstance(found, BaseException):
+                yield found
+                parts = getattr(found, "error", None), getattr(found, "exceptions", None)  # of datatrove, of a group
+                waiting += [found.__cause__ or found.__context__, found.args, *parts]
 
 
 class CkptError(Exception):

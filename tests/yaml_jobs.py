@@ -18,25 +18,26 @@ executor:
         init_args: {data_folder: INPUT}
       - class_path: InferenceRunner
         init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
+          rollout_fn: ROLLOUT
           config: {CONFIG}
           output_writer:
             class_path: JsonlWriter
             init_args: {output_folder: OUTPUT, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
           checkpoints_local_dir: checkpoints
 """
+PROMPT = '{class_path: PromptRollout, init_args: {prompt: "Say {text}"}}'
 ENDPOINT = 'server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake'
 """Settings of ``config`` for a server whose address takes the place of URL."""
 
 
-def job_yaml(config: str, tasks: int = 1, data: str = "input", output: str = "output") -> str:
+def job_yaml(config: str, tasks: int = 1, data: str = "input", output: str = "output", rollout: str = PROMPT) -> str:
     """A job for ``datatrove-ckpt``, with folders in the working directory. The runner's settings come last, so that
     lines with more of them can be added.
 
     Args:
         config: settings of ``config``, as they stand between its braces.
     """
-    text = _YAML.replace("TASKS", str(tasks)).replace("CONFIG", config)
+    text = _YAML.replace("TASKS", str(tasks)).replace("CONFIG", config).replace("ROLLOUT", rollout)
     return text.replace("INPUT", data).replace("OUTPUT", output)
 
 

@@ -13,8 +13,7 @@ from datatrove.data import Document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable, OutputFailed
-from datatrove_ckpt.output.trial import Trial
+from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_whose_fault import all_of, letters, written
 from tests.jobs import ask, documents, runner
@@ -96,6 +95,7 @@ UNWRITABLE: dict[str, Callable[[Document], None]] = {
     "errors in a circle": raises_its_own_cause,
     "mute error": raises(Mute()),
     "error of a mute value": raises(ValueError(Mute())),
+    "error of a list in itself": raises(ValueError(RECURSIVE)),
     "exit with a mute value": raises(SystemExit(Mute())),
     "error with a surrogate": raises(ValueError("a\ud800")),
     "group of mute errors": raises(ExceptionGroup("g\ud800", [Mute()])),
@@ -162,33 +162,6 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
 
     runner(tmp_path, server, cleans, retry_dead_letters=True, accept_changes=True).run([])
     assert lines(tmp_path) == 9
-
-
-def test_documents_of_plain_json_and_results_need_no_trial(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(Trial, "check", lambda self, data, doc_id: tried.append(doc_id))
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        document.metadata["k"] = 2**70 if document.id == "id 1" else 'a "$py": "b"'
-        return await ask(document, generate)
-
-    with pytest.raises(OutputFailed):  # as nothing was tried
-        runner(tmp_path, server, rollout).run(documents(4))
-    assert tried == ["id 1"]
-
-
-def test_a_value_that_the_rollout_removes_does_no_harm(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        document.metadata.pop("image")
-        return await ask(document, generate)
-
-    found = documents(2)
-    for document in found:
-        document.metadata["image"] = object()
-    runner(tmp_path, server, rollout).run(found)
-    assert written(tmp_path) == all_of(2)
 
 
 # at random -----------------------------------------------------------------------------------------------------------

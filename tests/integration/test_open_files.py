@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -174,12 +173,3 @@ def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_t
         open_files.raise_limit(requests=5000, servers=1)
     fitting = int(str(raised.value).rpartition("at most ")[2].rstrip("."))
     open_files.raise_limit(requests=fitting, servers=1)
-
-
-def test_other_errors_do_not_speak_of_open_files(tmp_path: Path) -> None:
-    assert not open_files.is_caused_by_limit(OSError(28, "No space left on device"))
-    assert not open_files.is_caused_by_limit(socket.gaierror(-3, "Temporary failure in name resolution"))
-    assert files.MAX_OPEN_FILES < open_files._FILES  # the journals have room
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(Exception, match="A folder has the place of a file"):
-        RequestCache(tmp_path / "folder")

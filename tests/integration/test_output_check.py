@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
-from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.readers import JsonlReader
@@ -139,18 +136,6 @@ def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything
     assert len(outputs(tmp_path / "output")) == 3
 
 
-@pytest.mark.parametrize("kind", ["gzip", "parquet"])
-def test_compressed_and_columnar_files_are_compared_too(tmp_path: Path, server: FakeServer, kind: str) -> None:
-    parquet = ParquetWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.parquet")
-    output = parquet if kind == "parquet" else writer(tmp_path, kind)
-    runner(tmp_path, server, output_writer=output).run(documents(4))
-    runner(tmp_path, server, output_writer=output).run(documents(4))
-    file = min((tmp_path / "output").iterdir())
-    file.write_bytes(file.read_bytes() + b"\n")
-    with pytest.raises(OutputMismatch, match="is grown: it has"):
-        runner(tmp_path, server, output_writer=output).run(documents(4))
-
-
 def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
     job: Path, call: Call, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,17 +209,6 @@ def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_w
     assert outputs(job / "output") == before
 
 
-def test_one_ranks_checkpoint_that_was_deleted_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    for rank in range(2):
-        runner(tmp_path, server).run(documents(3), rank, 2)
-    shutil.rmtree(tmp_path / "checkpoints" / "00001")
-    runner(tmp_path, server).run(documents(3), 0, 2)
-    with pytest.raises(OutputMismatch, match=r"00001_chunk_00000\.jsonl; 00001_chunk_00001\.jsonl"):
-        runner(tmp_path, server).run(documents(3), 1, 2)
-    with pytest.raises(OutputMismatch, match=r"00001_chunk_00000\.jsonl; 00001_chunk_00001\.jsonl"):
-        runner(tmp_path, server).run(documents(3), 1, 2)
-
-
 @pytest.mark.parametrize(
     ("template", "name"),
     [
@@ -281,24 +255,6 @@ def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path: Path
     for _ in range(2):
         runner(tmp_path, server).run(documents(3), 0, 2)
     assert set(others) < set(outputs(tmp_path / "output"))
-
-
-def test_a_file_that_no_commit_names_is_refused_at_the_end_and_by_the_next_run(job: Path, call: Call) -> None:
-    (job / "input" / "1.jsonl").write_text("")
-    assert call("run", "job.yaml")[0] == 0
-    (job / "output" / "00001_00000.jsonl").write_text("of an earlier run")
-    code, said = call("run", "job.yaml")
-    assert code == 1
-    assert (
-        "1 file that output_filename '${rank}_${chunk_index}.jsonl' may have named, and that no commit of rank 1"
-        in (said)
-    )
-    (job / "output" / "00001_00000.jsonl").rename(job / "output" / "00002_00000.jsonl")
-    code, said = call("run", "job.yaml")
-    assert code == 1
-    assert "are of ranks that a job with tasks=2 does not have: 00002_00000.jsonl. Its documents may be" in said
-    (job / "output" / "00002_00000.jsonl").unlink()
-    assert call("run", "job.yaml")[0] == 0
 
 
 def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
@@ -362,15 +318,6 @@ def test_files_that_other_runs_may_have_named_are_only_a_warning_at_the_end(
 
     runner(tmp_path, server, copy, output_writer=output).run([Document("a", "0", metadata={"lang": "fr"})])
     assert any(f"no commit of rank 0 names: {name}" in line for line in log)
-
-
-def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    for number, name in enumerate(("chunk_00003.jsonl", "replay.sqlite3")):
-        folder = tmp_path / str(number) / "checkpoints" / "00000"
-        folder.mkdir(parents=True)
-        (folder / name).write_text("")
-        with pytest.raises(CkptError, match=f"holds {name} but no run.json. If datatrove's own"):
-            runner(tmp_path / str(number), server).run(documents(1))
 
 
 # folders that must differ --------------------------------------------------------------------------------------------
@@ -478,27 +425,6 @@ def test_remote_files_of_another_run_are_refused(tmp_path: Path, server: FakeSer
 # cost ----------------------------------------------------------------------------------------------------------------
 
 
-def test_two_thousand_files_are_compared_in_a_moment(ram: Path) -> None:
-    number = 2_000
-    (ram / "output").mkdir()
-    (ram / "checkpoints" / "00000").mkdir(parents=True)
-    lines = []
-    for index in range(number):
-        name = f"00000_chunk_{index:05d}.jsonl"
-        (ram / "output" / name).write_bytes(b"x")
-        lines.append(seal(Commit(index, index, DocumentCounts(read=1), [OutputFile(name, 1, "")]).to_json()))
-    (ram / "checkpoints" / "00000" / "commits.jsonl").write_bytes(b"".join(lines))
-    start = time.process_time()
-    check = OutputCheck(writer(ram), ram / "checkpoints")
-    commits = RankCommits(ram / "checkpoints", 0)
-    found = check.look([commits], 0)
-    check.refuse_lost([commits], found)
-    check.refuse_unknown(commits, found)
-    seconds = time.process_time() - start
-    print(f"{number} files: {seconds:.2f} s")
-    assert seconds < 4  # measured: 0.04
-
-
 # another output folder -----------------------------------------------------------------------------------------------
 
 
@@ -546,25 +472,6 @@ def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(
 
 
 # the closing line ----------------------------------------------------------------------------------------------------
-
-
-def test_the_closing_line_counts_ranks_only_and_the_tokens_of_retries(
-    job: Path, call: Call, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> None:
-    yaml = (job / "job.yaml").read_text()
-    bad = yaml.replace('"Say {text}"', '"Say {metadata[nothing]}"') + "          on_document_error: dead_letter\n"
-    (job / "job.yaml").write_text(bad)
-    _, said = call("run", "job.yaml")
-    assert "0 of 10 documents are in 0 files" in said
-    for rank in range(2):
-        shutil.copytree(job / "checkpoints" / f"{rank:05d}", job / "checkpoints" / f"{rank:05d}.bak")
-        shutil.copytree(job / "checkpoints" / f"{rank:05d}", job / "checkpoints" / f"{rank:05d}.replaced-1")
-    assert call("run", "job.yaml")[1] == said
-    (job / "job.yaml").write_text(yaml)
-    _, said = call("run", "job.yaml", "--retry-dead-letters", "--pipeline.1.accept_changes=true")
-    assert "10 of 10 documents are in " in said
-    assert "(0 dropped, 0 dead letters), for 10 requests with" in said
-    assert "with 0 prompt" not in said
 
 
 def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_cut_off_or_empty(

@@ -29,7 +29,6 @@ from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.process import preemption, slurm_job
-from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
 
@@ -250,13 +249,10 @@ def test_settings_that_cannot_work_are_refused(
         runner(tmp_path, server, plain, **settings)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_on_any_event_loop(tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    if loop == "uvloop":
-        import uvloop
-
-        monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
-        monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
+def test_on_another_event_loop(tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
     with FakeServer(hold_after=0) as server:
         timer = signal_once_asked(server, 4)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted):
@@ -541,9 +537,11 @@ def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(preemption, "slurm_deadline", deadline)
 
 
-def test_slurms_time_limit_is_a_signal_to_whoever_requeues(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("requeues", [True, False])
+def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, requeues: bool
 ) -> None:
+    reraised = request.getfixturevalue("reraised") if requeues else [signal.SIGUSR1]
     with FakeServer(hold_after=0) as server:
         ends_once_asked(server, monkeypatch)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
@@ -552,58 +550,15 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues(
     assert reraised == [signal.SIGUSR1]
 
 
-def test_a_time_limit_without_anybody_who_requeues_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeServer(hold_after=0) as server:
-        ends_once_asked(server, monkeypatch)
-        with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
-            runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
-
-
-@pytest.mark.parametrize("seconds", [0.5, 600.0])
-def test_at_least_half_of_a_short_time_is_for_work(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    now = time.time()
-    monkeypatch.setattr(preemption.time, "time", lambda: now)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now + seconds))
-    slept: list[float] = []
-
-    async def sleep(delay: float) -> None:
-        slept.append(delay)
-
-    monkeypatch.setattr(preemption.asyncio, "sleep", sleep)
-    stopped = Preemption(preemption.SIGNALS, drain_seconds=20)
-    asyncio.run(stopped.watch_time_limit())
-    assert stopped.shutdown.cause
-    assert slept == [pytest.approx(seconds / 2 if seconds < 100 else seconds - 50)]
-
-
-def _squeue(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = folder / "squeue"
-    tool.write_text(f"#!{sys.executable}\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 300.0)
-
-
-def test_older_slurm_is_asked_for_the_end_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = int(time.time()) + 3600
-    shown = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
-    check = "import sys, os; assert sys.argv[-2:] == ['17', '--format=%e']; print(" + repr(shown) + ")"
-    _squeue(tmp_path, check, monkeypatch)
-    assert asyncio.run(slurm_job.slurm_deadline()) == end
-
-
 @pytest.mark.parametrize("script", ["print('N/A')", "import sys; sys.exit(1)", "import time; time.sleep(600)"])
 def test_a_slurm_that_does_not_know_is_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    _squeue(tmp_path, script, monkeypatch)
-    monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 0.5)
-    assert asyncio.run(slurm_job.slurm_deadline()) is None
-
-
-def test_outside_of_slurm_there_is_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "squeue"
+    tool.write_text(f"#!{sys.executable}\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 0.5)
     assert asyncio.run(slurm_job.slurm_deadline()) is None

@@ -27,7 +27,9 @@ from datatrove_ckpt.testing import FakeServer
 from tests.kept import content_of
 from tests.make_release import PER_CHUNK, RELEASES, TEXTS, run, write_input
 
-NAMES = sorted(path.name for path in RELEASES.iterdir())
+VERSIONS = sorted(path.name for path in RELEASES.iterdir())
+NAMES = [VERSIONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in VERSIONS[1:])]
+"""To parametrize a test: what is continued from the oldest one is continued from each, as ``-m slow`` shows."""
 NEWEST = "0.2.0.dev0"
 """The fixture that this version's code makes."""
 
@@ -66,13 +68,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_each_version_of_the_changelog_has_a_fixture() -> None:
     text = (RELEASES.parents[2] / "docs" / "changelog.md").read_text()
     versions = [line.split()[1] for line in text.splitlines() if line.startswith("## ") and line[3].isdigit()]
-    assert {name.partition("-")[0] for name in NAMES} == set(versions)
+    assert {name.partition("-")[0] for name in VERSIONS} == set(versions)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_of_each_release_is_continued(name: str, tmp_path: Path, uninterrupted: dict[str, bytes]) -> None:
+def test_a_checkpoint_of_each_release_is_shown_and_continued(
+    name: str, tmp_path: Path, uninterrupted: dict[str, bytes]
+) -> None:
     folder = restored(name, tmp_path / "job")
     before = contents(folder)
+    with open_place(str(folder / "checkpoints")) as place:
+        ranks = {rank.rank: rank for rank in read_run_state(place).ranks}
+    assert [ranks[number].counts.read for number in (0, 1)] == [5, PER_CHUNK]
+    assert not [rank.reason for rank in ranks.values() if rank.trouble == "damaged"]
     with FakeServer() as server:
         for rank in range(3):
             run(folder, server.url, rank)
@@ -111,16 +119,6 @@ def test_the_mirror_of_each_release_is_restored(name: str, tmp_path: Path) -> No
         assert cache.answer_counts() == {3: 1}
     finally:
         cache.close()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_status_reads_a_checkpoint_of_each_release(name: str, tmp_path: Path) -> None:
-    folder = restored(name, tmp_path / "job")
-    with open_place(str(folder / "checkpoints")) as place:
-        state = read_run_state(place)
-    ranks = {rank.rank: rank for rank in state.ranks}
-    assert [ranks[number].counts.read for number in (0, 1)] == [5, PER_CHUNK]
-    assert not [rank.reason for rank in state.ranks if rank.trouble == "damaged"]
 
 
 # newer versions ------------------------------------------------------------------------------------------------------

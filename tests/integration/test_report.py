@@ -40,17 +40,6 @@ def test_the_report_of_a_real_run_has_its_documents(tmp_path: Path, server: Fake
     assert "Latency of requests" in read.text
 
 
-def test_a_mirror_is_reported_like_a_folder(tmp_path: Path, server: FakeServer) -> None:
-    mirror = tmp_path / "mirror"
-    runner(tmp_path, server, checkpoints_remote_dir=str(mirror)).run(documents(7))
-    page = tmp_path / "page.html"
-    assert main(["report", str(mirror), "-o", str(page)]) == 0
-    read = Reader(page.read_text())
-    assert str(mirror) in read.text
-    assert "This is its mirror." in read.text
-    assert 'data-figure="totals.documents" data-value="7"' in page.read_text()
-
-
 def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     page = tmp_path / "out" / "report.html"
@@ -77,11 +66,6 @@ def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> N
     reader.join()
     assert read[0].startswith("<!DOCTYPE html>")
     assert pipe.is_fifo()
-
-
-def test_it_can_be_printed(checkpoints: Path, capsys: Captured) -> None:
-    assert main(["report", str(checkpoints), "-o", "-"]) == 0
-    Reader(capsys.readouterr().out)
 
 
 def test_prices_make_costs(checkpoints: Path, capsys: Captured) -> None:

@@ -223,13 +223,6 @@ def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_
             InferenceRunner(chat, runner(tmp_path, server).config, writer(tmp_path), checkpoints_local_dir=url)
 
 
-@pytest.mark.usefixtures("without_extras")
-def test_a_writer_in_python_is_refused_too(tmp_path: Path, server: FakeServer) -> None:
-    zstd = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression="zstd")
-    with pytest.raises(ConfigError, match=r"output_writer: compression: .* pip install 'datatrove-ckpt\[zstd\]'"):
-        runner(tmp_path, server, output_writer=zstd)
-
-
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_plain_text_in_a_file_named_like_a_compressed_one_is_refused(
     tmp_path: Path, server: FakeServer, ending: str

@@ -164,14 +164,6 @@ def test_a_plain_reader_counts_and_one_line_says_what_that_costs(
     assert "datatrove_ckpt.readers" in line
 
 
-@pytest.mark.parametrize(("first", "second"), [(JsonlReader, CountingReader), (CountingReader, JsonlReader)])
-def test_readers_may_be_exchanged_between_attempts(folder: Path, server: FakeServer, first: Any, second: Any) -> None:
-    again = interrupted(folder, server, read(folder, first))
-    again.run(read(folder, second))
-    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
-    assert set(server.asked.values()) == {1}
-
-
 class FirstFive:
     """A step that keeps count."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,10 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference import run_inference as theirs
 
-from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import InferenceError, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, documents, runner
 
 TEST_SECONDS = 400.0
 
@@ -79,13 +78,6 @@ def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path: Path)
     assert len(outputs(tmp_path)) == 2
 
 
-def test_it_works_without_checkpoints(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        step = InferenceRunner(ask, config(server), writer(tmp_path))
-        play(step.run_async(documents(3)))
-    assert len((tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()) == 3
-
-
 def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         both = asyncio.Barrier(2)
@@ -103,14 +95,6 @@ def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
 
     play(main())
     assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
-
-
-def test_a_launched_server_runs_with_it_and_ends_with_it(tmp_path: Path) -> None:
-    settings = InferenceConfig("dummy", "m", model_kwargs={"max_num_seqs": 7}, reuse_servers=False)
-    step = InferenceRunner(ask, settings, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"))
-    play(step.run_async(documents(3)))
-    lines = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
-    assert "dummy text" in json.loads(lines[0])["metadata"]["rollout_results"][0]["text"]
 
 
 def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path) -> None:
@@ -177,29 +161,6 @@ def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path
         play(runner(tmp_path, server).run_async(documents(5)))
         assert dict(server.asked) == {"text 4": 1}
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
-
-
-def test_a_loop_that_ends_early_cancels_it(tmp_path: Path) -> None:
-    """As Ctrl-C does in ``asyncio.run``: all tasks of the loop are cancelled at once, the rank's own among them."""
-
-    async def main() -> None:
-        asked = asyncio.Event()
-
-        async def rollout(document: Document, generate: Any) -> Any:
-            asked.set()
-            await asyncio.Event().wait()
-
-        with FakeServer() as server:
-            step = runner(tmp_path, server, rollout, drain_seconds=3600)
-            running = asyncio.create_task(step.run_async(documents(2)))
-            await asked.wait()
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            assert running.cancelled()
-
-    asyncio.run(main())
 
 
 def test_requests_that_the_end_of_the_loop_cancels_count_as_given_up(tmp_path: Path, log: list[str]) -> None:

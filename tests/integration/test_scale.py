@@ -10,7 +10,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.maintenance.verify import verify
-from tests.bench.scale import Cost, Findings, Size, measure, sizes
+from tests.bench.scale import measure, sizes
 from tests.bench.scale_folders import Plan, make
 
 pytestmark = pytest.mark.timeout(600)  # processes that start one after the other, beside those of other tests
@@ -64,23 +64,3 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(job: Path, monkeypa
     writer = JsonlWriter(str(job / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
     check_output_of_run(writer, job / "checkpoints", str(job / "logs"), PLAN.ranks)
     assert len(listed) <= PLAN.ranks
-
-
-def test_the_plan_of_the_page() -> None:
-    plan = Plan()
-    assert (plan.ranks, plan.documents, plan.documents_per_rank, plan.chunks) == (10_000, 10**10, 10**6, 83)
-
-
-def test_figures_are_printed_as_tables() -> None:
-    found = Findings(PLAN, [Size("RANK/lock", 4, 400), Size("job.json", 1, 9)], [Cost("status", 1.234, 0.5, 64.2, 0)])
-    assert found.tables().split("\n") == [
-        "| files | of a rank | bytes of a rank | in all | bytes in all |",
-        "| --- | --- | --- | --- | --- |",
-        "| `RANK/lock` | 1 | 100 | 4 | 400 B |",
-        "| `job.json` |  |  | 1 | 9 B |",
-        "",
-        "|  | seconds | CPU seconds | memory, MB | exit code |",
-        "| --- | --- | --- | --- | --- |",
-        "| status | 1.2 | 0.5 | 64 | 0 |",
-        "",
-    ]

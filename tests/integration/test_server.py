@@ -19,14 +19,12 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import ConfigError, ServerDied, ServerRefused, ServerStartFailed
+from datatrove_ckpt.errors import ServerDied, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers import endpoint, guardian, installed, server
+from datatrove_ckpt.inference.servers import guardian, server
 from datatrove_ckpt.inference.servers.dummy import TEXT
-from datatrove_ckpt.inference.servers.engines import EngineCommand
 from datatrove_ckpt.inference.servers.interface import Server
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.redaction import HiddenDict, Key
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import make_server
 from tests.patience import Patience
@@ -140,19 +138,6 @@ def test_a_dummy_server_starts_answers_and_stops() -> None:
     asyncio.run(play())
 
 
-def test_a_dummy_server_answers_completions_and_refuses_a_wrong_key() -> None:
-    async def play() -> None:
-        config = dummy(use_chat=False)
-        async with make_server(config, 0) as running:
-            async with CompletionClient(config, running.urls, running.api_key) as client:
-                assert (await client.complete(b'{"prompt": "x"}')).text == TEXT
-            async with CompletionClient(config, running.urls, "wrong") as client:
-                with pytest.raises(ServerRefused, match="401"):
-                    await client.complete(b'{"prompt": "x"}')
-
-    asyncio.run(play())
-
-
 def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> None:
     async def play() -> None:
         running = InferenceServer(custom(SERVER, server_log_folder="logs"), 0)
@@ -164,15 +149,6 @@ def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> None:
         assert None not in keys
         assert keys[0] != keys[1]
         assert [path.read_text().count("serving") for path in logs("logs")] == [2]
-
-    asyncio.run(play())
-
-
-def test_a_temporary_log_goes_with_its_server() -> None:
-    async def play() -> None:
-        async with make_server(dummy(), 0):
-            assert len(logs()) == 1
-        assert not logs()
 
     asyncio.run(play())
 
@@ -352,28 +328,6 @@ def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     assert Path("runs").read_text() == "x"
 
 
-@linux_only
-def test_a_script_that_never_becomes_ready_is_ended_after_the_window() -> None:
-    found: list[int] = []
-
-    class Watched(InferenceServer):
-        """Records the guardian and the script before they are stopped, however far the script has come."""
-
-        async def stop(self) -> None:
-            if self._process is not None:
-                while not (script := guardian.descendants(self._process.pid)):
-                    await asyncio.sleep(0.01)
-                found.extend([self._process.pid, *(process.pid for process in script)])
-            await super().stop()
-
-    window = {"server_ready_max_attempts": 6, "server_ready_delay_sec": 0.1}
-    with pytest.raises(ServerStartFailed, match=r"did not become ready within 0\.6 s"):
-        asyncio.run(Watched(custom("import time; time.sleep(600)", **window), 0).start())
-    assert len(found) == 2
-    for pid in found:
-        assert not is_alive(pid)
-
-
 def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
     argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
     for _ in range(5):
@@ -412,27 +366,6 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
         asyncio.run(play())
 
 
-def test_a_missing_command_is_explained_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = EngineCommand(("/nowhere/vllm", "serve"), HiddenDict())
-    launches = []
-    monkeypatch.setattr(server, "engine_command", lambda *_: launches.append(1) or missing)
-    text = asyncio.run(failed_start(dummy(server_start_max_retries=3)))
-    assert "The command was not found" in text
-    assert "cannot run /nowhere/vllm: No such file" in text
-    assert len(launches) == 1
-
-
-def test_a_missing_gguf_fails_before_anything_is_launched() -> None:
-    with pytest.raises(ConfigError, match=r"no file /nowhere/m\.gguf"):
-        asyncio.run(InferenceServer(InferenceConfig("llamacpp", "/nowhere/m.gguf"), 0).start())
-    assert not logs()
-
-
-def test_a_missing_engine_fails_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    assert "pip install 'datatrove-ckpt[sglang]'" in asyncio.run(failed_start(InferenceConfig("sglang", "m")))
-
-
 @linux_only
 def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
     script = SERVER + "\n"
@@ -454,28 +387,9 @@ def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
     asyncio.run(play())
 
 
-def test_an_endpoint_that_answers_is_ready_and_is_left_alone() -> None:
-    async def play() -> None:
-        async with make_server(dummy(), 0) as backend:
-            config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0] + "/v1", api_key=plain(backend))
-            async with (
-                make_server(config, 0) as running,
-                CompletionClient(config, running.urls, running.api_key) as client,
-            ):
-                assert (await client.complete(b"{}")).text == TEXT
-            assert await asyncio.wait_for(backend_lives(backend.urls[0], backend.api_key), 300)
-
-    asyncio.run(play())
-
-
 def plain(backend: Server) -> str:
     assert backend.api_key
     return backend.api_key.reveal()
-
-
-async def backend_lives(url: str, key: Key | None) -> bool:
-    async with CompletionClient(dummy(), [url], key) as client:
-        return (await client.complete(b"{}")).text == TEXT
 
 
 def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
@@ -486,51 +400,6 @@ def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
                 await make_server(config, 0).start()
 
     asyncio.run(play())
-
-
-@pytest.mark.usefixtures("real_ready_window")
-def test_endpoints_that_are_not_there_are_named() -> None:
-    url = f"http://127.0.0.1:{server.free_port()}"
-    window = {"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.3}
-    config = InferenceConfig("endpoint", "m", endpoint_url=[url], **window)  # type: ignore[arg-type]
-    with pytest.raises(ServerStartFailed, match=f"(?s){url}: .*Check that the server runs"):
-        asyncio.run(make_server(config, 0).start())
-
-
-@pytest.mark.parametrize(("answer", "shown"), [(b"HTTP/1.1 OK nonsense\r\n\r\n", "OK nonsense"), (b"", "disconnected")])
-def test_an_endpoint_that_talks_nonsense_is_named_without_its_query(
-    answer: bytes, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for delay in ("_FIRST_DELAY", "_MAX_DELAY"):
-        monkeypatch.setattr(endpoint, delay, 60.0)  # longer than the window: one request
-
-    async def play() -> None:
-        async def nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-            writer.close()
-
-        async with await asyncio.start_server(nonsense, "127.0.0.1", 0) as listener:
-            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-            monkeypatch.setenv("MY_CODE", "hush")
-            config = InferenceConfig(
-                "endpoint", "m", endpoint_url=f"{url}?code=${{MY_CODE}}", server_patience_seconds=30.0
-            )
-            with pytest.raises(ServerStartFailed, match=f"(?s){url}: .*{shown}") as caught:
-                await make_server(config, 0).start()
-            assert "hush" not in str(caught.value)
-
-    asyncio.run(play())
-
-
-def test_an_endpoint_that_is_no_url_is_named_without_its_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_CODE", "hush")
-    config = InferenceConfig("endpoint", "m", endpoint_url="http://host:port/?code=${MY_CODE}")
-    with pytest.raises(
-        ConfigError, match=r"endpoint_url: http://host:port/\?code=\$\{MY_CODE\} is not a URL\."
-    ) as caught:
-        asyncio.run(make_server(config, 0).start())
-    assert "hush" not in str(caught.value)
 
 
 def test_one_endpoint_of_two_is_enough() -> None:
@@ -752,36 +621,3 @@ def test_a_signal_to_a_whole_job_leaves_no_process_of_its_servers(number: signal
         everybody = [pid for family in families(job).values() for pid in family]
         with all_gone_within(everybody, 10):
             os.killpg(job.pid, number)
-
-
-@linux_only
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_a_runner_ends_its_server_at_once(number: signal.Signals) -> None:
-    custom(SERVER)
-    with subprocess.Popen([sys.executable, "-c", RUNNER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as runner:
-        assert runner.stdout
-        assert runner.stdout.readline() == b"ready\n"
-        with all_gone_within(family(), 3):
-            runner.send_signal(number)
-
-
-FAKE_VLLM = f"""#!{sys.executable}
-import os, pathlib, sys
-port = sys.argv[sys.argv.index("--port") + 1]
-pathlib.Path(f"gpus-{{port}}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-os.environ["DATATROVE_CKPT_API_KEY"] = os.environ["VLLM_API_KEY"]
-os.execv(sys.executable, [sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy", "--port", port])
-"""
-
-
-@linux_only
-def test_ranks_that_run_together_on_one_node_get_gpus_and_ports_of_their_own() -> None:
-    Path("bin").mkdir()
-    Path("bin/vllm").write_text(FAKE_VLLM)
-    Path("bin/vllm").chmod(0o755)
-    settings = {"server_type": "vllm", "model_name_or_path": "m", "tp": 2}
-    here = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "VLLM_CACHE_ROOT": "cache", "PATH": f"bin:{os.environ['PATH']}"}
-    with WholeJob("hang", settings, tasks=2).running(**here) as job:
-        wait_for_files("worker-*", 2, job)
-        gpus = [path.read_text() for path in wait_for_files("gpus-*", 2, job)]
-    assert sorted(gpus) == ["0,1", "2,3"]

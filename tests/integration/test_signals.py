@@ -22,6 +22,7 @@ from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.patience import Patience
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 DRAINS = "requests in flight have"
 ROLLOUTS = """
@@ -35,28 +36,6 @@ async def ask(document, generate):
     first = await generate({"messages": [{"role": "user", "content": document.text}]})
     second = await generate({"messages": [{"role": "user", "content": document.text + " again"}]})
     return [first.text, second.text]
-"""
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: {tasks}
-    workers: {workers}
-    start_method: {start_method}
-    logging_dir: logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {{data_folder: input, add_file_path: false}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: my_rollouts.ask
-          config: {{server_type: endpoint, model_name_or_path: m, endpoint_url: "{url}", max_concurrent_generations: 4}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: output, output_filename: "${{rank}}_chunk_${{chunk_index}}.jsonl"}}
-          checkpoints_local_dir: checkpoints
-          records_per_chunk: 4
-          drain_signals: [SIGTERM, SIGUSR1, SIGINT, SIGHUP]
 """
 DOCUMENTS = 12
 
@@ -137,14 +116,16 @@ class Job:
     ) -> None:
         self.folder = folder
         self.tasks = tasks
-        (folder / "input").mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "my_rollouts.py").write_text(ROLLOUTS)
+        config = f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4"
+        text = job_yaml(config, tasks, "input, add_file_path: false", rollout="my_rollouts.ask")
+        text = text.replace("workers: 1", f"workers: {workers or tasks}\n    start_method: {start_method}")
+        text += "          records_per_chunk: 4\n          drain_signals: [SIGTERM, SIGUSR1, SIGINT, SIGHUP]\n"
+        write_job(folder, text)
         for task in range(tasks):
             rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
             (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "my_rollouts.py").write_text(ROLLOUTS)
-        (folder / "job.yaml").write_text(
-            JOB.format(tasks=tasks, workers=workers or tasks, start_method=start_method, url=server.url)
-        )
 
     def start(self) -> Process:
         return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], self.folder)
@@ -330,19 +311,6 @@ def test_a_rank_that_kills_its_workers_is_given_up_and_named_at_the_end(tmp_path
         assert "Traceback" not in process.log
         assert process.left == []
     assert job.completed == 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT, signal.SIGUSR2], ids=lambda value: value.name)
-def test_no_worker_outlives_a_run_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
-    with FakeServer(answer, hold_after=0) as server:
-        job = Job(tmp_path, server, 2)
-        process = job.start()
-        until_asked(server, 8)
-        process.popen.send_signal(number)
-        patience = Patience(5)
-        assert process.end() == -number  # and its output is closed: `job | tee log` ends
-        assert process.left == []
-        assert not patience.over()
 
 
 # --------------------------------------------------------------------------- datatrove's Slurm executor

@@ -217,6 +217,7 @@ def test_stats_json_has_the_ranks_that_an_earlier_run_completed(tmp_path: Path, 
     again = execute()
     for old, new in zip(first, again, strict=True):
         assert {name: total(old[name]) for name in old} == pytest.approx({name: total(new[name]) for name in new})
+    assert first[0]["input_files"] == again[0]["input_files"] == 3, "a number as it was"
     (logs / "stats.json").unlink()
     last = execute()
     assert [total(entry["documents"]) for entry in last[:1]] == [30]
@@ -421,33 +422,22 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
             expect(execute(retry), 12, 15)
 
 
-def test_numbers_in_stats_json_keep_their_form(tmp_path: Path, server: FakeServer) -> None:
-    """Those of ranks that an earlier run completed are read from their files."""
-    write_input(tmp_path, files=4)
-    logs = tmp_path / "logs"
-
-    def execute() -> Any:
-        LocalPipelineExecutor(pipeline(tmp_path, server), tasks=2, workers=1, logging_dir=str(logs)).run()
-        return [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
-
-    first = execute()
-    (logs / "completions" / "00001").unlink()
-    second = execute()
-    assert first[0]["input_files"] == second[0]["input_files"] == 4
-    for name in ("documents_processed", "successful_requests"):
-        assert first[2][name] == second[2][name]
-        assert total(first[2][name]) == 24
-
-
-def test_a_retry_of_dead_letters_opens_no_dataset(hub: FakeHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda: HuggingFaceDatasetReader("org/data", {"split": "train"}, streaming=True),
+        lambda: JsonlReader("hf://datasets/org/data/data"),
+    ],
+    ids=["dataset", "files"],
+)
+def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(hub: FakeHub, tmp_path: Path, reader: Any) -> None:
     lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
     hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})
     bad, logs = {"row 2"}, tmp_path / "logs"
 
     def execute(retry: bool) -> None:
-        reader = HuggingFaceDatasetReader("org/data", {"split": "train"}, streaming=True)
         step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
-        LocalPipelineExecutor([reader, step], tasks=1, workers=1, logging_dir=str(logs)).run()
+        LocalPipelineExecutor([reader(), step], tasks=1, workers=1, logging_dir=str(logs)).run()
 
     status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
     with FakeServer(status=status) as server:
@@ -457,20 +447,3 @@ def test_a_retry_of_dead_letters_opens_no_dataset(hub: FakeHub, tmp_path: Path) 
         execute(retry=True)
     found = [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
     assert total(found[0]["documents"]) == total(found[1]["documents_processed"]) == 4
-
-
-def test_a_retry_of_dead_letters_needs_no_files_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
-    hub.put("org/data", {"data/0.jsonl": b'{"id": "0", "text": "row 0"}'})
-    bad = {"row 0"}
-
-    def execute(retry: bool) -> None:
-        reader = JsonlReader("hf://datasets/org/data/data")
-        step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
-        LocalPipelineExecutor([reader, step], tasks=1, workers=1, logging_dir=str(tmp_path / "logs")).run()
-
-    with FakeServer(status=lambda payload, times: 400 if bad else None) as server:
-        execute(retry=False)
-        del hub.repos["dataset", "org/data"]
-        bad.clear()
-        execute(retry=True)
-    assert len(list((tmp_path / "output").glob("*_retry1_*"))) == 1

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
 import shutil
-import struct
+import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pyte
 import pytest
 
 from datatrove_ckpt.checkpoint import layout
@@ -28,10 +25,9 @@ from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
-from tests.hub import FakeHub
 from tests.jobs import documents, runner
+from tests.ptys import Terminal
 from tests.rank_folders import HERE, failed, minute, minutes, start, stopped, work, write_rank
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., tuple[int, str]]
 MIN = 60.0
@@ -72,8 +68,11 @@ def validate(content: Any) -> None:
 # text and JSON -------------------------------------------------------------------------------------------------------
 
 
-def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for(tmp_path: Path, said: Said) -> None:
+def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_or_json(
+    tmp_path: Path, said: Said
+) -> None:
     make_run(tmp_path, time.time())
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
     code, text = said(tmp_path)
     assert code == 1
     lines = text.splitlines()
@@ -89,6 +88,15 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for(tmp_path
     table = every[every.index("  rank  state") :].splitlines()
     assert len(table) == 1 + 11 + 1
     assert table[-1].startswith("retry-00001/7  finished")
+    code, text = said(tmp_path, "--json")
+    found = json.loads(text)
+    validate(found)
+    assert code == 1
+    assert {rank["state"] for rank in found["ranks"]} == set(json.loads(SCHEMA.read_bytes())["$defs"]["state"]["enum"])
+    assert [entry["trouble"] for entry in found["attention"]] == kinds
+    assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
+    assert found["retried"]["documents"] == 3
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
 
 
 def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Path, said: Said) -> None:
@@ -114,18 +122,6 @@ def test_what_is_older_than_the_rest_says_so_and_what_was_lost_is_not_known(tmp_
     assert "  wasted     not known what was in flight when attempts ended without a word\n" in text
     found = json.loads(said(tmp_path, "--json")[1])
     assert found["totals"]["as_of"] == found["ranks"][0]["as_of"] == found["ranks"][0]["attempt"]["last_seen_at"]
-
-
-def test_numbers_of_an_attempt_that_was_killed_have_their_age_and_its_files_are_newer(
-    tmp_path: Path, said: Said
-) -> None:
-    now = time.time()
-    line = replace(minute(now - 30, 5, 100), total=work(5, errors={"HTTP 503": 3}))
-    write_rank(tmp_path, 0, [start(now - 90, host=HERE), line], chunks=1, journal=3)
-    text = said(tmp_path)[1]
-    assert re.search(r" 5\.0 % of the input as of 3\d s ago, ", text)
-    assert re.search(r"  errors     3 HTTP 503 as of 3\d s ago\n", text)
-    assert "; newest word less than 1 s old" in text
 
 
 def dealt_anew(root: Path, begun: int) -> None:
@@ -181,18 +177,6 @@ def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
     assert "is full" not in said(tmp_path / "ended")[1]
 
 
-def test_json_is_as_its_schema_says(tmp_path: Path, said: Said) -> None:
-    make_run(tmp_path, time.time())
-    code, text = said(tmp_path, "--json")
-    found = json.loads(text)
-    validate(found)
-    assert code == 1
-    assert {rank["state"] for rank in found["ranks"]} == set(json.loads(SCHEMA.read_bytes())["$defs"]["state"]["enum"])
-    assert [entry["trouble"] for entry in found["attention"]] == ["damaged", "failed", "lost", "slow", "interrupted"]
-    assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
-    assert found["retried"]["documents"] == 3
-
-
 def test_the_schema_refuses_what_is_missing_or_too_much(tmp_path: Path, said: Said) -> None:
     write_rank(tmp_path, chunks=1)
     found = json.loads(said(tmp_path, "--json")[1])
@@ -200,30 +184,6 @@ def test_the_schema_refuses_what_is_missing_or_too_much(tmp_path: Path, said: Sa
     for change in ({"ranks": [{}]}, {"version": 2}, {"more": 1}):
         with pytest.raises(jsonschema.ValidationError):
             validate(found | change)
-
-
-def test_json_of_a_real_run_tells_the_truth(tmp_path: Path, said: Said) -> None:
-    def reject(payload: dict[str, Any], times: int) -> int | None:
-        return 400 if payload["messages"][-1]["content"] == "text 1" else None
-
-    with FakeServer(status=reject) as server:
-        step = runner(tmp_path, server, skip_bad_requests=True)
-        for rank in range(2):
-            step.run(documents(7), rank=rank, world_size=2)
-        asked = server.asked.total()
-    code, text = said(tmp_path / "checkpoints", "--json")
-    found = json.loads(text)
-    validate(found)
-    totals = found["totals"]
-    assert code == 0
-    assert found["is_finished"]
-    assert (totals["documents"], totals["committed"]["written"], totals["committed"]["dead"]) == (14, 12, 2)
-    assert (totals["committed"]["requests"], totals["work"]["sent"], asked) == (14, 14, 14)
-    assert not totals["work"]["is_at_least"]
-    assert totals["committed"]["completion_tokens"] == totals["work"]["completion_tokens"]
-    assert (totals["attempts"], totals["attempts_without_a_word"], totals["exact"]) == (2, 0, True)
-    assert sum(totals["dead_letters"].values()) == 2
-    assert [rank["attempt"]["why"] for rank in found["ranks"]] == ["done", "done"]
 
 
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path: Path, said: Said) -> None:
@@ -261,27 +221,12 @@ def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> 
     assert text.count(" ago on node7: E: x\n") == 1
 
 
-def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, said: Said) -> None:
-    code, text = said(tmp_path / "none")
-    assert (code, text) == (
-        2,
-        f"error: {tmp_path}/none does not exist. Give the folder that checkpoints_local_dir names.\n",
-    )
-
-
 def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Path, said: Said) -> None:
     then = time.time() - 30 * MIN
     write_rank(tmp_path, 0, [start(then, host="\x1b[2Jevil"), minute(then, 0)], letters=[("E", "\x1b[2J")], chunks=1)
     death = ServerEvent(at=then, attempt=1, what="death", why="\x1b[2J")
     write_rank(tmp_path, 1, [start(then), death, failed(then, "\x1b[2J")])
     assert "\x1b" not in said(tmp_path, "--all")[1]
-
-
-def test_it_only_reads(tmp_path: Path, said: Said) -> None:
-    make_run(tmp_path, time.time())
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
-    said(tmp_path, "--all")
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
@@ -311,9 +256,8 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("empty_memory_file_system")
-@pytest.mark.parametrize("where", ["folder", "memory://"])
-def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, where: str) -> None:
-    url = str(tmp_path / "mirror") if where == "folder" else "memory://status/mirror"
+def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said) -> None:
+    url = "memory://status/mirror"
     with FakeServer() as server:
         runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
     local = json.loads(said(tmp_path / "checkpoints", "--json")[1])
@@ -328,38 +272,6 @@ def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, where:
     assert copy["is_finished"]
 
 
-def test_a_mirror_on_the_hub(tmp_path: Path, said: Said, hub: FakeHub) -> None:
-    local = tmp_path / "mirror"
-    with FakeServer() as server:
-        runner(tmp_path, server, checkpoints_remote_dir=str(local), mirror_seconds=1000).run(documents(7))
-    files = {f"m/{path.relative_to(local)}": path.read_bytes() for path in local.rglob("*") if path.is_file()}
-    hub.put("org/data", files)
-    code, text = said("hf://datasets/org/data/m", "--json")
-    found = json.loads(text)
-    assert (code, found["is_copy"], found["is_finished"]) == (0, True, True)
-    assert found["totals"]["documents"] == 7
-    code, text = said("hf://datasets/org/nothing/m")
-    assert code in (1, 2)
-    assert "hf://datasets/org/nothing/m" in text
-    assert "Traceback" not in text
-
-
-def test_the_yaml_file_of_a_run(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with FakeServer() as server:
-        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
-        write_job(tmp_path, text, ["a", "b"], ["c"])
-        code, text = said("job.yaml")
-        assert code == 2
-        assert text.startswith("error: job.yaml: nothing has started yet, or not on this node: ")
-        assert main(["run", "job.yaml", "--pipeline.1.checkpoints_local_dir=other"]) == 0
-    code, text = said("job.yaml", "--json", "--pipeline.1.checkpoints_local_dir=other")
-    found = json.loads(text)
-    assert code == 0
-    assert found["what"] == str(tmp_path / "other")
-    assert (found["totals"]["tasks"], found["totals"]["documents"]) == (2, 3)
-
-
 # watch ---------------------------------------------------------------------------------------------------------------
 
 
@@ -367,66 +279,20 @@ AHEAD = 3600.0
 """The lines are so many seconds younger than now: no rank is silent, however long the command takes to start."""
 
 
-class Watched:
+@contextmanager
+def watched(folder: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """``status --watch`` in a terminal of 110 columns and 24 lines."""
-
-    def __init__(self, folder: Path) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 110, 0, 0))
-        command = [sys.executable, "-m", "datatrove_ckpt", "status", "checkpoints", "--watch", "--interval", "0.05"]
-        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-        environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
-        )
-        self.slave = slave
-        self.screen = pyte.Screen(110, 24)
-        self.stream = pyte.ByteStream(self.screen)
-        self.seen = b""
-        self.frames: list[list[str]] = []
-
-    def read(self) -> bool:
-        """Reads on, and keeps what the screen shows at each moment. False: the command has ended."""
+    command = [sys.executable, "-m", "datatrove_ckpt", "status", "checkpoints", "--watch", "--interval", "0.05"]
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    with Terminal(110, 24) as terminal:
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
+        process = subprocess.Popen(command, env=environment, cwd=folder, **streams)
         try:
-            data = os.read(self.master, 200)  # in the middle of frames, too
-        except OSError:
-            return False
-        self.seen += data
-        self.stream.feed(data)
-        self.frames.append(list(self.screen.display))
-        return bool(data)
-
-    def until(self, text: str) -> None:
-        while text not in "\n".join(self.screen.display):
-            assert self.read(), self.seen.decode(errors="replace")
-
-    def end(self) -> int:
-        os.close(self.slave)
-        while self.read():
-            pass
-        os.close(self.master)
-        return self.process.wait()
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Callable[[], Watched]]:
-    started: list[Watched] = []
-
-    def start_one() -> Watched:
-        started.append(Watched(tmp_path))
-        return started[-1]
-
-    yield start_one
-    for one in started:
-        one.process.kill()
-        one.process.wait()
+            yield terminal, process
+        finally:
+            process.kill()
+            process.wait()
 
 
 def write_minutes(folder: Path, now: float, number: int) -> None:
@@ -436,36 +302,32 @@ def write_minutes(folder: Path, now: float, number: int) -> None:
     temporary.replace(folder / layout.HISTORY)
 
 
-def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(
-    tmp_path: Path, watched: Callable[[], Watched]
-) -> None:
+def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(tmp_path: Path) -> None:
     now = time.time() + AHEAD
     folders = [write_rank(tmp_path / "checkpoints", number, [start(now), minute(now, 0)]) for number in range(8)]
-    terminal = watched()
-    terminal.until("8 running")
-    for folder in folders:
-        write_minutes(folder, now, 10)
-    terminal.until("8 documents/s now")
-    first_frame = next(index for index, frame in enumerate(terminal.frames) if "8 running" in frame[0])
-    for frame in terminal.frames[first_frame:]:
-        assert frame[0].startswith("checkpoints: 8 ranks")  # it never flickers
-    assert b"\x1b[2J" not in terminal.seen
-    assert sum(line.strip().startswith(tuple("01234567")) for line in terminal.screen.display) == 8
-    assert "Ctrl-C ends the watch" in terminal.screen.display[-1]
-    os.write(terminal.master, b"\x03")
-    assert terminal.end() == 0
-    assert b"Traceback" not in terminal.seen
-    assert "8 running" in "\n".join(terminal.screen.display)  # the last numbers stay
+    with watched(tmp_path) as (terminal, process):
+        terminal.until(lambda lines: "8 running" in "".join(lines))
+        for folder in folders:
+            write_minutes(folder, now, 10)
+        lines = terminal.until(lambda lines: "8 documents/s now" in "".join(lines))
+        assert sum(line.startswith("checkpoints: 8 ranks") for line in lines) == 1, "each frame is drawn over the last"
+        assert sum(line.strip().startswith(tuple("01234567")) for line in lines) == 8
+        assert "Ctrl-C ends the watch" in lines[-1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+        lines = terminal.read()
+        assert "8 running" in "".join(lines), "the last numbers stay"
+        assert "Traceback" not in "".join(lines)
 
 
-def test_watch_ends_with_the_run(tmp_path: Path, watched: Callable[[], Watched]) -> None:
+def test_watch_ends_with_the_run(tmp_path: Path) -> None:
     now = time.time() + AHEAD
     folder = write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)], chunks=1)
-    terminal = watched()
-    terminal.until("1 running")
-    (folder / layout.LOCK).unlink()
-    assert terminal.end() == 0
-    assert "1 rank (1 finished)" in "\n".join(terminal.screen.display)
+    with watched(tmp_path) as (terminal, process):
+        terminal.until(lambda lines: "1 running" in "".join(lines))
+        (folder / layout.LOCK).unlink()
+        assert process.wait() == 0
+        assert "1 rank (1 finished)" in "".join(terminal.read())
 
 
 def test_watch_without_a_terminal_prints_lines(tmp_path: Path, said: Said) -> None:

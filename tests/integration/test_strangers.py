@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,6 @@ from tests.jobs import ask, config, documents, runner, writer
 
 STRANGER = "00000_chunk_0.jsonl"
 """As datatrove's own runner names the file of its first chunk."""
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as fake:
-        yield fake
 
 
 def put(folder: Path, name: str = STRANGER) -> Path:
@@ -146,13 +138,3 @@ def test_a_checkpoint_of_datatroves_without_open_chunks_is_refused_with_the_comm
     assert last.read_text() == content
     assert not (tmp_path / "checkpoints" / "00000").exists()
     assert not server.asked
-
-
-def test_a_folder_that_was_removed_to_start_the_rank_over_is_not_taken_for_datatroves(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    runner(tmp_path, server).run(documents(3))
-    shutil.rmtree(tmp_path / "checkpoints" / "00000")
-    shutil.rmtree(tmp_path / "output")
-    runner(tmp_path, server).run(documents(3))
-    assert len(outputs(tmp_path / "output")) == 2

@@ -18,6 +18,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_signals import Process
 from tests.integration.test_whose_fault import all_of, written
 from tests.jobs import ask, documents, runner
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 STUBBORN = {
     "swallows its cancellation": "await asyncio.sleep(3600)",
@@ -32,7 +33,7 @@ import asyncio, itertools, pathlib, time
 numbers = itertools.count()
 
 async def ask(document, generate):
-    number = int(document.id)
+    number = int(document.id.split()[1])
     if pathlib.Path("good").exists() or number < 3:
         return await generate({"messages": [{"role": "user", "content": document.text}]})
     journal = pathlib.Path("checkpoints/00000/chunk_00000.jsonl")
@@ -45,34 +46,13 @@ async def ask(document, generate):
         except BaseException:
             pass
 """
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 1
-    logging_dir: logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {{data_folder: input, add_file_path: false}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: my_rollouts.ask
-          config: {{server_type: endpoint, model_name_or_path: m, endpoint_url: "{url}"}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: output, output_filename: "${{rank}}_${{chunk_index}}.jsonl", compression: null}}
-          checkpoints_local_dir: checkpoints
-          records_per_chunk: 10
-          drain_seconds: {drain}
-"""
 
 
 def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Process:
-    (folder / "input").mkdir()
-    rows = [f'{{"id": "{number}", "text": "text {number}"}}\n' for number in range(4)]
-    (folder / "input" / "a.jsonl").write_text("".join(rows))
     (folder / "my_rollouts.py").write_text(rollouts)
-    (folder / "job.yaml").write_text(JOB.format(url=server.url, drain=drain))
+    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="my_rollouts.ask")
+    text += f"          records_per_chunk: 10\n          drain_seconds: {drain}\n"
+    write_job(folder, text, [f"text {number}" for number in range(4)])
     return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], folder)
 
 
@@ -105,7 +85,7 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     asked = dict(server.asked)
     again = Process(process.popen.args, tmp_path)  # type: ignore[arg-type]
     assert again.end() == 0, again.log
-    assert written(tmp_path) == ["0", "1", "2", "3"]
+    assert written(tmp_path) == all_of(4)
     assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
 
 
@@ -147,7 +127,7 @@ async def fork():
 
 async def ask(document, generate):
     answer = await generate({"messages": [{"role": "user", "content": document.text}]})
-    if document.id == "1" and await WHERE(fork()):
+    if document.id == "id 1" and await WHERE(fork()):
         return answer
     await asyncio.sleep(0.2)
     return answer
@@ -168,80 +148,5 @@ def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
     process = job(tmp_path, server, FORKING.replace("FORK", fork).replace("WHERE", where), 5.0)
     assert process.end() == 0, process.log
     assert f"child {FORKS[fork]}" in process.log
-    assert written(tmp_path) == ["0", "1", "2", "3"]
+    assert written(tmp_path) == all_of(4)
     assert process.log.count("4 of 4 documents written") == 1
-
-
-DEAF = """
-import asyncio, os, select
-from datatrove_ckpt.process import loop_watch
-
-loop_watch._GRACE = 3600.0  # it would end the process, too
-
-async def ask(document, generate):
-    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
-    if document.id == "3":
-        asyncio.get_running_loop().call_later(0.2, take_descriptors)
-        await asyncio.sleep(3600)
-    return answer
-
-def take_descriptors():  # as a fork does that closes its event loop
-    open_files = [int(name) for name in os.listdir("/proc/self/fd")]
-    for number in open_files:
-        if os.path.exists(f"/proc/self/fd/{number}") and "eventpoll" in os.readlink(f"/proc/self/fd/{number}"):
-            for other in open_files:
-                try:
-                    select.epoll.fromfd(os.dup(number)).unregister(other)
-                except OSError:
-                    pass
-    print("deaf", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has epoll")
-def test_a_signal_ends_a_rank_whose_event_loop_gets_no_wakeups(tmp_path: Path, server: FakeServer) -> None:
-    process = job(tmp_path, server, DEAF, 0.5)
-    process.until("deaf")
-    started = time.monotonic()
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.end() in (143, -signal.SIGTERM)
-    assert time.monotonic() - started < 400
-    assert not list((tmp_path / "logs").glob("completions/*"))
-
-
-GENERATOR = """
-import asyncio
-
-kept = []
-
-async def endless():
-    try:
-        yield 1
-    finally:
-        while True:
-            try:
-                await asyncio.sleep(3600)
-            except BaseException:
-                pass
-
-async def ask(document, generate):
-    kept.append(endless())
-    await anext(kept[-1])
-    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
-    if document.id == "3":
-        print("asked", flush=True)
-        await asyncio.sleep(3600)
-    return answer
-"""
-
-
-@pytest.mark.slow
-def test_an_async_generator_without_an_end_does_not_keep_a_rank(tmp_path: Path, server: FakeServer) -> None:
-    process = job(tmp_path, server, GENERATOR, 0.5)
-    process.until("asked")
-    started = time.monotonic()
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.end() == 143
-    assert time.monotonic() - started < 400
-    assert "keeps its event loop from ending" in process.log

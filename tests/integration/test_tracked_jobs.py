@@ -220,16 +220,6 @@ def test_one_process_of_a_job_sends_and_another_one_follows(
     second.close()
 
 
-def test_nothing_is_started_after_the_end(tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Tracking(job(tmp_path))
-    one.join()
-    one.close()
-    waits = iter([False, True])  # the thread's wait ended right before
-    monkeypatch.setattr(one._closed, "wait", lambda seconds: next(waits))
-    one._keep()
-    assert pid(one) is None
-
-
 def test_a_process_that_was_killed_is_replaced(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:

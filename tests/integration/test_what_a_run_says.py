@@ -91,9 +91,7 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
-    text = job_yaml(ENDPOINT.replace("URL", server.url)).replace(
-        'rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}', "rollout_fn: raises_in_line_3.ask"
-    )
+    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="raises_in_line_3.ask")
     write_job(tmp_path, text, ["text"])
     code = "async def ask(document, generate):\n    text = None\n    text.strip()\n"
     (tmp_path / "raises_in_line_3.py").write_text(code)

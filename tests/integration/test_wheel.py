@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -58,10 +57,6 @@ def environment(path: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(path), **more}
 
 
-def servers(target: Path) -> Path:
-    return target / "datatrove_ckpt" / "inference" / "servers"
-
-
 def test_the_wheel_contains_every_file_of_the_package(target: Path) -> None:
     def files(folder: Path) -> set[str]:
         found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
@@ -92,56 +87,6 @@ def first_answer(url: str, server: subprocess.Popen[bytes], log: Path) -> bytes:
         except urllib.error.URLError:
             assert server.poll() is None, log.read_text()
             time.sleep(0.05)
-
-
-def test_the_guardian_starts_by_path(target: Path) -> None:
-    guardian = str(servers(target) / "guardian.py")
-    command = [sys.executable, "-I", "-S", guardian, "--stop-timeout", "60", "--", "sleep", "600"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-
-
-# A package that stands for SGLang: prints what its server would print, and whether it has the key.
-SGLANG = {
-    "__init__.py": "",
-    "srt/__init__.py": "",
-    "srt/server_args.py": """
-import types
-def prepare_server_args(argv):
-    return types.SimpleNamespace(model_path=argv[argv.index("--model-path") + 1], api_key=None)
-""",
-    "launch_server.py": """
-import os, sys
-from sglang.srt.server_args import prepare_server_args
-if __name__ == "__main__":
-    settings = prepare_server_args(sys.argv[1:])
-    print(settings, settings.api_key == "hush", "DATATROVE_CKPT_API_KEY" in os.environ)
-""",
-}
-
-
-def test_the_launcher_of_sglang_starts_by_path_and_passes_the_key(target: Path, tmp_path: Path) -> None:
-    for name, text in SGLANG.items():
-        (tmp_path / "sglang" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "sglang" / name).write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(servers(target) / "sglang_launch.py"), "--model-path", "m"],
-        env=environment(tmp_path, DATATROVE_CKPT_API_KEY="hush"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "namespace(model_path='m', api_key='***') True False\n", done.stderr
-
-
-def test_a_missing_gguf_is_one_clear_line(target: Path, tmp_path: Path) -> None:
-    pytest.importorskip("xllamacpp")
-    command = [sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp", "--model", "/nowhere.gguf"]
-    done = subprocess.run(
-        [*command, "--port", "1"], env=environment(target), cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("model_name_or_path: there is no file /nowhere.gguf")
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_request_cache_is_created_with_the_schema_of_the_wheel(target: Path, tmp_path: Path) -> None:

@@ -136,18 +136,6 @@ def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
 # answers of earlier attempts -----------------------------------------------------------------------------------------
 
 
-def test_a_rejection_from_the_cache_says_so_and_names_retry_errors(tmp_path: Path) -> None:
-    with FakeServer(status=lambda payload, times: 400) as server:
-        with pytest.raises(DocumentFailed) as first:
-            runner(tmp_path, server).run(documents(1))
-        with pytest.raises(DocumentFailed) as second:
-            runner(tmp_path, server).run(documents(1))
-        assert sum(server.asked.values()) == 1
-    assert "retry_errors" not in str(first.value)
-    assert "an earlier attempt got this answer; retry_errors=True asks again" in str(second.value)
-    assert "retry_errors: true" in str(second.value)
-
-
 def test_a_402_that_an_older_version_kept_like_an_answer_is_asked_again(tmp_path: Path) -> None:
     with FakeServer(status=lambda payload, times: 400) as server, pytest.raises(DocumentFailed):
         runner(tmp_path, server).run(documents(1))

@@ -377,5 +377,3 @@ def test_every_argument_of_the_executor_can_be_given_in_yaml(login_node: Path) -
     given = content["executor"]["init_args"].keys()
     expected = parameters_of(type(executor))[0].keys() - {"depends"}
     assert given == expected, "this test gives every argument that datatrove's executor has"
-
-

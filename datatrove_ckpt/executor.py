@@ -35,6 +35,7 @@ from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 from datatrove_ckpt.process.event_loop import refuse_nested
+from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.run_progress import RunProgress
 from datatrove_ckpt.process.screen import Screen
 from datatrove_ckpt.process.worker import Work
@@ -189,13 +190,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _here(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         pipeline = self.pipeline
         try:
-            for rank in ranks:
-                self.pipeline = deepcopy(pipeline)
-                with chdir("."):  # so that a step that changes it does not move the folders of the next rank
-                    result = self._run_for_rank(rank)
-                if screen is not None:
-                    screen.complete(rank)
-                yield result
+            with gc_tuned():  # once for all ranks: it looks at every object of the process
+                for rank in ranks:
+                    self.pipeline = deepcopy(pipeline)
+                    with chdir("."):  # so that a step that changes it does not move the folders of the next rank
+                        result = self._run_for_rank(rank)
+                    if screen is not None:
+                        screen.complete(rank)
+                    yield result
         except SystemExit as exit:  # of a signal it has a code
             if exit.code:
                 raise

@@ -27,7 +27,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, compare
+from datatrove_ckpt.checkpoint.identity import RunIdentity, compare
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.final_stats import finished_documents
@@ -297,7 +297,7 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
     runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
     kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
     for runner, parents in zip(kept, identities, strict=True):
-        if changes := compare(as_kept(parents.fields), runner.identity(executor.world_size)):
+        if changes := compare(parents.kept, runner.identity(executor.world_size)):
             lines = "".join(f"  {change.field}: {change.shown_old} -> {change.shown_new}\n" for change in changes)
             raise CheckpointMismatch(
                 f"The worker processes have other code or values than the process that started them:\n{lines}"

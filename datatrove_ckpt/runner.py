@@ -292,6 +292,7 @@ class InferenceRunner(CarriesCode, PipelineStep):
             say.started()
             if output is not None:
                 checkpoint.on_close = output.stop
+                output.read_commits = checkpoint.read_commits
                 with preemption.interruptible():
                     output.prepare()
             shutdown.check()

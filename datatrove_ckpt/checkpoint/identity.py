@@ -26,8 +26,9 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -46,7 +47,7 @@ from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.checkpoint.versions import RESHARDS, SEALED_FORMATS, check_format, settings_in, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.redaction import without_secrets
+from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
 _MAX_BYTES = 64 * 2**20
 """Of ``run.json``, which holds a few values of the user's besides names and numbers."""
@@ -79,6 +80,11 @@ class RunIdentity:
     """What to add to the error if a field differs, by the name of the field."""
     how_to_accept: str = "set accept_changes=True"
     """What a user who is refused does to continue in spite of the changes."""
+
+    @cached_property
+    def kept(self) -> Json:
+        """The fields as files keep them."""
+        return as_kept(self.fields)
 
 
 class Change(NamedTuple):
@@ -180,7 +186,7 @@ class RunClaim:
 
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False, reshards: int = 0) -> None:
         self._path = folder / RUN
-        self._fields = as_kept(identity.fields)
+        self._fields = identity.kept
         self._reshards = reshards
         self._fence = 0
         self.commits = 0
@@ -236,26 +242,22 @@ def read_run(path: Path) -> Json:
         CheckpointCorrupt: the file holds no run.
         StorageFailed: it cannot be read.
     """
-    return _without_secrets(_load(path))
-
-
-def shows_secret(path: Path) -> bool:
-    """Whether an earlier release wrote ``path``, with a secret in it."""
-    content = _load(path)
-    return _without_secrets(content) != content
+    return without_its_secrets(run_with_secrets(path))
 
 
 def fields_without_secrets(fields: Json) -> Json:
     """The fields of an identity, with hashes in the place of the user's secrets."""
-    return {name: _field_without_secrets(name, value) for name, value in fields.items()}
+    found = environment_secrets(is_surely_secret).values()
+    return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
 
 
-def _field_without_secrets(name: str, value: Any) -> Any:
+def _field_without_secrets(name: str, value: Any, found: Collection[str] | None = None) -> Any:
     is_users = name.partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
-    return without_secrets(name, value) if is_users else value
+    return without_secrets(name, value, found) if is_users else value
 
 
-def _without_secrets(content: Json) -> Json:
+def without_its_secrets(content: Json) -> Json:
+    """The content of a ``run.json`` or ``job.json``, with hashes in the place of secrets."""
     clean = fields_without_secrets(content)
     if accepted := content.get("accepted_changes"):
         clean["accepted_changes"] = [
@@ -268,7 +270,8 @@ def _without_secrets(content: Json) -> Json:
     return clean
 
 
-def _load(path: Path) -> Json:
+def run_with_secrets(path: Path) -> Json:
+    """``read_run``, with the secrets that an earlier release may have written."""
     try:
         with explained("read", path), path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -348,7 +351,7 @@ def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: 
 
 def compare(kept: Json, identity: RunIdentity) -> list[Change]:
     """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it."""
-    old, new = settings_in(kept), settings_in(as_kept(identity.fields))
+    old, new = settings_in(kept), settings_in(identity.kept)
     if not describe_alike(old, new):
         old, new = without_code(old), without_code(new)
     if is_unstarted(kept):

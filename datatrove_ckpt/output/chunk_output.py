@@ -17,7 +17,7 @@ import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import ConfigError, OutputFailed
@@ -124,6 +124,8 @@ class ChunkOutput:
         self._target = make_target(writer.output_folder, scratch, rank, pace)
         self.placement = self._target.placement
         """Puts the files of written chunks in place."""
+        self.read_commits = read_commits
+        """That of the rank's checkpoint, once it is open."""
 
     def refuse_existing(self) -> None:
         """Call it before the rank's first start.
@@ -153,8 +155,11 @@ class ChunkOutput:
             check_access(hub, private_if_made(self._writer), self._calls, committed=committed)
         self._asked = True
 
+    def _commits(self) -> RankCommits:
+        return RankCommits(self._check.root, self._rank, read=self.read_commits)
+
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
-        commits = RankCommits(self._check.root, self._rank)
+        commits = self._commits()
         found = self._target.call_to_list(partial(self._check.look, [commits], self._rank, others))
         self._target.settle(commits, found)
         return commits, found
@@ -171,7 +176,7 @@ class ChunkOutput:
         self._refuse_others()
         # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
         others = not self._target.is_first and hub_folder_of(self._writer) is None
-        if others or RankCommits(self._check.root, self._rank).files:
+        if others or self._commits().files:
             commits, found = self._look(others)
             self._check.refuse_lost([commits], found)
             if others:
@@ -190,7 +195,7 @@ class ChunkOutput:
         """An earlier attempt has found files of another job, and ended before it published anything in their place."""
         if not self._others.exists():
             return
-        mine, folder = RankCommits(self._check.root, self._rank).names, self._writer.output_folder
+        mine, folder = self._commits().names, self._writer.output_folder
         try:
             names = [str(name) for name in orjson.loads(self._others.read_bytes())]
         except (OSError, ValueError, TypeError):

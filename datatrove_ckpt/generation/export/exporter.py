@@ -22,7 +22,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
@@ -173,7 +173,7 @@ def _job_settings(runner: Monitored, world_size: int, root: Path, run: str) -> J
     output = writer.output_folder.resolve_paths("")
     job = orjson.dumps([run, output, writer.output_filename.template, world_size])
     settings = shown("", {"config": runner.config, "monitoring": config})
-    settings["run"] = as_kept(runner.identity(world_size).fields)
+    settings["run"] = runner.identity(world_size).kept
     return JobSettings(
         root=str(root),
         job=xxhash.xxh3_128_hexdigest(job),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, nullcontext
 from copy import deepcopy
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import multiprocess
@@ -27,13 +28,10 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, compare
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import all_are, plural, plural_is
-from datatrove_ckpt.generation.final_stats import finished_documents
 from datatrove_ckpt.generation.script_names import nothing_carried
-from datatrove_ckpt.inference.servers.warm import close_warm_servers
-from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.run_progress import RunProgress
@@ -44,6 +42,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
+_RANK = "datatrove_ckpt.generation.rank"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -108,6 +107,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
+        from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         if not runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
@@ -182,6 +183,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _screen(self, ranks: int, complete: int, stats: PipelineStats) -> Screen | nullcontext[None]:
         """What the command shows. ``complete``: how many of the ranks are, with these statistics."""
+        from datatrove_ckpt.generation.final_stats import finished_documents
+
         intervals = [step.config.metric_interval for step in self.pipeline if isinstance(step, InferenceRunner)]
         if not intervals:
             return nullcontext()
@@ -206,16 +209,18 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ) from exit
         finally:
             self.pipeline = pipeline
-            close_warm_servers()
+            _close_servers()
 
     def _in_workers(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         context = multiprocess.get_context(self.start_method)
-        context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor"])
+        context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor", _RANK])
+        if self.start_method == "fork":
+            import_module(_RANK)  # once, and not in each worker
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
         # Pickled here for every start method: each rank gets a copy of its own.
         kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
-        work = Work(partial(_run_rank, self._pickled(), kept), close_warm_servers)
+        work = Work(partial(_run_rank, self._pickled(), kept), _close_servers)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         # A marker of an earlier run does not show that a rank that runs once more, as a retry does, is complete.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
@@ -288,12 +293,20 @@ def _run_rank(pickled: bytes, identities: Sequence[RunIdentity], slot: int, rank
         return executor._run_for_rank(rank, slot)
 
 
+def _close_servers() -> None:
+    from datatrove_ckpt.inference.servers.warm import close_warm_servers
+
+    close_warm_servers()
+
+
 def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:
     """Before anything is paid for.
 
     Raises:
         CheckpointMismatch: this worker has other code or values than its parent.
     """
+    from datatrove_ckpt.checkpoint.identity import compare
+
     runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
     kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
     for runner, parents in zip(kept, identities, strict=True):

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.fields import RunIdentity, without_its_secrets
 from datatrove_ckpt.checkpoint.identity import (
     Change,
-    RunIdentity,
     compare,
     describe_alike,
     read_run,
@@ -30,7 +30,6 @@ from datatrove_ckpt.checkpoint.identity import (
     refusal,
     run_with_secrets,
     way_back,
-    without_its_secrets,
 )
 from datatrove_ckpt.checkpoint.layout import JOB, JOB_LOCK, LOCK, RUN, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.lines import Json

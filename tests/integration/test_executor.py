@@ -21,7 +21,7 @@ from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.executor.base import ExecutorJSONEncoder
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt import LocalPipelineExecutor, executor
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import commits
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
@@ -32,6 +32,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
+from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import runner
@@ -147,8 +148,8 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[
 
 
 def test_a_pipeline_without_our_step_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "check_before_run", None)
-    monkeypatch.setattr(executor, "check_after_run", None)
+    monkeypatch.setattr(before_run, "check_before_run", None)
+    monkeypatch.setattr(before_run, "check_after_run", None)
     LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs")).run()
     assert completed(tmp_path) == {0}
 

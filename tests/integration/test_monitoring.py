@@ -217,15 +217,6 @@ def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:
         InferenceRunner(ask, config(server), writer(tmp_path), monitoring=settings)
 
 
-def test_nothing_is_imported_that_nobody_asked_for() -> None:
-    code = (
-        "import sys, datatrove_ckpt.runner, datatrove_ckpt.cli.main;"
-        "sys.exit(', '.join({'prometheus_client', 'mlflow', 'wandb'} & set(sys.modules)) or 0)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.stderr == ""
-
-
 @pytest.mark.slow
 def test_the_measure_of_the_costs_works(capsys: pytest.CaptureFixture[str]) -> None:
     metrics_cost.main(50, 1)

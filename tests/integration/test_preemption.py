@@ -28,13 +28,13 @@ from datatrove_ckpt.generation import stop
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
-from datatrove_ckpt.process import preemption, slurm_job
+from datatrove_ckpt.process import drain_settings, preemption, slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
 
 DRAINS = "requests in flight have"
-SIGNALS = [signal.Signals[name] for name in preemption.SIGNALS]
+SIGNALS = [signal.Signals[name] for name in drain_settings.SIGNALS]
 
 
 def send_signal(number: int = signal.SIGTERM) -> None:
@@ -570,7 +570,7 @@ def test_at_least_half_of_a_short_time_is_for_work(monkeypatch: pytest.MonkeyPat
         slept.append(delay)
 
     monkeypatch.setattr(preemption.asyncio, "sleep", sleep)
-    stopped = Preemption(preemption.SIGNALS, drain_seconds=20)
+    stopped = Preemption(drain_settings.SIGNALS, drain_seconds=20)
     asyncio.run(stopped.watch_time_limit())
     assert stopped.shutdown.cause
     assert slept == [pytest.approx(seconds / 2 if seconds < 100 else seconds - 50)]

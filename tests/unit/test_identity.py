@@ -24,7 +24,7 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt import InferenceRunner, redaction
-from datatrove_ckpt.checkpoint.identity import fields_without_secrets
+from datatrove_ckpt.checkpoint.fields import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_values, code_walk, syntax
 from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity

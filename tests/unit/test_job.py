@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.checkpoint import files, job
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.job import compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch
@@ -112,7 +113,8 @@ STARTS = """
 import sys
 from pathlib import Path
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.errors import CheckpointMismatch
 

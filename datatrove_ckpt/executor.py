@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, nullcontext
 from copy import deepcopy
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import multiprocess
@@ -27,14 +28,12 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, compare
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import all_are, plural, plural_is
-from datatrove_ckpt.generation.final_stats import finished_documents
 from datatrove_ckpt.generation.script_names import nothing_carried
-from datatrove_ckpt.inference.servers.warm import close_warm_servers
-from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 from datatrove_ckpt.process.event_loop import refuse_nested
+from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.run_progress import RunProgress
 from datatrove_ckpt.process.screen import Screen
 from datatrove_ckpt.process.worker import Work
@@ -43,6 +42,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
+_RANK = "datatrove_ckpt.generation.rank"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -107,6 +107,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
+        from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         if not runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
@@ -181,6 +183,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _screen(self, ranks: int, complete: int, stats: PipelineStats) -> Screen | nullcontext[None]:
         """What the command shows. ``complete``: how many of the ranks are, with these statistics."""
+        from datatrove_ckpt.generation.final_stats import finished_documents
+
         intervals = [step.config.metric_interval for step in self.pipeline if isinstance(step, InferenceRunner)]
         if not intervals:
             return nullcontext()
@@ -189,13 +193,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _here(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         pipeline = self.pipeline
         try:
-            for rank in ranks:
-                self.pipeline = deepcopy(pipeline)
-                with chdir("."):  # so that a step that changes it does not move the folders of the next rank
-                    result = self._run_for_rank(rank)
-                if screen is not None:
-                    screen.complete(rank)
-                yield result
+            with gc_tuned():  # once for all ranks: it looks at every object of the process
+                for rank in ranks:
+                    self.pipeline = deepcopy(pipeline)
+                    with chdir("."):  # so that a step that changes it does not move the folders of the next rank
+                        result = self._run_for_rank(rank)
+                    if screen is not None:
+                        screen.complete(rank)
+                    yield result
         except SystemExit as exit:  # of a signal it has a code
             if exit.code:
                 raise
@@ -204,16 +209,18 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ) from exit
         finally:
             self.pipeline = pipeline
-            close_warm_servers()
+            _close_servers()
 
     def _in_workers(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         context = multiprocess.get_context(self.start_method)
-        context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor"])
+        context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor", _RANK])
+        if self.start_method == "fork":
+            import_module(_RANK)  # once, and not in each worker
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
         # Pickled here for every start method: each rank gets a copy of its own.
         kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
-        work = Work(partial(_run_rank, self._pickled(), kept), close_warm_servers)
+        work = Work(partial(_run_rank, self._pickled(), kept), _close_servers)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         # A marker of an earlier run does not show that a rank that runs once more, as a retry does, is complete.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
@@ -286,16 +293,24 @@ def _run_rank(pickled: bytes, identities: Sequence[RunIdentity], slot: int, rank
         return executor._run_for_rank(rank, slot)
 
 
+def _close_servers() -> None:
+    from datatrove_ckpt.inference.servers.warm import close_warm_servers
+
+    close_warm_servers()
+
+
 def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:
     """Before anything is paid for.
 
     Raises:
         CheckpointMismatch: this worker has other code or values than its parent.
     """
+    from datatrove_ckpt.checkpoint.identity import compare
+
     runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
     kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
     for runner, parents in zip(kept, identities, strict=True):
-        if changes := compare(as_kept(parents.fields), runner.identity(executor.world_size)):
+        if changes := compare(parents.kept, runner.identity(executor.world_size)):
             lines = "".join(f"  {change.field}: {change.shown_old} -> {change.shown_new}\n" for change in changes)
             raise CheckpointMismatch(
                 f"The worker processes have other code or values than the process that started them:\n{lines}"

@@ -164,21 +164,22 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
     return name.startswith(_OUR_VARIABLES) or is_one(name, value)
 
 
-def without_secrets(name: str, value: Any, known: Collection[str] | None = None) -> Any:
+def without_secrets(name: str, value: Any, found: Collection[str] | None = None) -> Any:
     """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
 
     What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.
 
     Args:
-        known: the secrets of the environment, where the caller has them; a text that holds one is replaced, too.
+        found: the secrets of the environment; None: look.
     """
-    known = environment_secrets(is_surely_secret).values() if known is None else known
-    if is_secret(name, value) or (isinstance(value, str) and any(secret in value for secret in known)):
+    if found is None:
+        found = environment_secrets(is_surely_secret).values()
+    if is_secret(name, value) or (isinstance(value, str) and any(secret in value for secret in found)):
         return hashed(name, value)
     if isinstance(value, dict):
-        return {key: without_secrets(f"{name}.{key}", part, known) for key, part in value.items()}
+        return {key: without_secrets(f"{name}.{key}", part, found) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(name, part, known) for part in value]
+        return [without_secrets(name, part, found) for part in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""InferenceRunner, the datatrove step: checks its arguments, and connects the other rooms in ``run``.
+"""InferenceRunner, the datatrove step: checks its arguments. ``generation/rank.py`` runs its ranks.
 
 datatrove deep-copies and pickles a step, and may run one step object for several ranks in turn. So the step holds only
 the user's settings; everything that a rank needs is made in ``run`` and closed there.
@@ -6,66 +6,40 @@ the user's settings; everything that a rank needs is made in ``run`` and closed 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.stats import Stats
-from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
-from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.carried_code import CarriesCode
 from datatrove_ckpt.generation.checkpoint_folders import check_checkpoint_folders
-from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
-from datatrove_ckpt.generation.exits import name_of, no_exit
-from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
-from datatrove_ckpt.generation.failures import Failures, OnDocumentError, correction
-from datatrove_ckpt.generation.final_stats import RankNumbers
-from datatrove_ckpt.generation.messages import RankMessages
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
-from datatrove_ckpt.generation.progress import Progress
-from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
-from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
-from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
-from datatrove_ckpt.generation.rank_share import open_source
 from datatrove_ckpt.generation.run_identity import run_identity
-from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.generation.shared_context import SharedContext, shared_arguments
-from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
+from datatrove_ckpt.generation.shared_context import SharedContext
+from datatrove_ckpt.generation.step import OnDocumentError
+from datatrove_ckpt.generation.user_code import check_rollout
 from datatrove_ckpt.generation.user_frames import called_at
-from datatrove_ckpt.inference.servers.multi_node import follow_head
-from datatrove_ckpt.inference.servers.nodes import Nodes
-from datatrove_ckpt.inference.servers.pool import check_servers, connect
-from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.output.arrow import prepare_arrow
-from datatrove_ckpt.output.chunk_output import ChunkOutput, check_writer
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
-from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.trial import Trial
+from datatrove_ckpt.output.writer_check import check_writer
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.host_loop import host_loop, run_hosted
-from datatrove_ckpt.process.manager_watch import watch_managers
-from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
-from datatrove_ckpt.process.parent_watch import die_with_parent
-from datatrove_ckpt.process.preemption import DRAIN_SECONDS, SIGNALS, Preemption, check_signals
+from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
+from datatrove_ckpt.process.host_loop import run_hosted
 from datatrove_ckpt.process.task_errors import safe_log
-from datatrove_ckpt.readers.step_stats import StepStats
-from datatrove_ckpt.readers.steps import StepRecord
 from datatrove_ckpt.redaction import Veiled
 from datatrove_ckpt.rollouts import Rollout, for_config
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.fields import RunIdentity
+    from datatrove_ckpt.readers.steps import StepRecord
 
 
 class InferenceRunner(CarriesCode, PipelineStep):
@@ -211,24 +185,10 @@ class InferenceRunner(CarriesCode, PipelineStep):
             Preempted, or whatever the old signal handlers raise: a stop was requested, see ``process/preemption.py``.
         """
         event_loop.refuse_nested("InferenceRunner.run")
-        # Without a checkpoint a drain would save nothing: the next run starts over.
-        seconds = self.drain_seconds if self.checkpoints_local_dir is not None else 0.0
-        servers = self.config.servers
-        limit = enough_open_files(requests_at_once(self.config.max_concurrent_generations, servers), servers)
+        from datatrove_ckpt.generation.rank import run_rank  # half of the package, and aiohttp
+
         self.stats = Stats(str(self))  # datatrove may have run another rank with this step
-        preemption = Preemption(self.drain_signals, seconds)
-        with raised_for_scripts(), limit, preemption, self.track_time(unit="total"):
-            preemption.check_time_limit()
-            check_output_of_rank(self.output_writer, () if self.retry_dead_letters else data or (), world_size)
-            die_with_parent()
-            watch_managers()
-            nodes = Nodes.from_environment()
-            prepare_arrow(self.output_writer)  # before gc_tuned, which freezes the objects of imported modules
-            with one_rank(preemption.shutdown), gc_tuned():
-                if nodes.rank > 0:  # only the head node reads and writes
-                    asyncio.run(follow_head(self.config, rank, nodes, preemption.shutdown))
-                else:
-                    self._lead(data or [], rank, world_size, preemption)
+        run_rank(self, data, rank, world_size)
 
     async def run_async(self, data_gen: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
         """``run`` inside a running event loop, on which the rollouts then run, too. Other tasks go on meanwhile.
@@ -243,155 +203,12 @@ class InferenceRunner(CarriesCode, PipelineStep):
         """
         await run_hosted(partial(self.run, data_gen, rank, world_size), f"rank {rank}")
 
-    def _lead(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
-        check_servers(self.config)
-        check_monitoring(self.monitoring)
-        if self.checkpoints_local_dir is None:
-            refuse_strangers_without_checkpoint(self.output_writer, rank)
-            unopened = NullCheckpoint(self.output_writer, rank, self.records_per_chunk, preemption.shutdown)
-            self._process(data, rank, world_size, preemption, unopened, None)
-        elif not self.retry_dead_letters:
-            with naming_mirror(self):
-                restore_from_mirror(self, rank, preemption)
-                opened = self._checkpoint(self.checkpoints_root, rank, world_size, preemption)
-                self._process(data, rank, world_size, preemption, *opened)
-        else:
-            for one in retried_ranks(self.checkpoints_root, rank, world_size):
-                self._retry(data, one, world_size, preemption)
-
-    def _retry(self, data: Iterable[Document], rank: int, world_size: int, preemption: Preemption) -> None:
-        restore_from_mirror(self, rank, preemption)
-        folder = rank_folder(self.checkpoints_root, rank)
-        if rank < world_size:
-            StepStats(data).restore(folder / SHARD)
-        elif not (folder / RUN).exists():  # of an earlier number of tasks, and it never started
-            return
-        if (retry := Retry.next(self.checkpoints_root, rank)) is None:
-            logger.info(f"Rank {rank}: there are no dead letters to retry.")
-            RankNumbers(rank, self.checkpoints_root).fill(self.stats)
-            return
-        checkpoint, output = self._checkpoint(retry.root, rank, world_size, preemption, retry.prefix)
-        self._process(retry.documents(), rank, world_size, preemption, checkpoint, output)
-
-    def _process(
-        self,
-        data: Iterable[Document],
-        rank: int,
-        world_size: int,
-        preemption: Preemption,
-        unopened: CheckpointManager | NullCheckpoint,
-        output: ChunkOutput | None,
-    ) -> None:
-        numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
-        checkpoint = unopened.open()
-        shutdown, completed = preemption.shutdown, False
-        progress = Progress(rank, checkpoint, shutdown, self.config.metric_interval)
-        say = RankMessages(rank, self.checkpoints_local_dir, checkpoint, progress, self.retry_dead_letters)
-        exports = open_exports(self, rank, world_size, checkpoint, progress.history, shutdown)
-        try:
-            say.started()
-            if output is not None:
-                checkpoint.on_close = output.stop
-                with preemption.interruptible():
-                    output.prepare()
-            shutdown.check()
-            names = output.names if output is not None else FileNames(self.output_writer, rank)
-            main = self._generate(data, rank, checkpoint, progress, preemption, names)
-            who = f"The rollout {name_of(self.rollout_fn)}, or a task that it started,"
-            with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
-                host = host_loop()
-                (event_loop if host is None else host).run(main)
-            if output is not None:
-                with preemption.interruptible():
-                    output.check_complete()
-            completed = True
-        except BaseExceptionGroup as group:
-            error = first_of(group)
-            raise error from error.__cause__
-        finally:
-            with exports.ending(completed):
-                checkpoint.close(completed)
-            numbers.fill(self.stats, checkpoint)
-            if shutdown.is_requested and not completed:
-                say.stopped(shutdown)
-        checkpoint.raise_failure()
-        if output is not None:
-            output.finish()
-        say.done(str(self.output_writer.output_folder.resolve_paths("")))
-
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
         return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)
 
-    def _checkpoint(
-        self, root: Path, rank: int, world_size: int, preemption: Preemption, prefix: str = ""
-    ) -> tuple[CheckpointManager, ChunkOutput]:
-        folder, identity = rank_folder(root, rank), self.identity(world_size)
-        output = ChunkOutput(self.output_writer, rank, folder, self.checkpoints_root, prefix, self.hub_pace)
-        # With a mirror, an attempt on a lost node may have published chunks before the mirror's first version. They are
-        # written again, and what stays of them is refused at the end of the rank.
-        refuse = preemption.interruptible()(output.refuse_existing)
-        manager = CheckpointManager(
-            root,
-            rank,
-            self.records_per_chunk,
-            identity,
-            output.write_chunk,
-            placement=output.placement,
-            sync_seconds=self.sync_seconds,
-            retry_errors=self.retry_errors,
-            keep_answers=self.keep_answers,
-            accept_changes=self.accept_changes,
-            mirror=open_mirror(self, folder, rank, identity, preemption),
-            before_first=(lambda: None) if self.checkpoints_remote_dir else refuse,
-            shutdown=preemption.shutdown,
-        )
-        return manager, output
-
     @property
     def checkpoints_root(self) -> Path:
         """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
-
-    async def _generate(
-        self,
-        data: Iterable[Document],
-        rank: int,
-        checkpoint: Checkpoint,
-        progress: Progress,
-        preemption: Preemption,
-        names: FileNames,
-    ) -> None:
-        point = checkpoint.resumed
-        kept = self.checkpoints_local_dir is not None
-        taken = TakenLetters(self.checkpoints_root, rank) if kept else None
-        corrected = correction(self.rollout_fn, self.how_to_accept) if kept and not self.accept_changes else ""
-        failures = Failures(
-            self.on_document_error, self.skip_bad_requests, point.dead, self.max_dead_letters, kept, taken, corrected
-        )
-        documents = open_source(self, data, failures.keep_as_read, rank if kept else None)
-        watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
-        try:
-            with shared_arguments(self.shared_context, preemption) as shared:
-                scheduler = Scheduler(
-                    rollout_fn=bind_shared(self.rollout_fn, shared),
-                    config=self.config,
-                    checkpoint=checkpoint,
-                    connect=partial(connect, self.config, rank, preemption.shutdown, progress.history.server),
-                    observer=progress,
-                    metadata_key=self.metadata_key,
-                    failures=failures,
-                    shutdown=preemption.shutdown,
-                    check_document=names.check,
-                    # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
-                    check_writable=Trial(self.output_writer, rank).check if self.checkpoints_local_dir else None,
-                )
-                await scheduler.run(documents)
-                progress.skipped = documents.skipped
-                documents.add_earlier_stats()
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
-            documents.close()

@@ -140,7 +140,8 @@ def real_collector() -> None:
 def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run begins with a full collection (see ``collector.py``): longer than most attempts here."""
     if "real_collector" not in request.fixturenames:
-        monkeypatch.setattr("datatrove_ckpt.runner.gc_tuned", nullcontext)
+        monkeypatch.setattr("datatrove_ckpt.generation.rank.gc_tuned", nullcontext)
+        monkeypatch.setattr("datatrove_ckpt.executor.gc_tuned", nullcontext)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ describes. Everything else at the end of the log is damage.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -233,7 +234,7 @@ def read_commits(path: Path) -> dict[int, Commit]:
         CommitsDamaged: a damaged line that no crash explains, or two lines for one chunk.
         CheckpointCorrupt: a line of another version.
     """
-    return _read(path)[0]
+    return scan_commits(path)[0]
 
 
 def read_whole_commits(path: Path) -> list[Commit]:
@@ -241,8 +242,8 @@ def read_whole_commits(path: Path) -> list[Commit]:
     return [_parse(path, number, line) for number, _, line in scan_lines(path) if line is not None]
 
 
-def _read(path: Path) -> tuple[dict[int, Commit], int]:
-    """The commits, and the size of the whole lines in bytes, which is the offset of a torn tail."""
+def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
+    """As ``read_commits``, and the size of the whole lines in bytes, which is the offset of a torn tail."""
     commits: dict[int, Commit] = {}
     size = letters = 0
     for number, line in _whole_lines(path):
@@ -312,22 +313,32 @@ def read_last_chunk(path: Path) -> int | None:
 class CommitLog:
     """``commits.jsonl`` of one rank, in the order in which chunks were committed. Opening it cuts off a torn tail.
 
+    Args:
+        scanned: what ``scan_commits`` returned, if no process has written to the file since.
+
     Raises:
         CheckpointCorrupt: see ``read_commits``.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.commits, size = _read(path)
+    def __init__(self, path: Path, scanned: tuple[dict[int, Commit], int] | None = None) -> None:
+        self.commits, size = scanned or scan_commits(path)
         if path.exists() and path.stat().st_size > size:
             files.disk.truncate(path, size)
         self._file = files.AppendFile(path)
         self._file.sync()
+        self._stamp = _stamp(path)
 
     def append(self, commit: Commit) -> None:
         """Appends and syncs the line. Once this returns, the chunk is done and survives power loss."""
         self._file.append(seal(commit.to_json()))
         self._file.sync()
+        self._stamp = _stamp(self._file.path)
         self.commits[commit.chunk_index] = commit
+
+    def read(self, path: Path) -> dict[int, Commit]:
+        """``read_commits``, which reads its own file only if another process has changed it. Any thread may call it."""
+        is_own = path == self._file.path and _stamp(path) == self._stamp
+        return dict(self.commits) if is_own else read_commits(path)
 
     @property
     def size(self) -> int:
@@ -337,3 +348,12 @@ class CommitLog:
     def unbroken(self) -> list[Commit]:
         """Returns the commits of chunks 0, 1, 2, ... up to the first chunk that has none."""
         return [self.commits[index] for index in range(count_unbroken(self.commits))]
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes with the file; None if it is missing. A network file system may cache it until a file is opened."""
+    if not path.exists():
+        return None
+    with explained("look at", path), path.open("rb") as file:
+        status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns

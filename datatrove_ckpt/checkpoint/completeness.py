@@ -17,8 +17,8 @@ from datatrove_ckpt.checkpoint.commits import (
     Commit,
     CommitsDamaged,
     count_unbroken,
-    read_commits,
     read_last_chunk,
+    scan_commits,
 )
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, SHARD, is_finished, last_chunk_of
@@ -95,8 +95,8 @@ class Expected:
             raise CommitsDamaged(path, f"{path} names chunk {max(commits)}, but {gap} chunks before it are not done.")
 
 
-def read_complete_commits(folder: Path, finished: bool | None = None) -> dict[int, Commit]:
-    """The commits of a rank's folder, as ``read_commits`` returns them. Changes nothing.
+def scan_complete_commits(folder: Path, finished: bool | None = None) -> tuple[dict[int, Commit], int]:
+    """The commits of a rank's folder, as ``scan_commits`` returns them. Changes nothing.
 
     Args:
         finished: whether the rank is finished; None: look.
@@ -106,9 +106,9 @@ def read_complete_commits(folder: Path, finished: bool | None = None) -> dict[in
         CheckpointCorrupt: a line of another version, or ``run.json`` cannot be read.
     """
     expected = Expected.read(folder, finished)
-    commits = read_commits(folder / COMMITS)
-    expected.check(commits)
-    return commits
+    scanned = scan_commits(folder / COMMITS)
+    expected.check(scanned[0])
+    return scanned
 
 
 def documents_of(shard: Path) -> int | None:

@@ -27,7 +27,6 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -36,6 +35,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.fields import RunIdentity, without_its_secrets
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
 from datatrove_ckpt.checkpoint.forks import FORKED, WAY_OUT, Forked, is_unstarted
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
@@ -43,10 +43,9 @@ from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.setting_values import same_value
-from datatrove_ckpt.checkpoint.versions import RESHARDS, SEALED_FORMATS, check_format, settings_in, stamped
+from datatrove_ckpt.checkpoint.versions import RESHARDS, SEALED_FORMATS, check_format, settings_in
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
 _MAX_BYTES = 64 * 2**20
 """Of ``run.json``, which holds a few values of the user's besides names and numbers."""
@@ -54,31 +53,9 @@ _MAX_TASKS = 10_000_000
 _NO_RUN = "Restore it from a copy or from the mirror. If there is none, start this rank over: move its folder away."
 _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
-_USERS_FIELDS = (
-    "imports",
-    "uses",
-    "rollout_fn",
-    "shared_context",
-    "output_writer",
-    "default_generation_params",
-    "model_kwargs",
-)
-"""Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
 _IDENTITY_VERSION = "identity_version"
 _OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\.")
 _LAYOUT = frozenset({"records_per_chunk", "tasks"})
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What makes a run this run and no other."""
-
-    fields: Json
-    """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
-    notes: dict[str, str] = field(default_factory=dict)
-    """What to add to the error if a field differs, by the name of the field."""
-    how_to_accept: str = "set accept_changes=True"
-    """What a user who is refused does to continue in spite of the changes."""
 
 
 class Change(NamedTuple):
@@ -180,7 +157,7 @@ class RunClaim:
 
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False, reshards: int = 0) -> None:
         self._path = folder / RUN
-        self._fields = as_kept(identity.fields)
+        self._fields = identity.kept
         self._reshards = reshards
         self._fence = 0
         self.commits = 0
@@ -236,41 +213,11 @@ def read_run(path: Path) -> Json:
         CheckpointCorrupt: the file holds no run.
         StorageFailed: it cannot be read.
     """
-    return _without_secrets(_load(path))
+    return without_its_secrets(run_with_secrets(path))
 
 
-def shows_secret(path: Path) -> bool:
-    """Whether an earlier release wrote ``path``, with a secret in it."""
-    content = _load(path)
-    return _without_secrets(content) != content
-
-
-def fields_without_secrets(fields: Json) -> Json:
-    """The fields of an identity, with hashes in the place of the user's secrets."""
-    known = environment_secrets(is_surely_secret).values()
-    return {name: without_secrets(name, value, known) if _is_users(name) else value for name, value in fields.items()}
-
-
-def _is_users(name: str) -> bool:
-    return name.partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
-
-
-def _without_secrets(content: Json) -> Json:
-    clean = fields_without_secrets(content)
-    if accepted := content.get("accepted_changes"):
-        clean["accepted_changes"] = [
-            {
-                key: fields_without_secrets({str(change.get("field")): value}).popitem()[1]
-                if key in ("old", "new")
-                else value
-                for key, value in change.items()
-            }
-            for change in accepted
-        ]
-    return clean
-
-
-def _load(path: Path) -> Json:
+def run_with_secrets(path: Path) -> Json:
+    """``read_run``, with the secrets that an earlier release may have written."""
     try:
         with explained("read", path), path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -350,7 +297,7 @@ def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: 
 
 def compare(kept: Json, identity: RunIdentity) -> list[Change]:
     """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it."""
-    old, new = settings_in(kept), settings_in(as_kept(identity.fields))
+    old, new = settings_in(kept), settings_in(identity.kept)
     if not describe_alike(old, new):
         old, new = without_code(old), without_code(new)
     if is_unstarted(kept):
@@ -400,12 +347,6 @@ def records(changes: Iterable[Change]) -> list[Json]:
     """Changes that were accepted, as ``run.json`` and ``job.json`` keep them."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [{"when": when, "field": change.field, "old": change.old, "new": change.new} for change in changes]
-
-
-def as_kept(fields: Json) -> Json:
-    """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
-    kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
-    return fields_without_secrets(kept)
 
 
 def _shown(identity: Json, name: str) -> str:

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.fields import RunIdentity, without_its_secrets
 from datatrove_ckpt.checkpoint.identity import (
     Change,
-    RunIdentity,
-    as_kept,
     compare,
     describe_alike,
     read_run,
     records,
     refusal,
-    shows_secret,
+    run_with_secrets,
     way_back,
 )
 from datatrove_ckpt.checkpoint.layout import JOB, JOB_LOCK, LOCK, RUN, is_finished, rank_folder, rank_numbers
@@ -90,9 +89,10 @@ def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool)
         CheckpointMismatch: another rank belongs to another run; the message names each field with both values.
         CheckpointLocked: another process has kept ``job.lock`` for a minute.
     """
-    guard = None if _is_current(root, identity) else _guard(root, identity)
+    is_current = _is_current(root, identity)
+    guard = None if is_current else _guard(root, identity)
     try:
-        if not _is_current(root, identity):
+        if not (is_current or _is_current(root, identity)):
             files.disk.replace(root / JOB, _next_job(root, rank, identity, accept_changes))
         yield
     finally:
@@ -151,7 +151,9 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
     """``job.json`` agrees, also about code, and need not be written again without a secret."""
-    return _agrees(root, identity) and describe_alike(_read(root), identity.fields) and not shows_secret(root / JOB)
+    job = run_with_secrets(path) if (path := root / JOB).exists() else {}
+    clean = without_its_secrets(job)
+    return bool(job) and job == clean and not compare(job, identity) and describe_alike(job, identity.fields)
 
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
@@ -179,7 +181,7 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
     """The content of a ``job.json`` that comes after one with the content ``before``."""
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
-    job = {**as_kept(identity.fields), **({"accepted_changes": accepted} if accepted else {})}
+    job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
     return sealed_json(job)
 
 

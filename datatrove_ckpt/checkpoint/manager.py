@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import CommitLog
-from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, read_complete_commits
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
+from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, scan_complete_commits
 from datatrove_ckpt.checkpoint.dealt_out import count_reshards
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.layout import (
@@ -117,15 +118,15 @@ class CheckpointManager:
             refused.callback(lock.release, remove=unlocked)
             refuse_half_resharded(self._root)
             claim = RunClaim(folder, self._identity, self._accept_changes, self._reshards())
-            commits = self._check_commits(claim, finished)
+            scanned = self._check_commits(claim, finished)
             if claim.is_first:
                 self._before_first()
             with self._joined():
                 refused.pop_all()
                 undo.callback(lock.release)
                 interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
-                fence, cache = self._take_over(lock, claim, commits, undo)
-            log = CommitLog(folder / COMMITS)
+                fence, cache = self._take_over(lock, claim, len(scanned[0]) if scanned else 0, undo)
+            log = CommitLog(folder / COMMITS, scanned if lock.works else None)
             if self._retry_errors:
                 cache.forget_errors()
             point = recover(folder, self._last_chunk, log, cache, self._records_per_chunk)
@@ -151,14 +152,14 @@ class CheckpointManager:
             return nullcontext()
         return join_job(self._root, self._rank, self._identity, self._accept_changes)
 
-    def _check_commits(self, claim: RunClaim, finished: bool) -> int:
-        """Returns the number of commits. Raises if some are lost, before anything is changed."""
+    def _check_commits(self, claim: RunClaim, finished: bool) -> tuple[dict[int, Commit], int] | None:
+        """Scans the commits of an earlier owner. Raises if some are lost, before anything is changed."""
         if claim.is_first:
-            return 0
-        commits = read_complete_commits(self._folder, finished)
+            return None
+        commits, size = scan_complete_commits(self._folder, finished)
         check_sequence(self._folder / COMMITS, commits)
         check_dead_letters(self._folder / DEAD_LETTERS, commits)
-        return len(commits)
+        return commits, size
 
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.chunks import (
     no_position,
 )
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -185,6 +185,10 @@ class OpenCheckpoint:
     def counts(self) -> DocumentCounts:
         """What all attempts of the rank committed. The storage thread adds to it."""
         return self._files.counts
+
+    def read_commits(self, path: Path) -> dict[int, Commit]:
+        """``read_commits`` for this rank: without a look into its own file, as long as nothing else has changed it."""
+        return self._files.log.read(path)
 
     @property
     def work(self) -> WorkStats:

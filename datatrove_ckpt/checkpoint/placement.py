@@ -104,3 +104,7 @@ def reserve_bytes(folder: Path) -> int:
     status = os.statvfs(folder)
     disk = status.f_blocks * status.f_frsize
     return min(max(LEAST_RESERVE_BYTES, min(RESERVE_BYTES, int(disk * RESERVE_SHARE))), disk // 2)
+
+
+class Stopping(BaseException):
+    """Ends a publication that nobody waits for any more. The next attempt publishes the chunk again."""

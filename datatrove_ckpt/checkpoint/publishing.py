@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.chunks import CompleteChunk, PublishedChunk
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.placement import Placement, WaitingChunk
+from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -28,10 +28,6 @@ _DRAIN_SECONDS = 1.0
 
 WriteChunk: TypeAlias = Callable[[int, Iterable[Finished]], list[OutputFile]]
 """Writes and publishes the output of one chunk from its written documents (steps 2 and 3). It may read them again."""
-
-
-class Stopping(BaseException):
-    """Ends a publication that nobody waits for any more. The next attempt publishes the chunk again."""
 
 
 class _LastChunk:

@@ -74,7 +74,7 @@ class RankFiles:
         self._folder = folder
         self._last_chunk = last_chunk
         self._cache = cache
-        self._log = log
+        self.log = log
         self._fence = fence
         self._interval = interval
         self._journals = dict(point.journals)
@@ -179,7 +179,7 @@ class RankFiles:
             self._dead_letters.append(published.dead_letters)
             self._dead_letters.sync()
         chunk, seconds = published.chunk, self.clock.now()
-        self._log.append(
+        self.log.append(
             Commit(
                 chunk_index=chunk.key.chunk_index,
                 first_ordinal=chunk.key.first_ordinal,
@@ -201,7 +201,7 @@ class RankFiles:
 
     def _forget(self, chunk: CompleteChunk) -> None:
         before = self._unbroken
-        while self._unbroken in self._log.commits:
+        while self._unbroken in self.log.commits:
             self._unbroken += 1
         if self._unbroken > before:
             write_last_chunk(self._last_chunk, self._unbroken - 1)
@@ -266,7 +266,7 @@ class RankFiles:
         """
         self._fence.check(thorough=True)
         sizes = {journal.path.name: journal.size for journal in self._journals.values()}
-        sizes |= {COMMITS: self._log.size, DEAD_LETTERS: self._dead_letters.size, HISTORY: self._history.size}
+        sizes |= {COMMITS: self.log.size, DEAD_LETTERS: self._dead_letters.size, HISTORY: self._history.size}
         retried = self._folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size

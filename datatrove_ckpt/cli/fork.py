@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, compare
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import Change, compare
 from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of

@@ -13,8 +13,6 @@ from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.preflight.doctor import examine
-from datatrove_ckpt.preflight.plan import advise, describe
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -22,6 +20,8 @@ from datatrove_ckpt.runner import InferenceRunner
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     executor = make_executor(arguments)
+    from datatrove_ckpt.preflight.doctor import examine  # a file with a mistake needs none of it
+
     with log_disabled("datatrove", "datatrove_ckpt"):
         checks = examine(executor, arguments.documents_per_second)
     problems = sum(check.state == "problem" for check in checks)
@@ -40,6 +40,8 @@ def doctor(arguments: argparse.Namespace) -> int:
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the tables of each runner. Returns the exit code."""
     executor = make_executor(arguments)
+    from datatrove_ckpt.preflight.plan import advise, describe
+
     steps = {index: step for index, step in enumerate(executor.pipeline) if isinstance(step, InferenceRunner)}
     advice = [advise(f"pipeline[{index}]", step, arguments.mtbf) for index, step in steps.items()]
     if not advice:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError
@@ -34,11 +34,10 @@ from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_
 from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
+from datatrove_ckpt.generation.step import OnDocumentError
 from datatrove_ckpt.generation.user_code import NotAwaitable
 from datatrove_ckpt.generation.user_frames import raised_at
 from datatrove_ckpt.readers.positions import position_state
-
-OnDocumentError = Literal["stop", "dead_letter"]
 
 
 class Failures:

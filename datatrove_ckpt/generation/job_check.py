@@ -25,7 +25,7 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
@@ -40,31 +40,19 @@ from datatrove_ckpt.checkpoint.dealt_out import (
     refuse_unfitting,
     retired_ranks,
 )
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
-from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, refusal, way_back
+from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
 from datatrove_ckpt.mirror.restore import restore_rank
 
 # A restore waits for a remote nearly all the time.
 _MIRROR_THREADS = 16
-
-
-@runtime_checkable
-class CheckpointedStep(Protocol):
-    """An ``InferenceRunner``, which stands above this room."""
-
-    checkpoints_local_dir: str | None
-    checkpoints_remote_dir: str | None
-    accept_changes: bool
-    retry_dead_letters: bool
-
-    @property
-    def checkpoints_root(self) -> Path: ...
-    def identity(self, world_size: int) -> RunIdentity: ...
 
 
 def check_job(executor: Any, dry_run: bool = False, deals_out: bool = False) -> list[str]:
@@ -126,7 +114,7 @@ def check_step_order(pipeline: Sequence[Any]) -> None:
 
 
 def _is_runner(step: object) -> bool:
-    # Not CheckpointedStep: in Python 3.11 that asks for checkpoints_root, which may exist on other nodes only.
+    # Not isinstance of Step: in Python 3.11 that asks for checkpoints_root, which may exist on other nodes only.
     return hasattr(step, "retry_dead_letters")
 
 
@@ -135,7 +123,7 @@ def _needs_documents(step: PipelineStep) -> bool:
     return first is not None and first.default is Parameter.empty and first.kind is not Parameter.VAR_POSITIONAL
 
 
-def checkpoints_here(executor: Any, step: CheckpointedStep) -> Path | None:
+def checkpoints_here(executor: Any, step: Step) -> Path | None:
     """``checkpoints_local_dir`` on this machine; None if its variables are set on the nodes of the tasks only.
 
     Raises:
@@ -176,7 +164,7 @@ def _check_tasks(executor: Any) -> None:
         )
 
 
-def _check_step(executor: Any, step: CheckpointedStep, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
+def _check_step(executor: Any, step: Step, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
     refuse_half_resharded(root)
     skipped = _skipped(executor)
     if not step.checkpoints_remote_dir:  # from there a rank may get what it lacks
@@ -246,7 +234,7 @@ class _Check:
     """
 
     executor: Any
-    step: CheckpointedStep
+    step: Step
     root: Path
     folder: Path
     skipped: list[int]

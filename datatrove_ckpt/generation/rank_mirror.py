@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.mirror.changing import upload_finished_ranks
 from datatrove_ckpt.mirror.job import join_mirrored_job, newest_manifest
 from datatrove_ckpt.mirror.mirror import RemoteMirror
@@ -18,19 +18,7 @@ from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.process.preemption import Preemption
 
 
-class _Step(Protocol):
-    """An ``InferenceRunner``, which stands above this room."""
-
-    checkpoints_remote_dir: str | None
-    mirror_seconds: float
-    retry_dead_letters: bool
-    accept_changes: bool
-
-    @property
-    def checkpoints_root(self) -> Path: ...
-
-
-def restore_from_mirror(step: _Step, rank: int, preemption: Preemption) -> None:
+def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
     """Copies from the mirror the parts of the checkpoint that this node does not have."""
     if step.checkpoints_remote_dir is not None:
         with preemption.interruptible():
@@ -38,7 +26,7 @@ def restore_from_mirror(step: _Step, rank: int, preemption: Preemption) -> None:
 
 
 @contextmanager
-def naming_mirror(step: _Step) -> Iterator[None]:
+def naming_mirror(step: Step) -> Iterator[None]:
     """Says of a damaged checkpoint how it comes back from the mirror, if there is one that has it."""
     try:
         yield
@@ -56,14 +44,14 @@ def naming_mirror(step: _Step) -> Iterator[None]:
         ) from error
 
 
-def mirror_finished_ranks(step: _Step, root: Path) -> None:
+def mirror_finished_ranks(step: Step, root: Path) -> None:
     """Uploads the finished ranks that the mirror lacks, if there is one. See ``upload_finished_ranks``."""
     if step.checkpoints_remote_dir is not None:
         upload_finished_ranks(step.checkpoints_remote_dir, root)
 
 
 def open_mirror(
-    step: _Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
+    step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
 ) -> RemoteMirror | None:
     """What copies a rank's folder from now on; None without a mirror.
 

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol
 
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.generation.prefetch import DocumentSource
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.steps import StepRecord
 
 
-class _Step(Protocol):
-    """An ``InferenceRunner``, which stands above this room."""
-
-    seek: bool | None
-    steps_before: list[StepRecord] | None
-    records_per_chunk: int
-    retry_dead_letters: bool
-
-    @property
-    def checkpoints_root(self) -> Path: ...
-
-
-def open_source(step: _Step, documents: Iterable[Document], keep_as_read: bool, rank: int | None) -> DocumentSource:
+def open_source(step: Step, documents: Iterable[Document], keep_as_read: bool, rank: int | None) -> DocumentSource:
     """A rank's documents. To be called with the rank's lock, so that no ``reshard`` changes its share meanwhile.
 
     Args:

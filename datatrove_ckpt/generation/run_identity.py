@@ -22,12 +22,12 @@ import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, fields_without_secrets
+from datatrove_ckpt.checkpoint.fields import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.code_modules import fingerprint, is_away, is_of_pipeline
 from datatrove_ckpt.generation.code_values import digest, type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
-from datatrove_ckpt.output.trial import writer_name
+from datatrove_ckpt.output.names import writer_name
 
 # The flags of a server that change its answers.
 _ANSWERING_FLAGS = {

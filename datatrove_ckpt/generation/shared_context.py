@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
-from datatrove_ckpt.process.preemption import Preemption
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.process.preemption import Preemption
 
 # Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].
 Shared: TypeAlias = dict[str, Any]

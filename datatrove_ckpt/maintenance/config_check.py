@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from datatrove_ckpt.checkpoint.identity import fields_without_secrets
+from datatrove_ckpt.checkpoint.fields import fields_without_secrets
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.maintenance.where import Place, runner_arguments

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.forks import ANSWERING, is_unstarted
-from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, read_run
+from datatrove_ckpt.checkpoint.identity import compare, read_run
 from datatrove_ckpt.checkpoint.layout import JOB, SHARES
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.setting_values import same_value

@@ -26,7 +26,8 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares
-from datatrove_ckpt.checkpoint.identity import Change, RunClaim, RunIdentity, read_run, records
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import Change, RunClaim, read_run, records
 from datatrove_ckpt.checkpoint.layout import JOB, LOCK, RUN, last_chunk_file, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.lines import Json, seal
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded

@@ -8,7 +8,6 @@ it (see ``chunk_writing.py``), with our file manager (see ``file_managers.py``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -17,75 +16,18 @@ import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.config.paths import refuse_variables
-from datatrove_ckpt.errors import ConfigError, OutputFailed
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
-from datatrove_ckpt.output.file_managers import StagedFiles, missing_codec
+from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import make_target
-from datatrove_ckpt.redaction import check_no_secrets
-
-
-def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
-    """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
-
-    Raises:
-        ConfigError: no ``${chunk_index}`` in the template, a secret among the
-            output folder's storage options, a variable in its path, or a compression whose package is not
-            installed.
-    """
-    template = getattr(getattr(writer, "output_filename", None), "template", None)
-    if template is None:
-        raise ConfigError(f"output_writer: {type(writer).__name__} is not a DiskWriter (it has no output_filename).")
-    check_no_secrets(writer.output_folder, "output_writer")
-    refuse_variables("output_writer: output_folder", writer.output_folder.path)
-    if advice := missing_codec(writer.output_mg.compression, template):
-        raise ConfigError(f"output_writer: compression: {advice}")
-    if writer.output_mg.compression is None and (ending := re.search(r"\.(gz|zst|bz2|xz|zip)$", template)):
-        raise ConfigError(
-            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is null: readers would "
-            "take the files for damaged ones. Set compression to infer, or remove the ending."
-        )
-    if not writer.output_filename.is_valid():
-        raise ConfigError(f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write $$.")
-    if checkpoints and not _template_uses(writer, "chunk_index"):
-        raise ConfigError(
-            f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "
-            f"${{chunk_index}}. Example: '{_example(template)}'."
-        )
-
-
-def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
-    """Refuses a writer by which several tasks would write one file.
-
-    Raises:
-        ConfigError: no ``${rank}`` in the template of a writer used by several tasks.
-    """
-    if world_size > 1 and not _template_uses(writer, "rank"):
-        template = writer.output_filename.template
-        raise ConfigError(
-            f"output_writer: {world_size} tasks would write the same files, so output_filename {template!r} needs "
-            f"${{rank}}. Example: '{_example(template)}'."
-        )
-
-
-def _example(template: str) -> str:
-    """A template that works, with the ending of this one."""
-    ending = re.search(r"(\.\w+)*$", template.rpartition("/")[2].rpartition("}")[2])
-    return "${rank}_chunk_${chunk_index}" + (ending[0] if ending else "")
-
-
-def _template_uses(writer: DiskWriter, name: str) -> bool:
-    """Whether the writer's filename template contains the placeholder."""
-    template = writer.output_filename
-    return bool(template.safe_substitute({name: "0"}) != template.safe_substitute({name: "1"}))
 
 
 class ChunkOutput:
@@ -124,6 +66,8 @@ class ChunkOutput:
         self._target = make_target(writer.output_folder, scratch, rank, pace)
         self.placement = self._target.placement
         """Puts the files of written chunks in place."""
+        self.read_commits = read_commits
+        """That of the rank's checkpoint, once it is open."""
 
     def refuse_existing(self) -> None:
         """Call it before the rank's first start.
@@ -153,8 +97,11 @@ class ChunkOutput:
             check_access(hub, private_if_made(self._writer), self._calls, committed=committed)
         self._asked = True
 
+    def _commits(self) -> RankCommits:
+        return RankCommits(self._check.root, self._rank, read=self.read_commits)
+
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
-        commits = RankCommits(self._check.root, self._rank)
+        commits = self._commits()
         found = self._target.call_to_list(partial(self._check.look, [commits], self._rank, others))
         self._target.settle(commits, found)
         return commits, found
@@ -171,7 +118,7 @@ class ChunkOutput:
         self._refuse_others()
         # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
         others = not self._target.is_first and hub_folder_of(self._writer) is None
-        if others or RankCommits(self._check.root, self._rank).files:
+        if others or self._commits().files:
             commits, found = self._look(others)
             self._check.refuse_lost([commits], found)
             if others:
@@ -190,7 +137,7 @@ class ChunkOutput:
         """An earlier attempt has found files of another job, and ended before it published anything in their place."""
         if not self._others.exists():
             return
-        mine, folder = RankCommits(self._check.root, self._rank).names, self._writer.output_folder
+        mine, folder = self._commits().names, self._writer.output_folder
         try:
             names = [str(name) for name in orjson.loads(self._others.read_bytes())]
         except (OSError, ValueError, TypeError):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
@@ -61,9 +61,16 @@ class RankCommits:
     Args:
         root: ``checkpoints_local_dir``.
         retries: ``retry_folders(root)``; None: look.
+        read: ``read_commits``, or that of the checkpoint that is open.
     """
 
-    def __init__(self, root: Path, rank: int, retries: Iterable[Path] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        rank: int,
+        retries: Iterable[Path] | None = None,
+        read: Callable[[Path], dict[int, Commit]] = read_commits,
+    ) -> None:
         self.rank = rank
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
@@ -76,7 +83,7 @@ class RankCommits:
             folder = rank_folder(checkpoint, rank)
             if folder.is_dir():
                 expected = Expected.read(folder)
-                commits = read_commits(folder / COMMITS)
+                commits = read(folder / COMMITS)
                 expected.check(commits)
                 self._add(name, commits.values())
                 self._chunks |= set() if name else set(commits)

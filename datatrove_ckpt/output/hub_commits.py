@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.placement import Placement, WaitingChunk
-from datatrove_ckpt.checkpoint.publishing import Stopping
+from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.formatting import duration, number_range, plural
 from datatrove_ckpt.output.hub_errors import Patience, is_contention, is_limited, waiting_text
 from datatrove_ckpt.output.hub_pace import CommitPace, commit_title

@@ -216,3 +216,12 @@ def _field(name: str | None, numbers: dict[str, str], seen: set[str]) -> str:
         return f"(?P={name})"
     seen.add(name)
     return f"(?P<{name}>{numbers[name]})"
+
+
+def writer_name(writer: DiskWriter) -> str:
+    """The writer's class with its module; of datatrove's and ours with the package only, whose modules may move."""
+    module, name = type(writer).__module__, type(writer).__qualname__
+    package = module.partition(".")[0]
+    if package in ("datatrove", "datatrove_ckpt"):
+        return f"{package}.{name}"
+    return f"{'__main__' if module == '__mp_main__' else module}.{name}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
-from datatrove_ckpt.checkpoint.publishing import Stopping
+from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.remote_errors import file_system_call
 
 T = TypeVar("T")

@@ -21,15 +21,6 @@ from datatrove_ckpt.output.adapter import use_shallow_adapter
 from datatrove_ckpt.output.column_types import infers_schema, trial_schema
 
 
-def writer_name(writer: DiskWriter) -> str:
-    """The writer's class with its module; of datatrove's and ours with the package only, whose modules may move."""
-    module, name = type(writer).__module__, type(writer).__qualname__
-    package = module.partition(".")[0]
-    if package in ("datatrove", "datatrove_ckpt"):
-        return f"{package}.{name}"
-    return f"{'__main__' if module == '__mp_main__' else module}.{name}"
-
-
 class _InMemory:
     """In place of a writer's file manager: one file, which is thrown away. ``Any``, as datatrove's has no types."""
 

@@ -14,10 +14,10 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.job_check import check_job, check_step_order, checkpoints_here
 from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks, naming_mirror
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
-from datatrove_ckpt.output.chunk_output import check_rank_in_template
 from datatrove_ckpt.output.committed import committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
+from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, note_steps, waits
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
 from datatrove_ckpt.runner import InferenceRunner

@@ -30,7 +30,8 @@ from datatrove_ckpt.inference.servers.endpoint import EndpointAnswer, ask_endpoi
 from datatrove_ckpt.inference.servers.pool import check_servers
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
-from datatrove_ckpt.output.trial import Trial, writer_name
+from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.output.trial import Trial
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     PreflightCheck,

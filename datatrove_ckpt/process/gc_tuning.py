@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from datatrove_ckpt.process.worker import is_worker
+
 # New objects (minus freed ones) before a collection of the youngest, and how many collections of one generation come
 # before one of the next. 10,000 objects take 4 ms, on a busy machine 10; a thousand documents in work are 30,000.
 _THRESHOLDS = (10_000, 50, 10)
@@ -27,7 +29,8 @@ def gc_tuned() -> Iterator[None]:
     """Fewer collections, which skip objects made before the run. The old settings are restored afterwards.
 
     Settings belong to the process, and several ranks may run in its threads: the last rank to end restores them. A
-    collector that is switched off stays off, and higher thresholds stay.
+    worker keeps them for its next rank: to enter takes a collection of the whole process. A collector that is switched
+    off stays off, and higher thresholds stay.
     """
     _enter()
     try:
@@ -57,7 +60,7 @@ def _leave() -> None:
     global _runs
     with _lock:
         _runs -= 1
-        if _runs:
+        if _runs or is_worker():
             return
         thresholds, froze = _before
         gc.set_threshold(*thresholds)

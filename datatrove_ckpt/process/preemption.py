@@ -34,7 +34,7 @@ from typing import Self
 
 from loguru import logger
 
-from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.loop_watch import LoopWatch
 from datatrove_ckpt.process.parent_watch import is_pool_worker
@@ -51,11 +51,8 @@ from datatrove_ckpt.process.slurm_job import (
 )
 from datatrove_ckpt.process.worker import is_worker
 
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 # Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
 _OF_TERMINALS = ("SIGHUP", "SIGINT")
-# Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the job.
-DRAIN_SECONDS = 20.0
 SAME_EVENT = 1.0
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN_SECONDS = 30.0
@@ -63,22 +60,6 @@ _TIME_LIMIT = "the end of the job's time limit"
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 """What ``signal.getsignal`` returns."""
-
-
-def check_signals(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names unchanged.
-
-    Raises:
-        ConfigError: a name is not a signal, or a signal that no process can catch.
-    """
-    if isinstance(names, str):
-        raise ConfigError(f"drain_signals: must be a list of names such as {list(SIGNALS)}; it is {names!r}.")
-    for name in names:
-        if name not in signal.Signals.__members__:
-            raise ConfigError(f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM.")
-        if name in ("SIGKILL", "SIGSTOP"):
-            raise ConfigError(f"drain_signals: no process can catch {name}.")
-    return tuple(names)
 
 
 class Preemption:

@@ -66,7 +66,7 @@ async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
 
 def run_ours(run: Run) -> Callable[[], None]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
-    from datatrove_ckpt import runner as module
+    from datatrove_ckpt.generation import rank as module
 
     if run.ready_after:
         connect = module.connect

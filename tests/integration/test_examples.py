@@ -66,8 +66,8 @@ def on_one_core() -> None:
 
 # As the fixture collector_left_alone does for tests: an example of a hundred attempts would take three times as long.
 WITHOUT_COLLECTIONS = """
-import contextlib, runpy, datatrove_ckpt.runner
-datatrove_ckpt.runner.gc_tuned = contextlib.nullcontext
+import contextlib, runpy, datatrove_ckpt.generation.rank
+datatrove_ckpt.generation.rank.gc_tuned = contextlib.nullcontext
 runpy.run_path("example.py", run_name="__main__")
 """
 

@@ -21,14 +21,17 @@ from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.executor.base import ExecutorJSONEncoder
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt import LocalPipelineExecutor, executor
+from datatrove_ckpt import LocalPipelineExecutor
+from datatrove_ckpt.checkpoint import commits
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
     Preempted,
+    ServerRefused,
     UnexpectedExit,
     WorkerDied,
 )
+from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import runner
@@ -144,8 +147,8 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[
 
 
 def test_a_pipeline_without_our_step_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "check_before_run", None)
-    monkeypatch.setattr(executor, "check_after_run", None)
+    monkeypatch.setattr(before_run, "check_before_run", None)
+    monkeypatch.setattr(before_run, "check_after_run", None)
     LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs")).run()
     assert completed(tmp_path) == {0}
 
@@ -194,6 +197,26 @@ def test_several_workers_write_what_one_writes(tmp_path: Path) -> None:
             job(tmp_path / str(workers), server, workers).run()
         assert set(server.asked.values()) == {2}
     assert outputs(tmp_path / "1" / "output") == outputs(tmp_path / "3" / "output")
+
+
+def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path, 3)
+    reads: list[str] = []
+    scan, refused = commits.scan_lines, [True]
+
+    def counted(path: Path) -> Any:
+        reads.append(f"{path.parent.name}/{path.name}")
+        return scan(path)
+
+    monkeypatch.setattr(commits, "scan_lines", counted)
+    with FakeServer(status=lambda payload, times: 403 if refused and len(server.payloads) > 4 else None) as server:
+        one_at_a_time = job(tmp_path, server, 1, config={"max_concurrent_generations": 1})
+        with pytest.raises(ServerRefused):
+            one_at_a_time.run()
+        refused.clear()
+        reads.clear()
+        one_at_a_time.run()
+    assert reads.count("00000/commits.jsonl") == 3  # before the start, by the rank, and after the end
 
 
 @pytest.mark.parametrize("workers", [1, 2])

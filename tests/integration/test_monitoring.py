@@ -23,7 +23,6 @@ from datatrove_ckpt.generation.export.metrics import RANK_LABELS, Snapshot
 from datatrove_ckpt.generation.export.metrics_file import MetricsFile
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
-from tests.pages import ROOT
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -185,15 +184,6 @@ def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:
     settings = MonitoringConfig(wandb_project="books")
     with pytest.raises(ConfigError, match=r"what MLflow .* is kept with checkpoints; set checkpoints_local_dir\."):
         InferenceRunner(ask, config(server), writer(tmp_path), monitoring=settings)
-
-
-def test_nothing_is_imported_that_nobody_asked_for() -> None:
-    code = (
-        "import sys, datatrove_ckpt.runner, datatrove_ckpt.cli.main;"
-        "sys.exit(', '.join({'prometheus_client', 'mlflow', 'wandb'} & set(sys.modules)) or 0)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.stderr == ""
 
 
 def test_a_rank_whose_checkpoint_cannot_be_closed_is_shown_as_failed(

@@ -28,12 +28,12 @@ from datatrove_ckpt.generation import stop
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
-from datatrove_ckpt.process import preemption, slurm_job
+from datatrove_ckpt.process import drain_settings, preemption, slurm_job
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
 
 DRAINS = "requests in flight have"
-SIGNALS = [signal.Signals[name] for name in preemption.SIGNALS]
+SIGNALS = [signal.Signals[name] for name in drain_settings.SIGNALS]
 
 
 def send_signal(number: int = signal.SIGTERM) -> None:

@@ -18,10 +18,10 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.readers import JsonlReader as CountingReader
 
-from datatrove_ckpt import runner as runner_module
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentFailed
+from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
@@ -132,7 +132,7 @@ def test_what_is_done_is_passed_while_the_server_gets_ready(
     kind = JsonlReader if reader == "compressed" else CountingReader
     again = interrupted(folder, server, read(folder, kind))
     starting, passed = threading.Event(), threading.Event()
-    skip, connect = DocumentSource._skip, runner_module.connect
+    skip, connect = DocumentSource._skip, rank_module.connect
 
     def skip_beside_the_start(source: DocumentSource, point: ResumePoint) -> None:
         assert starting.wait(300)
@@ -147,7 +147,7 @@ def test_what_is_done_is_passed_while_the_server_gets_ready(
             yield connected
 
     monkeypatch.setattr(DocumentSource, "_skip", skip_beside_the_start)
-    monkeypatch.setattr(runner_module, "connect", start_beside_the_skip)
+    monkeypatch.setattr(rank_module, "connect", start_beside_the_skip)
     again.run(read(folder, kind))
     assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
 

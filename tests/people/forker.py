@@ -24,11 +24,14 @@ from datatrove.pipeline.readers import jsonl  # noqa: F401
 from datatrove.pipeline.writers import jsonl as jsonl_writer  # noqa: F401
 
 import datatrove_ckpt.__main__
+import datatrove_ckpt.cli.execution
 import datatrove_ckpt.cli.preflight_commands
 import datatrove_ckpt.cli.run
 import datatrove_ckpt.cli.status
 import datatrove_ckpt.cli.verify_repair
+import datatrove_ckpt.generation.rank
 import datatrove_ckpt.inference.servers.endpoint
+import datatrove_ckpt.preflight.doctor
 import datatrove_ckpt.readers
 import datatrove_ckpt.rollouts
 

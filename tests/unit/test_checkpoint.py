@@ -18,7 +18,8 @@ import pytest
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import ChunkKey
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval, make_interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -208,6 +209,21 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path: Path, tail: 
     with pytest.raises(CommitsDamaged, match=r"line 2: .* so no crash did this\. Keep the rank's output files"):
         CommitLog(path)
     assert path.read_bytes() == whole + tail, "refused, and nothing is changed"
+
+
+def test_a_log_reads_its_file_again_only_after_another_process_has_changed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "commits.jsonl"
+    log = CommitLog(path)
+    log.append(commit(0))
+    with monkeypatch.context() as patch:
+        patch.setattr("datatrove_ckpt.checkpoint.commits.scan_lines", None)
+        assert set(log.read(path)) == {0}
+    CommitLog(path).append(commit(1))
+    assert set(log.read(path)) == {0, 1}
+    path.unlink()
+    assert log.read(path) == {}
 
 
 def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path: Path) -> None:

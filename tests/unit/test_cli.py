@@ -231,6 +231,30 @@ def test_help_and_status_start_without_datatrove(tmp_path: Path, arguments: list
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+_OF_A_RUN = {
+    *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow", "wandb"),
+    *(f"datatrove_ckpt.{name}" for name in ("inference", "maintenance", "preflight", "checkpoint.manager")),
+    *(f"datatrove_ckpt.{name}" for name in ("generation.rank", "generation.export", "mirror.job", "cli.execution")),
+}
+_OF_A_FILE = {"jsonargparse", "datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}
+_COMMAND = "from datatrove_ckpt.cli.main import main; main({})"
+
+
+@pytest.mark.parametrize(
+    ("code", "later"),
+    [
+        ("from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor", _OF_A_RUN | _OF_A_FILE),
+        (_COMMAND.format(["run", "none.yaml"]), _OF_A_RUN),
+        (_COMMAND.format(["doctor", "none.yaml"]), _OF_A_RUN),
+        (_COMMAND.format(["schema"]), _OF_A_RUN),
+    ],
+)
+def test_what_a_run_needs_is_not_imported_before_it(tmp_path: Path, code: str, later: set[str]) -> None:
+    code += f"; import sys; sys.exit(', '.join({later!r} & set(sys.modules)) or 0)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
     assert run("--pipeline.1.end=own") == 1
     task = """

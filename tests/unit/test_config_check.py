@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint.identity import as_kept
+from datatrove_ckpt.checkpoint.fields import as_kept
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.maintenance.config_check import config_differences
 from datatrove_ckpt.maintenance.where import Place

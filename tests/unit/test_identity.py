@@ -24,7 +24,7 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt import InferenceRunner, redaction
-from datatrove_ckpt.checkpoint.identity import fields_without_secrets
+from datatrove_ckpt.checkpoint.fields import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_values, code_walk, syntax
 from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity
@@ -332,7 +332,7 @@ def test_a_refusal_shows_the_two_values_of_a_list_and_no_hash_of_its_types(tmp_p
     with FakeServer() as server:
         runner(tmp_path, server, load_changed(tmp_path, "first", source=source).rollout).run(documents(1))
         changed = load_changed(tmp_path, "second", ("['a', 'b']", "['a', 'b', 'c']"), source=source).rollout
-        with pytest.raises(CheckpointMismatch, match="rollout_fn.style: .*c") as refused:
+        with pytest.raises(CheckpointMismatch, match=r"rollout_fn\.style: .*c") as refused:
             runner(tmp_path, server, changed).run(documents(1))
     assert " form:" not in str(refused.value)
 

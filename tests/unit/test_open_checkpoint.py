@@ -11,7 +11,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.chunks import ChunkKey, ChunkSlot, ChunkTracker, CompleteChunk, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint

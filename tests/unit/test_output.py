@@ -16,12 +16,12 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.checkpoint.publishing import Stopping
+from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output import upload
-from datatrove_ckpt.output.chunk_output import check_rank_in_template, check_writer
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.upload import RemoteFolder
+from datatrove_ckpt.output.writer_check import check_rank_in_template, check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
 from datatrove_ckpt.remote_errors import is_permanent

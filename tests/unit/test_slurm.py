@@ -14,7 +14,8 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
-from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
+from datatrove_ckpt.checkpoint.fields import RunIdentity, as_kept
+from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.sealed import sealed_json

@@ -14,16 +14,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import xxhash
-from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept
-from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
+from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
@@ -35,6 +33,7 @@ from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.generation.export.tracking import tracking
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.rank_history import RankHistory
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.redaction import shown
@@ -44,20 +43,6 @@ _DONE_SECONDS = 30.0  # with time for the report
 _STOPPED_SECONDS = 5.0
 _DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)[+\w]*:")
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
-
-
-class Monitored(Protocol):
-    """The runner. See ``InferenceRunner``."""
-
-    config: InferenceConfig
-    monitoring: MonitoringConfig
-    output_writer: DiskWriter
-    checkpoints_local_dir: str | None
-    retry_dead_letters: bool
-
-    @property
-    def checkpoints_root(self) -> Path: ...
-    def identity(self, world_size: int) -> RunIdentity: ...
 
 
 def check_monitoring(config: MonitoringConfig) -> None:
@@ -81,7 +66,7 @@ def check_monitoring(config: MonitoringConfig) -> None:
 
 
 def open_exports(
-    runner: Monitored, rank: int, world_size: int, checkpoint: Checkpoint, history: RankHistory, shutdown: Shutdown
+    runner: Step, rank: int, world_size: int, checkpoint: Checkpoint, history: RankHistory, shutdown: Shutdown
 ) -> Exports:
     """Starts what the runner's ``monitoring`` asks for. Only after ``check_monitoring``."""
     exports = Exports(checkpoint, history, shutdown)
@@ -93,7 +78,7 @@ def open_exports(
     return exports
 
 
-def _open(exports: Exports, runner: Monitored, rank: int, world_size: int) -> None:
+def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
     config = runner.monitoring
     output = runner.output_writer.output_folder.resolve_paths("")
     root = None if runner.checkpoints_local_dir is None else runner.checkpoints_root
@@ -165,7 +150,7 @@ class Exports:
             logger.warning(f"monitoring: could not be ended: {error_text(error)}.")
 
 
-def _job_settings(runner: Monitored, world_size: int, root: Path, run: str) -> JobSettings:
+def _job_settings(runner: Step, world_size: int, root: Path, run: str) -> JobSettings:
     config, writer = runner.monitoring, runner.output_writer
     uri = config.mlflow_uri
     if uri is not None and ":" not in uri and uri != "databricks":
@@ -173,7 +158,7 @@ def _job_settings(runner: Monitored, world_size: int, root: Path, run: str) -> J
     output = writer.output_folder.resolve_paths("")
     job = orjson.dumps([run, output, writer.output_filename.template, world_size])
     settings = shown("", {"config": runner.config, "monitoring": config})
-    settings["run"] = as_kept(runner.identity(world_size).fields)
+    settings["run"] = runner.identity(world_size).kept
     return JobSettings(
         root=str(root),
         job=xxhash.xxh3_128_hexdigest(job),

@@ -17,7 +17,8 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import COMMITS, MIGRATED, journal_path
 from datatrove_ckpt.checkpoint.lines import seal

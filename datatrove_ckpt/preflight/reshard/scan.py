@@ -17,7 +17,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import CommitLog
-from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, read_complete_commits
+from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, scan_complete_commits
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
@@ -136,7 +136,7 @@ class Scanner:
         if not found.has_started:
             found.rest = self.sized(found.parts)
             return found
-        commits = read_complete_commits(found.folder, rank in self._finished)
+        commits, _ = scan_complete_commits(found.folder, rank in self._finished)
         check_sequence(found.folder / COMMITS, commits)
         check_dead_letters(found.folder / DEAD_LETTERS, commits)
         if rank in self._finished:

@@ -1,0 +1,380 @@
+"""The rest of ``datatrove-ckpt run``: runs the executor, and ends with one clear message."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import multiprocess
+from datatrove.executor import RayPipelineExecutor
+
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.foreign import MIGRATE
+from datatrove_ckpt.checkpoint.job import refuse_other_tasks
+from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
+from datatrove_ckpt.cli import slurm_submit
+from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.main import fail
+from datatrove_ckpt.cli.os_errors import explain
+from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.quiet_errors import QuietErrors
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, UnexpectedExit
+from datatrove_ckpt.executor import LocalPipelineExecutor
+from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.run_state import RunState
+from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.preflight.before_run import (
+    Checked,
+    check_after_run,
+    check_before_run,
+    check_steps,
+    checkpointed_steps,
+)
+from datatrove_ckpt.process.task_errors import own_error, say_errors_later
+from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
+from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.runner import InferenceRunner
+
+_ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
+
+
+def execute(executor: Any, content: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Runs what ``build`` has made of a file's content. Returns the exit code.
+
+    Raises:
+        ConfigError: a mistake in the file or on the command line; nothing was started.
+    """
+    _name_flags(executor)
+    check_steps(executor)
+    if arguments.dry_run:
+        full = FullConfig(content, executor)
+        print(full.text(), end="")
+        if code := _refuse_other_tasks(executor):
+            return code
+        if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
+            script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
+            print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
+        return 0
+    return _checked_run(executor, arguments)
+
+
+def _refuse_other_tasks(executor: Any) -> int:
+    """A dry run shows a job array, too: with another number of tasks, none of it would start. Returns the exit code."""
+    try:
+        _check_tasks(executor)
+    except CkptError as error:
+        return fail(error, 1)
+    return 0
+
+
+def _check_tasks(executor: Any) -> None:
+    """Checks that no other number of tasks was begun with, or is half carried out.
+
+    Raises:
+        CheckpointMismatch: it names the number, or the `reshard` to end.
+    """
+    for _, step, root in checkpointed_steps(executor):
+        if root.is_dir() and rank_numbers(root):
+            refuse_half_resharded(root)
+            refuse_other_tasks(root, step.identity(executor.world_size))
+
+
+def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
+    """Checks, runs, and turns errors and signals into messages and exit codes."""
+    steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    signals, started = sorted({name for step in steps for name in step.drain_signals}), False
+    interruption = Interruption(signals)
+    try:
+        with interruption:
+            if arguments.retry_dead_letters:
+                _retry_dead_letters(executor, steps)
+            retries = any(step.retry_dead_letters for step in steps)
+            executor.skip_completed = executor.skip_completed and not retries  # complete ranks have dead letters, too
+            check_before_run(executor, retries)
+            if slurm_submit.submits(executor):
+                slurm_submit.check(executor)
+            started = True
+            _execute(executor, steps, arguments.command)
+    except KeyboardInterrupt:
+        return _interrupted(interruption, arguments.command)
+    except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
+        if exit.code:
+            raise
+        return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
+    except Exception as error:
+        if isinstance(error, ConfigError) and not started:
+            raise
+        if interruption.number is not None:  # the signal may have ended datatrove's own processes first
+            return _interrupted(interruption, arguments.command)
+        own = own_error(error) or (explain(error, executor) if isinstance(error, OSError) else None)
+        if own is None:
+            raise
+        return fail(_with_command(own, arguments), 1)
+    finally:
+        say_errors_later(False)
+    return 0
+
+
+def _execute(executor: Any, steps: list[InferenceRunner], command: str) -> None:
+    """Runs the executor, or submits it, and prints the last line."""
+    kept = [step for step in steps if step.checkpoints_local_dir is not None]
+    executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
+    if slurm_submit.submits(executor):
+        say(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
+        return
+    marked = _marked(executor) if isinstance(executor, RayPipelineExecutor) and not executor.skip_completed else {}
+    executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
+    _refuse_what_is_left(executor, marked)
+    checked = check_after_run(executor)
+    for step in kept:
+        say(closing_line(step, command, checked))
+
+
+def _name_flags(executor: Any) -> None:
+    """Lets the steps name accept_changes as it is written on this command line, in cluster jobs as well."""
+    for index, step in enumerate(executor.pipeline):
+        if isinstance(step, InferenceRunner):
+            step.how_to_accept = f"add --pipeline.{index}.accept_changes=true to the command"
+
+
+def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
+    """The error with the whole command to type, if it names a flag or a command on this file."""
+    text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config)))
+    if (flag := _ACCEPT.search(text)) is not None:
+        text += f" The whole command: {arguments.command} {flag[0]}"
+    if text == str(error):
+        return error
+    longer = type(error)(text)
+    for note in getattr(error, "__notes__", ()):
+        longer.add_note(note)
+    return longer
+
+
+def _interrupted(interruption: Interruption, command: str) -> int:
+    number = interruption.number or signal.SIGINT
+    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: {command}"
+    print(what, file=sys.stderr)
+    return 128 + number
+
+
+def _marked(executor: Any) -> dict[str, Any]:
+    """When each task was marked as complete, by the marker's path; without those of file systems that do not tell."""
+    with file_system_call():
+        found = executor.logging_dir.find("completions", detail=True)
+    times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
+    return {name: time for name, time in times.items() if time is not None}
+
+
+def _refuse_what_is_left(executor: Any, marked: dict[str, Any]) -> None:
+    """Ray's executor returns normally although tasks failed.
+
+    Args:
+        marked: before it ran. A task that ran once more was marked once more.
+
+    Raises:
+        CkptError: some tasks are not complete.
+    """
+    if not isinstance(executor, RayPipelineExecutor):
+        return
+    now = _marked(executor) if marked else {}
+    old = {name for name, time in marked.items() if now.get(name) == time}
+    anew = [rank for rank in range(executor.world_size) if f"completions/{rank:05d}" in old]
+    left = sorted({*executor.get_incomplete_ranks(skip_completed=True), *anew})
+    if left:
+        raise CkptError(
+            f"{len(left)} of {executor.world_size} tasks are not complete; rank {left[0]} is the first. Their logs are "
+            f"in {executor.logging_dir.resolve_paths('logs')}. Run the same command again to resume."
+        )
+
+
+def _retry_dead_letters(executor: Any, steps: list[InferenceRunner]) -> None:
+    """Lets the ranks process their dead letters instead of the input.
+
+    Raises:
+        ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
+        CheckpointMismatch: see ``_check_tasks``. Then the ranks that are not complete are not those of the run.
+    """
+    _check_tasks(executor)
+    incomplete = executor.get_incomplete_ranks(skip_completed=True)
+    if incomplete:
+        raise ConfigError(
+            f"--retry-dead-letters: {len(incomplete)} of {executor.world_size} ranks are not finished (rank "
+            f"{incomplete[0]} is the first). Finish them first: run the same command without it."
+        )
+    for step in steps:
+        step.retry_dead_letters = True
+
+
+# What the command does on a signal: it lets every rank save what it has, and ends with one line.
+#
+# ``process/preemption.py`` handles signals in a rank, ``process/workers.py`` in the process that waits for workers.
+# Before and after them, and in datatrove's own executors, a signal is an exception.
+
+
+_FATAL = (signal.SIG_DFL, signal.default_int_handler)
+_TO_END = 10.0  # seconds for all that datatrove's executors left behind
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal as an exception: whatever ends in good order on Ctrl-C does so on this one, too."""
+
+
+class Interruption:
+    """``with Interruption(signals) as interruption:`` around what a command does.
+
+    Signals that would end this process on the spot raise ``Signalled`` instead.
+
+    Args:
+        signals: names of further signals than SIGINT, SIGTERM and SIGHUP.
+
+    Attributes:
+        number: the signal that came.
+    """
+
+    def __init__(self, signals: Sequence[str]) -> None:
+        self.number: int | None = None
+        self._names = dict.fromkeys(["SIGINT", "SIGTERM", "SIGHUP", *signals])
+        self._borrowed: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Self:
+        for name in self._names:
+            number = signal.Signals[name]
+            if signal.getsignal(number) in _FATAL:
+                self._borrowed[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.number is not None:
+            _end_children()
+        for number, previous in self._borrowed.items():
+            signal.signal(number, previous)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a worker that datatrove's executor forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.number = self.number or number
+        raise Signalled(signal.Signals(number).name)
+
+
+def _end_children() -> None:
+    """Those of datatrove's pools that a second signal left."""
+    children = multiprocess.active_children()
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + _TO_END
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
+
+
+# closing --------------------------------------------------------------------------------------------------------------
+
+# The last line of ``run``: what all ranks and all attempts have done, and what to do next.
+
+
+def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
+    """The closing line, over all ranks, their retries and all attempts, with what was checked."""
+    root = step.checkpoints_root
+    state = read_run_state(Place(str(root), root, str(root)))
+    counts = _counts(state, root)
+    skipped = SkippedLines()
+    for rank in rank_numbers(root):
+        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
+        skipped += record.skipped if record else SkippedLines()
+    if not counts.read and (skipped.damaged or skipped.without_text):
+        rows = skipped._replace(files=0, names=())  # every file would be named
+        raise InputError(
+            f"No row of the whole input is a document.{rows} Check text_key and the adapter of the reader, and "
+            "start again with another checkpoints_local_dir and logging_dir."
+        )
+    folder = step.output_writer.output_folder.resolve_paths("")
+    if not counts.read:
+        return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
+    work = f"{skipped}{counts.odd_answers}{_attempts(state)}"
+    return (
+        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(state.together.files, 'file')} in "
+        f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
+        f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
+        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
+        f"{_next_step(step, counts, command)}"
+    )
+
+
+def _counts(state: RunState, root: Path) -> DocumentCounts:
+    """The documents by outcome, of all ranks and their retries.
+
+    Raises:
+        CheckpointCorrupt: a rank is damaged, or the commits contradict each other.
+    """
+    if damaged := [rank for rank in state.troubled if rank.state == "damaged"]:
+        raise CheckpointCorrupt(damaged[0].reason)
+    counts = state.together.counts
+    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+        raise CheckpointCorrupt(
+            f"The commits in {root} contradict each other: {plural(counts.read, 'document')} read, {counts.written} "
+            f"written, {counts.dropped} dropped, {plural(counts.dead, 'dead letter')}. Do not use the output before "
+            f"you have run: {_verify(root)}"
+        )
+    return counts
+
+
+def _attempts(state: RunState) -> str:
+    """What all attempts sent, as a sentence with a space before it; empty if every rank had one, without a repetition.
+
+    A history does not hold the last minute of an attempt that was killed.
+    """
+    totals, ranks = state.together, len(state.ranks) + len(state.retries)
+    sent, attempts = totals.work, max(ranks, totals.attempts)
+    if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
+        return ""
+    at_least, again = "at least " if attempts > ranks else "", sent.retries + sent.resent
+    were = "was" if sent.sent == 1 else "were"
+    said = (
+        f" In {plural(attempts, 'attempt')} of {plural(len(state.ranks), 'task')}, {at_least}"
+        f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
+    )
+    unused = sent.completion_tokens - totals.counts.completion_tokens
+    return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."
+
+
+def _checked(checked: Checked) -> str:
+    """A sentence with a space before it; empty if nothing could be compared here."""
+    parts = []
+    if checked.files is not None:
+        parts.append(f"{plural(checked.files, 'output file')} by name and size")
+    if checked.inputs:
+        parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
+    return f" Checked: {' and '.join(parts)}, none is gone or changed." if parts else ""
+
+
+def _verify(checkpoints: Path | str) -> str:
+    return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"
+
+
+def _next_step(step: InferenceRunner, counts: DocumentCounts, command: str) -> str:
+    if counts.dead:
+        retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
+        return f"To retry the dead letters: {command}{retry}"
+    return f"To check the files: {_verify(_typed(step))}"
+
+
+def _typed(step: InferenceRunner) -> str:
+    """The checkpoint folder as a shell takes it: the setting, or, if that has ``~`` or a variable, where it is."""
+    given = str(step.checkpoints_local_dir)
+    return str(step.checkpoints_root) if given.startswith("~") or "$" in given else given

@@ -1,0 +1,216 @@
+"""What a step does with a rank: connects the other rooms, and closes there what it has made.
+
+Apart from ``runner.py``, which makes the step: a program that only makes it, or looks at it, needs none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from datatrove.data import Document
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
+from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
+from datatrove_ckpt.generation.exits import name_of, no_exit
+from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
+from datatrove_ckpt.generation.failures import Failures, correction
+from datatrove_ckpt.generation.final_stats import RankNumbers
+from datatrove_ckpt.generation.messages import RankMessages
+from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
+from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
+from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
+from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
+from datatrove_ckpt.generation.rank_share import open_source
+from datatrove_ckpt.generation.scheduler import Scheduler
+from datatrove_ckpt.generation.shared_context import shared_arguments
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.user_code import bind_shared
+from datatrove_ckpt.inference.servers.multi_node import follow_head
+from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.inference.servers.pool import check_servers, connect
+from datatrove_ckpt.inference.servers.warm import one_rank
+from datatrove_ckpt.output.arrow import prepare_arrow
+from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.trial import Trial
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.gc_tuning import gc_tuned
+from datatrove_ckpt.process.host_loop import host_loop
+from datatrove_ckpt.process.manager_watch import watch_managers
+from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
+from datatrove_ckpt.process.parent_watch import die_with_parent
+from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.readers.step_stats import StepStats
+
+
+def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
+    """See ``InferenceRunner.run``."""
+    # Without a checkpoint a drain would save nothing: the next run starts over.
+    seconds = step.drain_seconds if step.checkpoints_local_dir is not None else 0.0
+    servers = step.config.servers
+    limit = enough_open_files(requests_at_once(step.config.max_concurrent_generations, servers), servers)
+    preemption = Preemption(step.drain_signals, seconds)
+    with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
+        preemption.check_time_limit()
+        check_output_of_rank(step.output_writer, () if step.retry_dead_letters else data or (), world_size)
+        die_with_parent()
+        watch_managers()
+        nodes = Nodes.from_environment()
+        prepare_arrow(step.output_writer)  # before gc_tuned, which freezes the objects of imported modules
+        with one_rank(preemption.shutdown), gc_tuned():
+            if nodes.rank > 0:  # only the head node reads and writes
+                asyncio.run(follow_head(step.config, rank, nodes, preemption.shutdown))
+            else:
+                _Run(step, data or [], world_size, preemption).lead(rank)
+
+
+@dataclass
+class _Run:
+    step: Step
+    data: Iterable[Document]
+    world_size: int
+    preemption: Preemption
+
+    def lead(self, rank: int) -> None:
+        step = self.step
+        check_servers(step.config)
+        check_monitoring(step.monitoring)
+        if step.checkpoints_local_dir is None:
+            refuse_strangers_without_checkpoint(step.output_writer, rank)
+            shutdown = self.preemption.shutdown
+            unopened = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, shutdown)
+            self._process(self.data, rank, unopened, None)
+        elif not step.retry_dead_letters:
+            with naming_mirror(step):
+                restore_from_mirror(step, rank, self.preemption)
+                self._process(self.data, rank, *self._checkpoint(step.checkpoints_root, rank))
+        else:
+            for one in retried_ranks(step.checkpoints_root, rank, self.world_size):
+                self._retry(one)
+
+    def _retry(self, rank: int) -> None:
+        step = self.step
+        restore_from_mirror(step, rank, self.preemption)
+        folder = rank_folder(step.checkpoints_root, rank)
+        if rank < self.world_size:
+            StepStats(self.data).restore(folder / SHARD)
+        elif not (folder / RUN).exists():  # of an earlier number of tasks, and it never started
+            return
+        if (retry := Retry.next(step.checkpoints_root, rank)) is None:
+            logger.info(f"Rank {rank}: there are no dead letters to retry.")
+            RankNumbers(rank, step.checkpoints_root).fill(step.stats)
+            return
+        self._process(retry.documents(), rank, *self._checkpoint(retry.root, rank, retry.prefix))
+
+    def _process(
+        self,
+        data: Iterable[Document],
+        rank: int,
+        unopened: CheckpointManager | NullCheckpoint,
+        output: ChunkOutput | None,
+    ) -> None:
+        step, preemption = self.step, self.preemption
+        numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
+        checkpoint = unopened.open()
+        shutdown, completed = preemption.shutdown, False
+        progress = Progress(rank, checkpoint, shutdown, step.config.metric_interval)
+        say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
+        exports = open_exports(step, rank, self.world_size, checkpoint, progress.history, shutdown)
+        try:
+            say.started()
+            if output is not None:
+                checkpoint.on_close = output.stop
+                output.read_commits = checkpoint.read_commits
+                with preemption.interruptible():
+                    output.prepare()
+            shutdown.check()
+            names = output.names if output is not None else FileNames(step.output_writer, rank)
+            main = self._generate(data, rank, checkpoint, progress, names)
+            who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
+            with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
+                host = host_loop()
+                (event_loop if host is None else host).run(main)
+            if output is not None:
+                with preemption.interruptible():
+                    output.check_complete()
+            completed = True
+        except BaseExceptionGroup as group:
+            error = first_of(group)
+            raise error from error.__cause__
+        finally:
+            with exports.ending(completed):
+                checkpoint.close(completed)
+            numbers.fill(step.stats, checkpoint)
+            if shutdown.is_requested and not completed:
+                say.stopped(shutdown)
+        checkpoint.raise_failure()
+        if output is not None:
+            output.finish()
+        say.done(str(step.output_writer.output_folder.resolve_paths("")))
+
+    def _checkpoint(self, root: Path, rank: int, prefix: str = "") -> tuple[CheckpointManager, ChunkOutput]:
+        step, preemption = self.step, self.preemption
+        folder, identity = rank_folder(root, rank), step.identity(self.world_size)
+        output = ChunkOutput(step.output_writer, rank, folder, step.checkpoints_root, prefix, step.hub_pace)
+        # With a mirror, an attempt on a lost node may have published chunks before the mirror's first version. They are
+        # written again, and what stays of them is refused at the end of the rank.
+        refuse = preemption.interruptible()(output.refuse_existing)
+        manager = CheckpointManager(
+            root,
+            rank,
+            step.records_per_chunk,
+            identity,
+            output.write_chunk,
+            placement=output.placement,
+            sync_seconds=step.sync_seconds,
+            retry_errors=step.retry_errors,
+            keep_answers=step.keep_answers,
+            accept_changes=step.accept_changes,
+            mirror=open_mirror(step, folder, rank, identity, preemption),
+            before_first=(lambda: None) if step.checkpoints_remote_dir else refuse,
+            shutdown=preemption.shutdown,
+        )
+        return manager, output
+
+    async def _generate(
+        self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: Progress, names: FileNames
+    ) -> None:
+        step, preemption, point = self.step, self.preemption, checkpoint.resumed
+        kept = step.checkpoints_local_dir is not None
+        taken = TakenLetters(step.checkpoints_root, rank) if kept else None
+        corrected = correction(step.rollout_fn, step.how_to_accept) if kept and not step.accept_changes else ""
+        failures = Failures(
+            step.on_document_error, step.skip_bad_requests, point.dead, step.max_dead_letters, kept, taken, corrected
+        )
+        documents = open_source(step, data, failures.keep_as_read, rank if kept else None)
+        watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
+        try:
+            with shared_arguments(step.shared_context, preemption) as shared:
+                scheduler = Scheduler(
+                    rollout_fn=bind_shared(step.rollout_fn, shared),
+                    config=step.config,
+                    checkpoint=checkpoint,
+                    connect=partial(connect, step.config, rank, preemption.shutdown, progress.history.server),
+                    observer=progress,
+                    metadata_key=step.metadata_key,
+                    failures=failures,
+                    shutdown=preemption.shutdown,
+                    check_document=names.check,
+                    # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
+                    check_writable=Trial(step.output_writer, rank).check if kept else None,
+                )
+                await scheduler.run(documents)
+                progress.skipped = documents.skipped
+                documents.add_earlier_stats()
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+            documents.close()

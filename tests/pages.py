@@ -19,6 +19,7 @@ _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 RUN_ELSEWHERE = {
     ".ci/run": "everything; it must not start itself",
+    "pytest --override-ini addopts= -m full tests/real": "an hour, by hand",
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",

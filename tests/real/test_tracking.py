@@ -139,6 +139,7 @@ tracker.main()
 PARENT = 'exec 3<&0; "$@" <&3 & wait'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [False, True], ids=["its input ends", "its parent is killed"])
 def test_a_run_of_mlflow_that_is_half_made_is_made_whole(
     killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -318,28 +318,6 @@ def test_a_server_that_is_away_for_seconds_is_waited_for(
     assert finished(job)
 
 
-@pytest.mark.full
-def test_a_server_that_stays_away_stops_the_rank_and_the_same_command_finishes(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
-) -> None:
-    job |= {"retry_seconds": 0.5, "logs": str(tmp_path / "logs")}
-    whole = expected(job, tmp_path)
-    server.asked.clear()
-
-    processes = JobProcesses(job, relay, tmp_path / "log", AWS_MAX_ATTEMPTS="1")  # botocore's own take half a minute
-    for refused, message in (("List", "cannot be listed"), ("PutObject", "could not be uploaded")):
-        relay.rule = lambda request, kind=refused: 500 if request.kind == kind else None  # type: ignore[misc]
-        assert processes.end(processes.start()) == 1
-        assert message in (tmp_path / "log").read_text()
-        assert not finished(job)
-    assert not (tmp_path / "logs/completions/00000").exists()
-    relay.rule = lambda request: None
-    assert processes.end(processes.start()) == 0
-    assert bucket.files("output") == whole
-    assert (tmp_path / "logs/completions/00000").exists()
-    assert asked(server) == 8
-
-
 def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not happened():

@@ -19,6 +19,7 @@ _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 RUN_ELSEWHERE = {
     ".ci/run": "everything; it must not start itself",
+    "pytest --override-ini addopts= -m full tests/real": "an hour, by hand",
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
@@ -34,7 +35,6 @@ RUN_ELSEWHERE = {
     "python -m tests.bench.scale --ranks 10000 --documents 10000000000": "an hour on a busy machine; "
     "tests/integration/test_scale.py runs it with 3 ranks",
     "pytest --override-ini addopts= -s tests/real/test_loader_matrix.py tests/real/test_trainers.py": ".ci/run",
-    "python -m tests.bench.moves": "five minutes; tests/integration/test_moves_together.py runs one of its lines",
     "python -m tests.bench.loaders --mosaic-python other-environment/bin/python": "minutes; "
     "tests/real/test_loader_bench.py runs it with fewer rows",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "

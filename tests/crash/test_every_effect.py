@@ -183,7 +183,8 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "kind", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gzip", "zstd")), "parquet"]
+    "kind",
+    [None, pytest.param("gzip", marks=pytest.mark.slow), pytest.param("zstd", marks=pytest.mark.full), "parquet"],
 )
 def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(folder: Path, kind: str | None) -> None:
     with FakeServer(delay=slow_start) as server:
@@ -214,7 +215,7 @@ def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, num
 
 @pytest.mark.parametrize(
     "code",
-    [errno.ENOSPC, *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EIO, errno.EROFS))],
+    [errno.ENOSPC, *(pytest.param(code, marks=pytest.mark.full) for code in (errno.EIO, errno.EROFS))],
     ids=errno.errorcode.get,
 )
 def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(folder: Path, code: int) -> None:

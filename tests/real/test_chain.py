@@ -27,7 +27,7 @@ from tests.real import chain_job
 from tests.real.cluster_job import HELD, IN_FLIGHT, counting_server
 from tests.real.slurm_cluster import Cluster, until
 
-pytestmark = pytest.mark.timeout(900)  # it may install Slurm
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # it may install Slurm
 ROWS = 24  # per task
 SOURCE, TARGET = "org/source", "org/rewritten"
 

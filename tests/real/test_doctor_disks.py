@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.preflight.checks import Need, PreflightCheck, check_checkpoints, check_local_output
 from tests.real.test_full_disk import command, fill, mounted, tmpfs
@@ -33,13 +31,6 @@ def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:
     assert found["writable"].state == "problem"
     assert "Free some space" in found["writable"].message
     assert found["room"].state == "problem"
-
-
-@pytest.mark.parametrize(("kilobytes", "state"), [(64, "problem"), (200, "warning"), (100_000, "ok")])
-def test_room_is_judged_by_what_is_needed(tmp_path: Path, kilobytes: int, state: str) -> None:
-    with tmpfs(tmp_path / "disk", kilobytes) as disk:
-        assert checkpoints(disk / "checkpoints")["room"].state == state
-        assert list(disk.iterdir()) == []
 
 
 def test_a_disk_without_inodes_is_a_problem(tmp_path: Path) -> None:

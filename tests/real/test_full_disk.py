@@ -248,10 +248,11 @@ SIZES = {
     "checkpoints and output": (12, 20, 40, 80, 120, 200, 280, 300, 340, 420, 500, 580, 660, 740, 820),
 }
 """Sizes of the disk in kB, at most of which something does not fit."""
+PLACES = [pytest.param(place, marks=pytest.mark.full if " and " not in place else ()) for place in SIZES]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("on_it", SIZES)
+@pytest.mark.parametrize("on_it", PLACES)
 def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
     tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str
 ) -> None:
@@ -310,7 +311,7 @@ def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("on_it", ["checkpoints", "output", "checkpoints and output"])
+@pytest.mark.parametrize("on_it", PLACES)
 def test_a_file_system_that_turns_read_only_stops_the_rank(
     tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str
 ) -> None:

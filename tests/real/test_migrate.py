@@ -17,7 +17,7 @@ from tests.integration.test_migrate import Call, call, datatrove, folder, kill_a
 __all__ = ["call", "datatrove", "folder"]  # pytest finds these fixtures here
 
 
-@pytest.mark.parametrize("seed", range(100, 150))
+@pytest.mark.parametrize("seed", [100, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(101, 150))])
 def test_a_run_that_was_killed_goes_on(
     folder: Path, call: Call, datatrove: Datatrove, capfd: pytest.CaptureFixture[str], seed: int
 ) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import Job, Killed, ask_twice
@@ -79,20 +78,6 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
 
 def text(fs: s3fs.S3FileSystem, path: str) -> str:
     return str(fs.cat_file(path).decode())
-
-
-@pytest.mark.parametrize("kept", [False, True], ids=["node lost", "node kept"])
-def test_a_bucket_that_does_not_exist_is_refused_before_anything_is_asked(
-    tmp_path: Path, fs: s3fs.S3FileSystem, kept: bool
-) -> None:
-    """A misspelt one would be an empty mirror, and a lost node would start from nothing."""
-    job = Job(tmp_path, "s3://no-such-bucket/mirror")
-    if kept:
-        job.run_until("text 2", checkpoints_remote_dir=None)
-    with FakeServer() as server:
-        with pytest.raises(ConfigError, match=r"checkpoints_remote_dir: the bucket of s3://no-.* does not exist. Make"):
-            job.run(server)
-        assert not server.asked
 
 
 def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(

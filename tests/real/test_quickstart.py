@@ -108,6 +108,7 @@ def test_killed_twice_it_finishes_the_rest_and_keeps_every_answer(checkout: Path
     assert "To check the files: datatrove-ckpt verify quickstart/checkpoints --full" in closing
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_undisturbed_it_holds_the_same_documents_in_the_same_order(checkout: Path) -> None:
     shutil.rmtree(checkout / "quickstart", ignore_errors=True)

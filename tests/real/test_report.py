@@ -18,7 +18,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
-from tests.real.environment import install_debian
+from tests.real.environment import DEBIAN, install_debian
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 TASKS, DOCUMENTS, KILLS = 4, 40, 3
@@ -104,7 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chromium(folder: Path, *options: str) -> str:
     """What it prints. It has no network, and says nothing on its console."""
     if not shutil.which("chromium"):
-        install_debian(("chromium", "fonts-liberation"))
+        install_debian(DEBIAN["chromium"])
     line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
     line += ["--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr"]
     line += ["--allow-file-access-from-files", "--virtual-time-budget=10000", f"--user-data-dir={folder}/profile"]

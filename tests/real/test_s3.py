@@ -37,6 +37,7 @@ from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Req
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(900)]
 
 PART = 5 << 20  # the least that S3 allows
+FULL = pytest.mark.full
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +101,7 @@ def finished(job: dict[str, Any], rank: int = 0) -> bool:
 # What arrives ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "gzip", "parquet"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=FULL), "gzip", "parquet"])
 def test_files_of_many_parts_arrive_byte_for_byte(
     job: dict[str, Any], bucket: Bucket, relay: Relay, tmp_path: Path, kind: str
 ) -> None:
@@ -295,6 +296,7 @@ def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
     assert bucket.files("output") == whole
 
 
+@pytest.mark.full
 def test_a_server_that_is_away_for_seconds_is_waited_for(
     job: dict[str, Any], bucket: Bucket, relay: Relay, weed: Weed, server: FakeServer, tmp_path: Path
 ) -> None:
@@ -316,27 +318,6 @@ def test_a_server_that_is_away_for_seconds_is_waited_for(
     assert finished(job)
 
 
-def test_a_server_that_stays_away_stops_the_rank_and_the_same_command_finishes(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
-) -> None:
-    job |= {"retry_seconds": 0.5, "logs": str(tmp_path / "logs")}
-    whole = expected(job, tmp_path)
-    server.asked.clear()
-
-    processes = JobProcesses(job, relay, tmp_path / "log", AWS_MAX_ATTEMPTS="1")  # botocore's own take half a minute
-    for refused, message in (("List", "cannot be listed"), ("PutObject", "could not be uploaded")):
-        relay.rule = lambda request, kind=refused: 500 if request.kind == kind else None  # type: ignore[misc]
-        assert processes.end(processes.start()) == 1
-        assert message in (tmp_path / "log").read_text()
-        assert not finished(job)
-    assert not (tmp_path / "logs/completions/00000").exists()
-    relay.rule = lambda request: None
-    assert processes.end(processes.start()) == 0
-    assert bucket.files("output") == whole
-    assert (tmp_path / "logs/completions/00000").exists()
-    assert asked(server) == 8
-
-
 def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
@@ -347,6 +328,7 @@ def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
 # The end of the process -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("event", "logs"), [("upload error", "s3"), ("SIGINT", "local"), ("SIGINT", "s3"), ("SIGTERM", "s3")]
 )
@@ -391,7 +373,7 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
 # Input, logs, settings ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["parquet", *(pytest.param(kind, marks=FULL) for kind in ("jsonl", "jsonl.gz"))])
 def test_input_from_s3_is_read_on_where_it_was_left(
     job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path, kind: str
 ) -> None:

@@ -80,6 +80,7 @@ with Cluster(Path(sys.argv[1])) as cluster:
 """
 
 
+@pytest.mark.full
 def test_a_cluster_ends_with_its_tests_even_if_they_are_killed(tmp_path: Path) -> None:
     def left() -> list[int]:
         return processes(lambda argv, environ: str(tmp_path) in " ".join(argv) + environ.get("SLURM_CONF", ""))
@@ -93,6 +94,7 @@ def test_a_cluster_ends_with_its_tests_even_if_they_are_killed(tmp_path: Path) -
     until(lambda: not left(), 120, lambda: str(left()))
 
 
+@pytest.mark.full
 def test_a_plain_array(cluster: Cluster, tmp_path: Path, server: FakeServer) -> None:
     job = Job(cluster, tmp_path, server, tasks=3)
     server.release()
@@ -102,6 +104,7 @@ def test_a_plain_array(cluster: Cluster, tmp_path: Path, server: FakeServer) -> 
     until((tmp_path / "logs/stats.json").exists, 240, job.describe)  # datatrove's job after the array
 
 
+@pytest.mark.full
 def test_requeue(job: Job, cluster: Cluster) -> None:
     job.submit()
     job.until_held()
@@ -115,7 +118,7 @@ def test_requeue(job: Job, cluster: Cluster) -> None:
     job.check("scontrol requeue", 2, seconds, "no")
 
 
-@pytest.mark.parametrize("partition", ["low", "grace"])
+@pytest.mark.parametrize("partition", ["low", pytest.param("grace", marks=pytest.mark.full)])
 def test_preemption(job: Job, cluster: Cluster, partition: str) -> None:
     job.submit(partition=partition)
     job.until_held()
@@ -130,6 +133,7 @@ def test_preemption(job: Job, cluster: Cluster, partition: str) -> None:
     job.check(f"preemption, {grace}", 2, seconds, "no")
 
 
+@pytest.mark.full
 def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     def play(name: str, cause: str, **settings: Any) -> tuple[Job, float]:
         with counting_server() as server:
@@ -155,6 +159,7 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
         job.check(event, 2, seconds, "no")
 
 
+@pytest.mark.full
 def test_several_tasks_per_job(cluster: Cluster, tmp_path: Path) -> None:
     with counting_server(held=DOCUMENTS + 10) as server:  # in the middle of the second
         job = Job(cluster, tmp_path, server, tasks=3)
@@ -170,6 +175,7 @@ def test_several_tasks_per_job(cluster: Cluster, tmp_path: Path) -> None:
         job.check("tasks_per_job=3, requeue in the 2nd", 2, seconds, "1 of 3")
 
 
+@pytest.mark.full
 def test_one_task_of_an_array_requeues_itself_and_not_the_others(
     cluster: Cluster, tmp_path: Path, server: FakeServer
 ) -> None:
@@ -195,6 +201,7 @@ def lose_node(job: Job, cluster: Cluster) -> None:
     cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
 
+@pytest.mark.full
 def test_a_lost_node_whose_process_lives_on(job: Job, cluster: Cluster) -> None:
     job.submit()
     job.until_held()
@@ -227,6 +234,7 @@ def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(
     job.check("node lost, no locks: 1st fenced", 2, seconds, "no", at_most=2 * IN_FLIGHT)
 
 
+@pytest.mark.full
 def test_several_nodes_per_task(job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     two_part_vllm.install(job.folder / "bin")
     monkeypatch.setenv("PATH", f"{job.folder}/bin:{os.environ['PATH']}")

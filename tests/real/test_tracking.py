@@ -29,6 +29,7 @@ from tests.integration.test_tracked_jobs import no_tracking_left
 from tests.jobs import documents, runner
 from tests.pages import ROOT
 from tests.unit.test_metrics import waited_for
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 mlflow_tracking = pytest.importorskip("mlflow.tracking")
 pytest.importorskip("wandb")
@@ -43,35 +44,6 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 2
-    logging_dir: {folder}/logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {{data_folder: {folder}/documents}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {{class_path: PromptRollout, init_args: {{prompt: "Summarise: {{text}}"}}}}
-          config:
-            server_type: endpoint
-            endpoint_url: "{url}"
-            model_name_or_path: fake
-            api_key_env: KEY_OF_TEST
-            max_concurrent_generations: 2
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: {folder}/output, output_filename: "${{rank}}_${{chunk_index}}.jsonl"}}
-          checkpoints_local_dir: {folder}/checkpoints
-          records_per_chunk: 2
-          drain_seconds: 0
-          monitoring: {{run_name: books, mlflow_uri: {folder}/runs, mlflow_experiment: texts}}
-"""
-
-
 def runs_of(folder: Path, monkeypatch: pytest.MonkeyPatch, experiment: str = "texts") -> tuple[Any, list[Any]]:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = mlflow_tracking.MlflowClient(folder.as_uri())
@@ -81,16 +53,17 @@ def runs_of(folder: Path, monkeypatch: pytest.MonkeyPatch, experiment: str = "te
 
 def test_a_job_that_is_killed_and_stopped_is_one_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "canary-of-a-key")
-    (tmp_path / "documents").mkdir()
-    for name in "ab":
-        lines = (f'{{"text": "{name}{number}", "id": "{name}{number}"}}\n' for number in range(20))
-        (tmp_path / f"documents/{name}.jsonl").write_text("".join(lines))
     with FakeServer() as server:
-        (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path, url=server.url))
-        command = [sys.executable, "-m", "datatrove_ckpt", "run", str(tmp_path / "job.yaml")]
+        config = f"{ENDPOINT.replace('URL', server.url)}, api_key_env: KEY_OF_TEST, max_concurrent_generations: 2"
+        job = job_yaml(config, 2).replace("workers: 1", "workers: 2")
+        tracking = f"{{run_name: books, mlflow_uri: {tmp_path}/runs, mlflow_experiment: texts}}"
+        job += f"          records_per_chunk: 2\n          drain_seconds: 0\n          monitoring: {tracking}\n"
+        write_job(tmp_path, job, *([f"{name}{number}" for number in range(20)] for name in "ab"))
+        command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
         for attempt, number in enumerate((signal.SIGKILL, signal.SIGTERM, None)):
             server._hold_after = None if number is None else len(server.payloads) + 9
-            with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
                 if number is not None:
                     waited_for(lambda: len(server.payloads) >= server._hold_after + 1)
                     if attempt:  # the process that sends has found the run again
@@ -139,6 +112,7 @@ tracker.main()
 PARENT = 'exec 3<&0; "$@" <&3 & wait'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [False, True], ids=["its input ends", "its parent is killed"])
 def test_a_run_of_mlflow_that_is_half_made_is_made_whole(
     killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,8 +47,11 @@ class SavesAtStops(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dataloader_num_workers": 2}, {"accelerator_config": {"dispatch_batches": False}}],
-    ids=["plain", "2 workers", "not dispatched"],
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"dataloader_num_workers": 2}, id="2 workers", marks=pytest.mark.full),
+        pytest.param({"accelerator_config": {"dispatch_batches": False}}, id="not dispatched", marks=pytest.mark.full),
+    ],
 )
 def test_trainer_resumes_in_every_epoch(folder: str, ram: Path, options: dict[str, Any]) -> None:
     def trained(resume_from: int | None) -> list[list[int]]:
@@ -129,6 +132,7 @@ def test_accelerate_goes_on_with_the_next_epoch_after_the_last_batch(
         epoch(again, 0)
 
 
+@pytest.mark.full
 def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(folder: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

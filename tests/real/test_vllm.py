@@ -74,6 +74,7 @@ def stop_engine(process: JobProcess) -> None:
     os.kill(process_named("EngineCore", process), signal.SIGSTOP)
 
 
+@pytest.mark.full
 def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
     plain = job(tmp_path, too_long=2, max_concurrent_generations="auto")
     plain.run()
@@ -83,6 +84,7 @@ def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
     assert all("HTTP 400" in error for error in letters.values())
 
 
+@pytest.mark.full
 def test_auto_is_as_fast_as_the_best_number_and_its_queue_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -108,10 +110,12 @@ def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(t
     check_faults(faulty, [kill_engine, stop_engine, terminate_server], every=25)
 
 
+@pytest.mark.full
 def test_a_killed_runner_resumes(tmp_path: Path) -> None:
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=24)
 
 
+@pytest.mark.full
 def test_a_signal_to_all_processes(tmp_path: Path) -> None:
     # Two requests at a time, so that some are always half done.
     kwargs = {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 2}
@@ -175,6 +179,7 @@ def sampled(folder: Path, url: str, at_once: int, interruption: int | None = Non
     return {row["id"]: row["metadata"]["rollout_results"][0]["text"] for row in rows}
 
 
+@pytest.mark.full
 def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(tmp_path: Path, real_ready_window: None) -> None:
     with vllm_server(tmp_path) as url:
         alone = sampled(tmp_path / "alone", url, 1)
@@ -243,6 +248,7 @@ async def server_counters(log: str) -> tuple[float, float]:
     return total("prefix_cache_queries"), total("prefix_cache_hits")
 
 
+@pytest.mark.full
 def test_a_shared_system_prompt_is_a_cache_hit_as_often_as_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

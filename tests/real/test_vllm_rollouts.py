@@ -22,7 +22,7 @@ from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, CompletionRol
 from tests.real import environment
 from tests.real.test_vllm import vllm_server
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("real_ready_window")]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900), pytest.mark.usefixtures("real_ready_window")]
 
 DOCUMENTS = 6
 SCHEMA = {

@@ -1,9 +1,9 @@
 """The asynchronous core of a rank: documents in, rollouts run, answers kept, finished documents recorded.
 
 Everything runs on one event loop, which never waits on a disk or on a reader: two threads do that, the reader's
-(``prefetch.py``) and the checkpoint's. The room starts no server process: ``runner.py`` passes in a function that does.
+(``prefetch.py``) and the checkpoint's.
 
-Start at ``scheduler.py`` (one rank, from its first document to its last commit), then ``generate.py`` (one call of a
+Start at ``rank.py``, then ``scheduler.py`` (from the first document to the last commit), ``generate.py`` (one call of a
 rollout's ``generate``). Then ``prefetch.py`` (where documents come from), ``stop.py`` and ``drain.py`` (an early stop),
 ``failures.py`` and ``dead_letters.py`` (documents that fail), ``run_identity.py`` and ``code_walk.py`` (what makes two
 runs the same run), ``null_checkpoint.py`` (a run without a checkpoint) and ``progress.py`` (statistics and progress

@@ -1,6 +1,7 @@
 """Writes a finished chunk as output files: through any datatrove ``DiskWriter``, staged, then published in one step.
 
     chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
+    writer_check.py    what a runner refuses of a writer
     file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
     targets.py         where staged files go: a local folder, a remote one, the hub
     upload.py          RemoteFolder: uploads to S3 and other file systems, with retries

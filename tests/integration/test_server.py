@@ -23,10 +23,8 @@ from datatrove_ckpt.errors import ServerDied, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers import guardian, server
 from datatrove_ckpt.inference.servers.dummy import TEXT
-from datatrove_ckpt.inference.servers.engines import EngineCommand
 from datatrove_ckpt.inference.servers.interface import Server
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.redaction import HiddenDict
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import make_server
 from tests.patience import Patience
@@ -366,8 +364,6 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
                 assert running.urls[0] != f"http://127.0.0.1:{taken.getsockname()[1]}"
 
         asyncio.run(play())
-
-
 
 
 @linux_only

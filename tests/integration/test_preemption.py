@@ -30,6 +30,7 @@ from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.process import drain_settings, preemption, slurm_job
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, runner, writer
 
 DRAINS = "requests in flight have"
@@ -74,6 +75,27 @@ def signal_once_asked(server: FakeServer, number: int, sent: int = signal.SIGTER
     return thread
 
 
+def preempted(
+    step: InferenceRunner,
+    number: int,
+    server: FakeServer,
+    asked: int,
+    draining: Callable[[], object] | None = None,
+    sent: int = signal.SIGTERM,
+    end: type[BaseException] = Preempted,
+    match: str | None = None,
+) -> None:
+    """Runs so many documents, and is signalled once so many requests are asked.
+
+    Args:
+        draining: what happens while requests are waited for: the server answers.
+    """
+    timer = signal_once_asked(server, asked, sent)
+    with when_logged(DRAINS, draining or server.release), pytest.raises(end, match=match):
+        step.run(documents(number))
+    timer.join()
+
+
 async def plain(document: Document, generate: Any) -> Any:
     return (await ask(document, generate)).text
 
@@ -107,11 +129,8 @@ def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_t
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, rollout, config={"max_concurrent_generations": 4})
         handlers = [signal.getsignal(name) for name in SIGNALS]
-        timer = signal_once_asked(server, 4, number)
         end = KeyboardInterrupt if number == signal.SIGINT else Preempted
-        with when_logged(DRAINS, server.release), pytest.raises(end):
-            step.run(documents(20))
-        timer.join()
+        preempted(step, 20, server, 4, sent=number, end=end)
         assert reraised == [number]
         assert [signal.getsignal(name) for name in SIGNALS] == handlers
         assert len(finished) == sum(server.asked.values()) == 4
@@ -126,10 +145,7 @@ def test_a_document_that_needs_another_request_waits_for_the_next_attempt_and_ke
 ) -> None:
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, twice, drain_seconds=600)
-        timer = signal_once_asked(server, 3)
-        with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="SIGTERM"):
-            step.run(documents(3))
-        timer.join()
+        preempted(step, 3, server, 3, match="SIGTERM")
         assert server.asked == {f"text {index}": 1 for index in range(3)}
         step.run(documents(3))
         assert len(server.asked) == 6
@@ -165,10 +181,7 @@ def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_
 ) -> None:
     with FakeServer(hold_after=6) as server:
         step = runner(tmp_path, server, plain, drain_seconds=0.3, config={"max_concurrent_generations": 4})
-        timer = signal_once_asked(server, 10)
-        with pytest.raises(Preempted):
-            step.run(documents(20))
-        timer.join()
+        preempted(step, 20, server, 10, lambda: None)
         assert any("4 requests in flight were given up" in line for line in log)
         server.release()
         step.run(documents(20))
@@ -182,10 +195,7 @@ def test_a_second_signal_ends_the_wait_at_once(
     monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
-        timer = signal_once_asked(server, 1)
-        with when_logged(DRAINS, lambda: send_signal(signal.SIGUSR1)), pytest.raises(Preempted):
-            step.run(documents(1))
-        timer.join()
+        preempted(step, 1, server, 1, lambda: send_signal(signal.SIGUSR1))
     assert reraised == [signal.SIGTERM, signal.SIGUSR1]
     assert any("1 request in flight was given up" in line for line in log)
 
@@ -203,10 +213,7 @@ def test_several_signals_of_one_event_are_one(
             send_signal(signal.SIGUSR1)
             server.release()
 
-        timer = signal_once_asked(server, 1)
-        with when_logged(DRAINS, again), pytest.raises(Preempted):
-            step.run(documents(1))
-        timer.join()
+        preempted(step, 1, server, 1, again)
     assert reraised == [signal.SIGTERM, signal.SIGUSR1]
     assert any(", saved: 1 document of this run" in line for line in log)
     assert not any("given up" in line for line in log)
@@ -254,10 +261,7 @@ def test_on_another_event_loop(tmp_path: Path, reraised: list[int], monkeypatch:
     monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
     monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
     with FakeServer(hold_after=0) as server:
-        timer = signal_once_asked(server, 4)
-        with when_logged(DRAINS, server.release), pytest.raises(Preempted):
-            runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}).run(documents(20))
-        timer.join()
+        preempted(runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}), 20, server, 4)
         assert sum(server.asked.values()) == 4
 
 
@@ -288,10 +292,7 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
 
         settings = {"max_concurrent_generations": 4}
         step = runner(tmp_path, server, plain, on_document_error="dead_letter", config=settings)
-        timer = signal_once_asked(server, 4)
-        with when_logged(DRAINS, both_end), pytest.raises(Preempted):
-            step.run(documents(6))
-        timer.join()
+        preempted(step, 6, server, 4, both_end)
         ending.clear()
         step.run(documents(6))
     letters = tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl"
@@ -358,29 +359,6 @@ def test_a_server_that_is_starting_is_stopped_at_once(
     assert pid not in [process.pid for process in guardian.process_table()]
 
 
-ENGINE = """
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def do_POST(self):
-        open("asked", "a").write("x")
-        Event().wait()
-
-    def log_message(self, *arguments):
-        pass
-
-open("engines", "a").write(f"{os.getpid()}\\n")
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
-
-
 def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
@@ -394,18 +372,16 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     )
 
     def watch() -> None:
-        while not Path("asked").exists() or Path("asked").stat().st_size < 2:
+        while not Path("asked").exists() or len(lines("asked")) < 2:
             time.sleep(0.001)
         send_signal()
 
     thread = threading.Thread(target=watch)
     thread.start()
-    engine = lambda: os.kill(int(Path("engines").read_text()), signal.SIGTERM)  # noqa: E731
-    with when_logged(DRAINS, engine), pytest.raises(Preempted):
-        step.run(documents(5))
+    with when_logged(DRAINS, lambda: os.kill(engines()[0], signal.SIGKILL)), pytest.raises(Preempted):
+        step.run([Document(text=f"wait {number}", id=f"{number}") for number in range(5)])
     thread.join()
-    assert len(Path("engines").read_text().splitlines()) == 1
-    assert Path("asked").stat().st_size == 2
+    assert (len(engines()), len(lines("asked"))) == (1, 2)
     assert not [line for line in log if "ERROR" in line]
     assert any("2 requests in flight were given up" in line for line in log)
 
@@ -506,10 +482,7 @@ def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path: Path, rerai
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
         step.checkpoints_local_dir = None
-        timer = signal_once_asked(server, 1)
-        with pytest.raises(Preempted):
-            step.run(documents(1))
-        timer.join()
+        preempted(step, 1, server, 1, lambda: None)
     assert any("the same command starts over" in line for line in log)
 
 

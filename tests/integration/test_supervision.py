@@ -33,15 +33,9 @@ from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests.processes import is_alive
 
-# An engine that does what a prompt says. It writes each prompt to ./asked, and its own id to ./engines when it starts.
-# It uses no HTTP library, whose import would take most of the time of these tests.
-ENGINE = """
-import asyncio, json, os, pathlib, signal, sys
-here = pathlib.Path.cwd()
-gate = here / "gate"
+# Without an HTTP library, whose import would take most of the time of these tests.
+SERVE = """
 sick = 200
-draining = False
-waiting = set()
 async def serve(reader, writer):
     try:
         while True:
@@ -54,6 +48,15 @@ async def serve(reader, writer):
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
         writer.close()
+"""
+# An engine that does what a prompt says. It writes each prompt to ./asked, and its own id to ./engines when it starts.
+ENGINE = """
+import asyncio, json, os, pathlib, signal, sys
+here = pathlib.Path.cwd()
+gate = here / "gate"
+draining = False
+waiting = set()
+SERVE
 def first_time(what):
     if (here / what).exists():
         return False
@@ -100,7 +103,7 @@ async def main():
     print("serving", flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
-"""
+""".replace("SERVE\n", SERVE)
 
 
 @pytest.fixture(autouse=True)
@@ -522,18 +525,8 @@ async def complete(payload):
         line.recv(1)
         await asyncio.sleep(600)
     except BlockingIOError:
-        return {{"choices": [{{"message": {{"content": question}}, "finish_reason": "stop"}}]}}
-async def serve(reader, writer):
-    try:
-        while True:
-            head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
-            size = int(head.partition("content-length:")[2].split()[0]) if "content-length" in head else 0
-            body = await reader.readexactly(size)
-            data = json.dumps(await complete(json.loads(body)) if head.startswith("post") else {{}}).encode()
-            writer.write(b"HTTP/1.1 200 X\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(data) + data)
-            await writer.drain()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        writer.close()
+        return 200, {{"choices": [{{"message": {{"content": question}}, "finish_reason": "stop"}}]}}
+{SERVE}
 async def main():
     await (await asyncio.start_server(serve, "127.0.0.1", int(value("--port")))).serve_forever()
 asyncio.run(main())

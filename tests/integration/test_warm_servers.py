@@ -24,7 +24,7 @@ from datatrove.pipeline.readers import JsonlReader
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import CkptError, ServerDied
+from datatrove_ckpt.errors import DocumentFailed, ServerDied
 from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.warm import close_warm_servers, stamps_of_arguments
@@ -144,7 +144,7 @@ def test_a_rank_that_is_stopped_or_fails_after_its_last_answer_leaves_no_server(
     assert not running()
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, CkptError])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, DocumentFailed])
 def test_a_rank_that_is_stopped_or_fails_leaves_no_server(end: type[BaseException]) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         result = await jobs.ask(document, generate)
@@ -153,7 +153,7 @@ def test_a_rank_that_is_stopped_or_fails_leaves_no_server(end: type[BaseExceptio
 
     run(0)
     with pytest.raises(end):
-        run(1, "only", rollout=rollout)
+        run(1, "only", rollout=rollout, folder="another")
     assert len(engines()) == 1
     assert not running()
 

@@ -50,3 +50,9 @@ def write_job(folder: Path, text: str, *files: Iterable[str]) -> None:
         rows = [json.dumps({"id": f"id {n}", "text": text}) for n, text in enumerate(texts, number)]
         (folder / "input" / f"{index}.jsonl").write_text("\n".join(rows))
         number += len(rows)
+
+
+def doctor_lines(said: str) -> dict[str, str]:
+    """What ``doctor`` printed: each line's state and message, by what was checked."""
+    split = (line.split(": ", 1) for line in said.splitlines()[:-1])
+    return {head.split(maxsplit=1)[1]: f"{head.split()[0]}: {text}" for head, text in split}

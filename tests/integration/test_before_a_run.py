@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from datatrove_ckpt.preflight.probes import PROBE
 from datatrove_ckpt.preflight.space import estimate
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
-from tests.yaml_jobs import job_yaml
+from tests.yaml_jobs import doctor_lines, job_yaml
 
 JOB = job_yaml(
     "server_type: dummy, model_name_or_path: m, default_generation_params: {max_tokens: 100}",
@@ -43,7 +43,7 @@ Doctor = Callable[..., int]
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: JOB, and two documents."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -64,18 +64,12 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def lines_by_check(said: str) -> dict[str, str]:
-    """Each line's state and message, by what was checked."""
-    split = (line.split(": ", 1) for line in said.splitlines()[:-1])
-    return {head.split(maxsplit=1)[1]: f"{head.split()[0]}: {text}" for head, text in split}
-
-
 def test_fit_folders_have_no_problem_and_nothing_is_changed(
     examined: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = names(tmp_path)
     assert examined() == 0
-    said = lines_by_check(capsys.readouterr().out)
+    said = doctor_lines(capsys.readouterr().out)
     assert said["checkpoints, writable"] == f"ok: {tmp_path}/checkpoints (will be created in {tmp_path})"
     assert said["checkpoints, locks"].startswith("ok: a second process is kept out")
     assert said["checkpoints, SQLite"].startswith("ok: WAL without shared memory works")
@@ -120,7 +114,7 @@ def test_what_would_fail_is_named_with_what_to_do(
     says = says.replace("{}", str(tmp_path))
     before = names(tmp_path)
     assert examined(override) == says.startswith("problem")
-    assert lines_by_check(capsys.readouterr().out)[check].startswith(says)
+    assert doctor_lines(capsys.readouterr().out)[check].startswith(says)
     assert names(tmp_path) == before
 
 
@@ -132,7 +126,7 @@ def test_a_file_system_without_locks_is_a_warning(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert examined() == 0
-    assert lines_by_check(capsys.readouterr().out)["checkpoints, locks"].startswith(
+    assert doctor_lines(capsys.readouterr().out)["checkpoints, locks"].startswith(
         "warning: the file system has no locks."
     )
 
@@ -142,7 +136,7 @@ def test_locks_that_keep_nobody_out_are_a_problem(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)  # this process's; the second one's is real
     assert examined() == 1
-    said = lines_by_check(capsys.readouterr().out)["checkpoints, locks"]
+    said = doctor_lines(capsys.readouterr().out)["checkpoints, locks"]
     assert said.startswith("problem: a second process was not kept out (let in).")
 
 
@@ -155,7 +149,7 @@ def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
     )
     Path("job.yaml").write_text(slurm)
     assert main(["doctor", "job.yaml"]) == 0
-    said = lines_by_check(capsys.readouterr().out)
+    said = doctor_lines(capsys.readouterr().out)
     assert said["checkpoints, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
     assert said["output, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
     assert "2 ranks at once" in said["checkpoints, room"]
@@ -169,7 +163,7 @@ def test_a_folder_that_never_answers_is_a_problem(
     monkeypatch.setattr(checks, "REMOTE_SECONDS", 2.0)
     assert examined() == 1
     never.set()
-    said = lines_by_check(capsys.readouterr().out)["checkpoints, reachable"]
+    said = doctor_lines(capsys.readouterr().out)["checkpoints, reachable"]
     assert said.endswith("there was no answer within 2 s. Repair the mount, or choose another folder.")
 
 
@@ -180,7 +174,7 @@ TO_MEMORY = "--pipeline.1.output_writer.output_folder=memory://doctor/out"
 
 def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     assert examined(TO_MEMORY) == 0
-    said = lines_by_check(capsys.readouterr().out)
+    said = doctor_lines(capsys.readouterr().out)
     assert said["output, reachable"].startswith("ok: memory:///doctor/out")
     assert "staged for its upload" in said["checkpoints, room"]
     assert MemoryFileSystem().find("/doctor") == []
@@ -194,7 +188,7 @@ def test_a_remote_output_that_refuses_is_a_problem(
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     assert examined(TO_MEMORY) == 1
-    said = lines_by_check(capsys.readouterr().out)["output, reachable"]
+    said = doctor_lines(capsys.readouterr().out)["output, reachable"]
     assert said.startswith("problem: memory:///doctor/out/.datatrove-ckpt-probe-")
     assert "403 Forbidden" in said
 

@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import (
     RequestPoisoned,
     TooManyDeadLetters,
 )
+from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 
@@ -76,6 +77,23 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
         server.release()
         step.run(documents(6))
     assert ids(tmp_path) == [f"id {index}" for index in range(6)]
+
+
+def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    write_chunk = ChunkOutput.write_chunk
+
+    def slow(self: ChunkOutput, *args: Any) -> Any:
+        time.sleep(0.1)
+        asked.append(server.asked.total())
+        return write_chunk(self, *args)
+
+    monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
+    monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
+    runner(tmp_path, server, records_per_chunk=1, config={"max_concurrent_documents": 1}).run(documents(6))
+    assert all(total <= written + 2 for written, total in enumerate(asked)), "one may be past the look already"
 
 
 def test_a_slow_disk_slows_the_run_and_fills_no_memory(

@@ -26,7 +26,7 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
@@ -205,7 +205,7 @@ Run = Callable[..., int]
 
 
 @pytest.fixture
-def job(tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def job(tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Run:
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -250,12 +250,6 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
 
 
 # the doctor ----------------------------------------------------------------------------------------------------------
-
-
-def doctor_lines(said: str) -> dict[str, str]:
-    """Each line's state and message, by what was checked."""
-    split = (line.split(": ", 1) for line in said.splitlines()[:-1])
-    return {head.split(maxsplit=1)[1]: f"{head.split()[0]}: {text}" for head, text in split}
 
 
 def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:

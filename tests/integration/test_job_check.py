@@ -60,7 +60,7 @@ class Command:
 @pytest.fixture
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: FakeServer
-) -> Iterator[Command]:
+) -> Command:
     """A job of three tasks with four documents each, in the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

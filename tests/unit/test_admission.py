@@ -44,29 +44,24 @@ def test_the_engine_is_kept_busy_with_a_short_queue(engine: Callable[[], Engine]
 
 
 @given(
-    places=st.integers(1, 100),
-    budget=st.sampled_from([512, 2048, 8192]),
-    base=st.floats(0.005, 0.2),
-    per_decode=st.floats(1e-5, 3e-3),
-    per_prompt_token=st.floats(1e-5, 5e-4),
+    engine=st.builds(
+        Engine,
+        st.integers(1, 100),
+        st.sampled_from([512, 2048, 8192]),
+        base=st.floats(0.005, 0.2),
+        per_decode=st.floats(1e-5, 3e-3),
+        per_prompt_token=st.floats(1e-5, 5e-4),
+    ),
     prompt=st.sampled_from([30, 200, 800]),
     answer=st.sampled_from([10, 60, 200]),
     spread=st.sampled_from([0.0, 0.5, 1.0]),
-    on_the_way=st.floats(0.001, 0.1),
-    interval=st.sampled_from([0.1, 0.25, 1.0, 3.0]),
+    times=st.fixed_dictionaries(
+        {"on_the_way": st.floats(0.001, 0.1), "interval": st.sampled_from([0.1, 0.25, 1.0, 3.0])}
+    ),
 )
 @hypothesis.settings(max_examples=20, derandomize=True, deadline=None, database=None)
 def test_the_queue_of_any_engine_is_short(
-    places: int,
-    budget: int,
-    base: float,
-    per_decode: float,
-    per_prompt_token: float,
-    prompt: int,
-    answer: int,
-    spread: float,
-    on_the_way: float,
-    interval: float,
+    engine: Engine, prompt: int, answer: int, spread: float, times: dict[str, float]
 ) -> None:
     """In 3100 random cases, two queues were longer: by one request for a step, and with answers of two tokens."""
 
@@ -76,8 +71,7 @@ def test_the_queue_of_any_engine_is_short(
     def lengths(chance: random.Random, now: float) -> tuple[int, int]:
         return around(prompt, chance), around(answer, chance)
 
-    engine = Engine(places, budget, base=base, per_decode=per_decode, per_prompt_token=per_prompt_token)
-    run = Simulation(engine, lengths, Admission(), on_the_way=on_the_way, interval=interval).run(15)
+    run = Simulation(engine, lengths, Admission(), **times).run(15)
     assert all(step.waiting <= 2 * step.target for step in run.steps)
 
 

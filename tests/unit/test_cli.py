@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from datatrove.executor import RayPipelineExecutor
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
@@ -69,18 +68,16 @@ Run = Callable[..., int]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """``datatrove-ckpt run job.yaml ...`` in this process, in a folder with JOB, its step and one document."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_steps", raising=False)
-    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text('{"text": "Rain falls.", "id": "rain"}\n')
     Path("job.yaml").write_text(JOB)
     Path("my_steps.py").write_text(STEPS)
-    yield lambda *arguments: main(["run", "job.yaml", *arguments])
-    DataFolder.clear_instance_cache()
+    return lambda *arguments: main(["run", "job.yaml", *arguments])
 
 
 def test_a_run_that_ends_well_is_0(run: Run) -> None:

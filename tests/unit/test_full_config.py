@@ -6,12 +6,11 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.sealed import read_sealed
 from datatrove_ckpt.cli.main import main
@@ -61,12 +60,11 @@ Printed = Callable[..., str]
 
 
 @pytest.fixture
-def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Printed]:
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
     """What ``run FILE --dry-run`` prints, in a folder with JOB, its documents and my_module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
-    DataFolder.clear_instance_cache()  # fsspec would hand out the folder of this name in another working directory
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text("".join(f'{{"text": "Rain {n}.", "id": "{n}"}}\n' for n in range(5)))
     Path("job.yaml").write_text(JOB)
@@ -77,8 +75,7 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         assert main(["run", str(file), "--dry-run", *overrides]) == 0, capsys.readouterr().err
         return capsys.readouterr().out
 
-    yield dry_run
-    DataFolder.clear_instance_cache()
+    return dry_run
 
 
 def runner(text: str) -> dict[str, Any]:

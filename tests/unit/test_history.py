@@ -114,8 +114,3 @@ def test_buckets_hold_what_lies_between_their_bounds() -> None:
         (bucket,) = buckets
         assert Buckets.lower(bucket) <= value < Buckets.lower(bucket + 1)
         assert Buckets.from_json(buckets.to_json()) == buckets
-
-
-def test_sums_of_attempts_keep_the_kinds_of_errors_apart() -> None:
-    found = WorkCounts(documents=1, errors={"timeout": 1}).plus(WorkCounts(documents=2, errors={"HTTP 503": 4}))
-    assert found == WorkCounts(documents=3, errors={"timeout": 1, "HTTP 503": 4})

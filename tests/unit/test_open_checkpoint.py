@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
-from datatrove_ckpt.errors import CheckpointMismatch, StorageFailed
+from datatrove_ckpt.errors import CheckpointMismatch
 
 # chunks --------------------------------------------------------------------------------------------------------------
 
@@ -119,14 +119,3 @@ def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> No
     again = manager(tmp_path).open()
     assert (again.resumed.next_ordinal, again.counts) == (5, counts)
     again.close(completed=True)
-
-
-def test_what_fails_in_the_publisher_is_raised_on_the_event_loops_side(tmp_path: Path) -> None:
-    def refuse(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
-        raise StorageFailed("no room for the output")
-
-    checkpoint = manager(tmp_path, write_chunk=refuse).open()
-    with pytest.raises(StorageFailed, match="no room"):
-        run(checkpoint, 3)
-    checkpoint.close()
-    assert str(checkpoint.error) == "no room for the output"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.cli.main import main
@@ -49,7 +47,7 @@ ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a document; home is another folder."""
     work = tmp_path / "work"
     (work / "documents").mkdir(parents=True)
@@ -60,9 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
     monkeypatch.delenv("UNSET_HERE", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()
-    yield work
-    DataFolder.clear_instance_cache()
+    return work
 
 
 def run(**places: str) -> int:

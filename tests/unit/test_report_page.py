@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
@@ -184,12 +183,6 @@ def test_slow_ranks_stand_out() -> None:
     drawn = page(content(200))
     assert drawn.count('class="slow"') == 1 + 100  # and the pauses of the interruptions that are shown
     assert "Orange: 1 rank far below it." in drawn
-
-
-def test_pieces_of_one_colour_are_one_stroke() -> None:
-    drawn = page(content(1))
-    (done,) = re.findall(r'<path d="M0 5H150" class="todo"></path><path d="([^"]*)" class="s0"', drawn)
-    assert done.count("M") == 2
 
 
 def test_interruptions_beyond_a_hundred_are_counted_and_the_longest_shown() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +123,6 @@ def test_a_form_that_no_answer_can_have_is_refused(settings: dict[str, Any], err
     with pytest.raises(ConfigError) as refused:
         PromptRollout(**settings)
     assert str(refused.value).startswith(error)
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jsonschema.exceptions", None)
-    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^json_schema: .*'jsonschema' is not installed\. Run: pip install"):
-        PromptRollout(json_schema={"type": "object", "title": "of this test only"})
 
 
 # what is valid -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.model_files import load_counter
@@ -215,23 +215,6 @@ def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_pa
     for same in (copy.deepcopy(fitted), pickle.loads(pickle.dumps(fitted))):
         assert same == fitted
         assert content(same, document(LINES)) == "one two three"
-
-
-def test_another_tokenizer_is_another_run(tmp_path: Path, words: str) -> None:
-    def run() -> None:
-        settings = config(server_type="endpoint", endpoint_url=server.url)
-        writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
-        rollout = PromptRollout(max_prompt_tokens=5, tokenizer=words)
-        InferenceRunner(rollout, settings, writer, checkpoints_local_dir=str(tmp_path / "checkpoints")).run(
-            [Document(text="one", id="1")]
-        )
-
-    with FakeServer() as server:
-        run()
-        write_tokenizer(Path(words), more=["extra"])
-        load_counter.__globals__["_load"].cache_clear()  # as in a new process
-        with pytest.raises(CheckpointMismatch, match=r"rollout_fn\.tokenizer_hash"):
-            run()
 
 
 def test_a_node_with_another_tokenizer_stops_and_blames_no_document(words: str, tmp_path: Path) -> None:

@@ -6,12 +6,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
 from datatrove_ckpt.checkpoint.fields import RunIdentity, as_kept
@@ -47,21 +45,19 @@ cat "queued/$3"
 
 
 @pytest.fixture
-def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with documents, on a machine that has sbatch and squeue."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    DataFolder.clear_instance_cache()
     for folder in ("bin", "submitted", "queued", "documents"):
         Path(folder).mkdir()
     for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
         Path("bin", name).write_text(text)
         Path("bin", name).chmod(0o755)
     Path("documents/a.jsonl").write_text('{"text": "Rain falls.", "id": "rain"}\n')
-    yield tmp_path
-    DataFolder.clear_instance_cache()
+    return tmp_path
 
 
 def run(*arguments: str) -> int:

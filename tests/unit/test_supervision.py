@@ -69,9 +69,9 @@ async def test_requests_wait_in_order_while_no_server_is_up() -> None:
 
 async def test_the_least_busy_server_is_next_and_its_limit_holds() -> None:
     made = router(2)
-    made.targets[0].limit = 1
-    given = [await made.acquire(Request()) for _ in range(4)]
-    assert [made.targets.index(target) for target in given] == [0, 1, 1, 1]
+    made.targets[0].limit = 2
+    given = [await made.acquire(Request()) for _ in range(5)]
+    assert [made.targets.index(target) for target in given] == [0, 1, 0, 1, 1]
 
 
 async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -> None:

@@ -7,6 +7,7 @@ The CPU time of a busy machine varies by half, the ratio by a tenth. ``python -m
 from __future__ import annotations
 
 import os
+import statistics
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from tests.bench.systems import Run
 from tests.bench.workload import make_input
 
 DOCUMENTS = 5000
-MOST = 0.0
-"""Documents that cost as much as 1000 times the reference work, in thousands."""
+MOST = 0.53
+"""What a document may cost, in pieces of the reference work."""
 
 
 @pytest.mark.slow
@@ -28,8 +29,11 @@ def test_a_document_costs_no_more_than_it_did(tmp_path: Path) -> None:
     with mock_server() as server:
         folder = str(tmp_path / "work")
         run = Run("ours", server.url, str(source), folder, checkpoints=f"{folder}/checkpoints", reference=True)
-        results = [run_once(server, run, 0, DOCUMENTS, package=package) for _ in range(7)]
+        results = [run_once(server, run, 0, DOCUMENTS, package=package) for _ in range(5)]
     assert all(result["counted_right"] for result in results)
-    cost = min(result["cpu"] / DOCUMENTS for result in results) / min(result["reference"] for result in results)
-    print(f"a document costs {1000 * cost:.1f} thousandths of the reference work")
-    assert cost < MOST
+    costs = []
+    for result in results:
+        seconds, times = result["reference"].values()
+        costs.append((result["cpu"] - seconds) / DOCUMENTS / (seconds / times))
+    print(f"a document costs {statistics.median(costs):.3f} times the reference work: {sorted(costs)}")
+    assert statistics.median(costs) < MOST

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -163,21 +163,21 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
     return name.startswith(_OUR_VARIABLES) or is_one(name, value)
 
 
-def _holds_one_of_environment(text: str) -> bool:
-    return any(secret in text for secret in environment_secrets(is_surely_secret).values())
-
-
-def without_secrets(name: str, value: Any) -> Any:
+def without_secrets(name: str, value: Any, known: Collection[str] | None = None) -> Any:
     """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
 
     What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.
+
+    Args:
+        known: the secrets of the environment, where the caller has them; a text that holds one is replaced, too.
     """
-    if is_secret(name, value) or (isinstance(value, str) and _holds_one_of_environment(value)):
+    known = environment_secrets(is_surely_secret).values() if known is None else known
+    if is_secret(name, value) or (isinstance(value, str) and any(secret in value for secret in known)):
         return hashed(name, value)
     if isinstance(value, dict):
-        return {key: without_secrets(f"{name}.{key}", part) for key, part in value.items()}
+        return {key: without_secrets(f"{name}.{key}", part, known) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(name, part) for part in value]
+        return [without_secrets(name, part, known) for part in value]
     return value
 
 

@@ -46,7 +46,7 @@ from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.checkpoint.versions import RESHARDS, SEALED_FORMATS, check_format, settings_in, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.redaction import without_secrets
+from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
 _MAX_BYTES = 64 * 2**20
 """Of ``run.json``, which holds a few values of the user's besides names and numbers."""
@@ -247,12 +247,12 @@ def shows_secret(path: Path) -> bool:
 
 def fields_without_secrets(fields: Json) -> Json:
     """The fields of an identity, with hashes in the place of the user's secrets."""
-    return {name: _field_without_secrets(name, value) for name, value in fields.items()}
+    known = environment_secrets(is_surely_secret).values()
+    return {name: without_secrets(name, value, known) if _is_users(name) else value for name, value in fields.items()}
 
 
-def _field_without_secrets(name: str, value: Any) -> Any:
-    is_users = name.partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
-    return without_secrets(name, value) if is_users else value
+def _is_users(name: str) -> bool:
+    return name.partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
 
 
 def _without_secrets(content: Json) -> Json:
@@ -260,7 +260,9 @@ def _without_secrets(content: Json) -> Json:
     if accepted := content.get("accepted_changes"):
         clean["accepted_changes"] = [
             {
-                key: _field_without_secrets(str(change.get("field")), value) if key in ("old", "new") else value
+                key: fields_without_secrets({str(change.get("field")): value}).popitem()[1]
+                if key in ("old", "new")
+                else value
                 for key, value in change.items()
             }
             for change in accepted

@@ -156,7 +156,7 @@ def install() -> None:
 
 def _of_the_tests() -> bool:
     frame: Any = sys._getframe()
-    while frame.f_globals["__name__"] in (__name__, "subprocess", "forkcount"):
+    while frame.f_globals["__name__"] in (__name__, "subprocess"):
         frame = frame.f_back
     return bool(frame.f_globals["__name__"].startswith("tests."))
 

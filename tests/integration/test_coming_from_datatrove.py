@@ -33,6 +33,7 @@ from tests.pages import ROOT, pages, table_rows
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
 
 
+@pytest.mark.real_process
 @pytest.mark.parametrize("module", ["datatrove_ckpt", "datatrove_ckpt.run_inference"])
 def test_the_import_line_of_a_script_works_with_another_module(module: str) -> None:
     line = f"from {module} import {_NAMES}"

@@ -171,7 +171,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
 @pytest.mark.parametrize(
     ("number", "tasks", "workers", "group"),
     [
-        (signal.SIGINT, 1, 1, True),
+        pytest.param(signal.SIGINT, 1, 1, True, marks=pytest.mark.real_process),
         pytest.param(signal.SIGINT, 2, 2, True, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 1, 1, True, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 2, 2, True, marks=pytest.mark.slow),

@@ -258,15 +258,10 @@ def _is_users(name: str) -> bool:
 def _without_secrets(content: Json) -> Json:
     clean = fields_without_secrets(content)
     if accepted := content.get("accepted_changes"):
-        clean["accepted_changes"] = [
-            {
-                key: fields_without_secrets({str(change.get("field")): value}).popitem()[1]
-                if key in ("old", "new")
-                else value
-                for key, value in change.items()
-            }
-            for change in accepted
-        ]
+        clean["accepted_changes"] = accepted = [dict(change) for change in accepted]
+        for change in accepted:
+            for key in change.keys() & {"old", "new"}:
+                (change[key],) = fields_without_secrets({str(change.get("field")): change[key]}).values()
     return clean
 
 

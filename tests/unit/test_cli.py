@@ -207,7 +207,8 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    command = [str(Path(sys.executable).with_name("datatrove-ckpt")), "run", "job.yaml"]
+    (tmp_path / "job.yaml").write_text("executor: {class_path: LocalPipelineExecutor, init_args: {pipeline: []}}\n")
+    command = [str(Path(sys.executable).with_name("datatrove-ckpt")), "run", str(tmp_path / "job.yaml")]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 

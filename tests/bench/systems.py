@@ -95,9 +95,10 @@ async def ask_and_work(document: Any, generate: Callable[[dict[str, Any]], Any])
 
 def run_ours(run: Run) -> Callable[[], None]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
-    from datatrove_ckpt.generation import rank as module
 
     if run.ready_after:
+        from datatrove_ckpt.generation import rank as module  # earlier releases have none
+
         connect = module.connect
 
         @asynccontextmanager

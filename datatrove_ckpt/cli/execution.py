@@ -60,22 +60,15 @@ def execute(executor: Any, content: dict[str, Any], arguments: argparse.Namespac
     if arguments.dry_run:
         full = FullConfig(content, executor)
         print(full.text(), end="")
-        if code := _refuse_other_tasks(executor):
-            return code
+        try:  # it shows a job array, too: with another number of tasks, none of it would start
+            _check_tasks(executor)
+        except CkptError as error:
+            return fail(error, 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
         return 0
     return _checked_run(executor, arguments)
-
-
-def _refuse_other_tasks(executor: Any) -> int:
-    """A dry run shows a job array, too: with another number of tasks, none of it would start. Returns the exit code."""
-    try:
-        _check_tasks(executor)
-    except CkptError as error:
-        return fail(error, 1)
-    return 0
 
 
 def _check_tasks(executor: Any) -> None:

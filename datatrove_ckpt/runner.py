@@ -197,5 +197,6 @@ class InferenceRunner(CarriesCode):
         await run_hosted(partial(self.run, data_gen, rank, world_size), f"rank {rank}")
 
     def identity(self, world_size: int) -> RunIdentity:
+        """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
         return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)

@@ -57,5 +57,4 @@ class Step(PipelineStep):
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
 
     @abstractmethod
-    def identity(self, world_size: int) -> RunIdentity:
-        """What makes two runs the same run, for ``check_job`` and the checkpoint."""
+    def identity(self, world_size: int) -> RunIdentity: ...

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.stats import Stats
 
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.carried_code import CarriesCode
 from datatrove_ckpt.generation.checkpoint_folders import check_checkpoint_folders
@@ -39,10 +36,9 @@ from datatrove_ckpt.rollouts import Rollout, for_config
 
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.fields import RunIdentity
-    from datatrove_ckpt.readers.steps import StepRecord
 
 
-class InferenceRunner(CarriesCode, PipelineStep):
+class InferenceRunner(CarriesCode):
     """Sends each document through a rollout function, and writes the results, one file per chunk of documents.
 
     The first eight arguments are those of datatrove's ``InferenceRunner``.
@@ -101,10 +97,7 @@ class InferenceRunner(CarriesCode, PipelineStep):
     rollout_fn = Veiled()
     config = Veiled()
     shared_context = Veiled()
-    how_to_accept = "pass accept_changes=True to InferenceRunner"  # the command line has other words
     monitoring = MonitoringConfig()  # of steps that an earlier version has pickled
-    keep_answers = False
-    steps_before: list[StepRecord] | None = None  # who starts an executor tells it, see preflight
 
     def __init__(
         self,
@@ -207,8 +200,3 @@ class InferenceRunner(CarriesCode, PipelineStep):
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
         return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)
-
-    @property
-    def checkpoints_root(self) -> Path:
-        """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
-        return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")

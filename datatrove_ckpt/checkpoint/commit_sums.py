@@ -57,16 +57,21 @@ def sum_commits(path: Path | str) -> CommitSums | None:
     Raises:
         StorageFailed: the file cannot be read.
     """
+    lines = _read_lines(path)
+    try:
+        return _sum(lines)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _read_lines(path: Path | str) -> list[bytes]:
     data = b""
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         data = file.read()
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # a torn tail
-    try:
-        return _sum(lines)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
+    return lines
 
 
 def _sum(lines: list[bytes]) -> CommitSums | None:
@@ -121,14 +126,8 @@ def sum_journal(path: Path | str) -> DocumentCounts:
         CheckpointCorrupt: it needs a closer look.
         StorageFailed: it cannot be read.
     """
-    data = b""
-    with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        data = file.read()
     counts, known = DocumentCounts(), set[bytes]()
-    lines = data.splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()  # a torn tail
-    for line in lines:
+    for line in _read_lines(path):
         head = _DOCUMENT.match(line)
         if head is None or not _is_whole(line):
             raise CheckpointCorrupt(f"{path}: a line needs a closer look.")

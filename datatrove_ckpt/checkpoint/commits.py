@@ -124,16 +124,8 @@ class DocumentCounts:
             self.empty += ends[2]
 
     def add(self, other: DocumentCounts) -> None:
-        self.read += other.read
-        self.written += other.written
-        self.dropped += other.dropped
-        self.dead += other.dead
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.answers += other.answers
-        self.cut_off += other.cut_off
-        self.empty += other.empty
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add_retry(self, other: DocumentCounts) -> None:
         """Adds what a retry did with documents that were read, and dead letters, before."""

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import multiprocess
@@ -60,22 +60,15 @@ def execute(executor: Any, content: dict[str, Any], arguments: argparse.Namespac
     if arguments.dry_run:
         full = FullConfig(content, executor)
         print(full.text(), end="")
-        if code := _refuse_other_tasks(executor):
-            return code
+        try:  # it shows a job array, too: with another number of tasks, none of it would start
+            _check_tasks(executor)
+        except CkptError as error:
+            return fail(error, 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
         return 0
     return _checked_run(executor, arguments)
-
-
-def _refuse_other_tasks(executor: Any) -> int:
-    """A dry run shows a job array, too: with another number of tasks, none of it would start. Returns the exit code."""
-    try:
-        _check_tasks(executor)
-    except CkptError as error:
-        return fail(error, 1)
-    return 0
 
 
 def _check_tasks(executor: Any) -> None:
@@ -255,9 +248,7 @@ class Interruption:
                 self._borrowed[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.number is not None:
             _end_children()
         for number, previous in self._borrowed.items():

@@ -13,17 +13,13 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.carried_secrets import secrets_in
 from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.redaction import Veiled
 
 
-class CarriesCode:
+class CarriesCode(Step):
     """Describes the user's code where the step is made, and takes the description along."""
 
-    rollout_fn: Any
-    shared_context: Any
-    output_writer: Any
-    checkpoints_local_dir: str | None
-    accept_changes: bool
     _code_when_made = Veiled()  # a CodeIdentity, or the dict of 0.1.0: executor.json does not even show its hashes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

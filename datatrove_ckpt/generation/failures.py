@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from datatrove.data import Document
@@ -40,11 +41,12 @@ from datatrove_ckpt.generation.user_frames import raised_at
 from datatrove_ckpt.readers.positions import position_state
 
 
+@dataclass
 class Failures:
     """The rule for one rank, and the number of its dead letters.
 
-    Args:
-        dead: dead letters of earlier attempts.
+    Attributes:
+        dead: dead letters of all attempts.
         limit: most dead letters before the rank stops; None: no limit.
         kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
             if the user has set ``skip_bad_requests``.
@@ -52,28 +54,18 @@ class Failures:
         if_corrected: what a user must know who corrects the rollout, as a sentence; "" if nothing.
     """
 
-    def __init__(
-        self,
-        on_document_error: OnDocumentError,
-        skip_bad_requests: bool,
-        dead: int,
-        limit: int | None,
-        kept: bool = True,
-        taken: TakenLetters | None = None,
-        if_corrected: str = "",
-    ) -> None:
-        self._kept = kept
-        self._if_corrected = if_corrected
-        self._taken = taken
-        self._on_document_error = on_document_error
-        self._skip_bad_requests = skip_bad_requests
-        self._dead = dead
-        self._limit = limit
+    on_document_error: OnDocumentError
+    skip_bad_requests: bool
+    dead: int
+    limit: int | None
+    kept: bool
+    taken: TakenLetters | None
+    if_corrected: str
 
     @property
     def keep_as_read(self) -> bool:
         """Dead letters are likely, so keep the bytes of each document in work as it was read."""
-        return self._on_document_error == "dead_letter" or self._skip_bad_requests
+        return self.on_document_error == "dead_letter" or self.skip_bad_requests
 
     def taken_letter(self, source: SourceDocument, slot: ChunkSlot) -> bytes | None:
         """The letter of a document that belongs to a retry, which is not to be processed here; None: process it.
@@ -81,9 +73,9 @@ class Failures:
         Raises:
             CheckpointMismatch: the retry has another document of this number.
         """
-        if self._taken is None:
+        if self.taken is None:
             return None
-        return self._taken.get(source.document, source.id, slot.ordinal)
+        return self.taken.get(source.document, source.id, slot.ordinal)
 
     def letter_or_raise(
         self,
@@ -109,11 +101,11 @@ class Failures:
         document, name = source.document, _named(source.id, slot)
         cause = f"{cause_of(error).removesuffix('.')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
-            _stop(name, cause, error, document, self._if_corrected)
-        self._dead += 1
-        if self._limit is not None and self._dead > self._limit:
+            _stop(name, cause, error, document, self.if_corrected)
+        self.dead += 1
+        if self.limit is not None and self.dead > self.limit:
             raise TooManyDeadLetters(
-                f"{plural(self._dead, 'document')} of this rank failed, more than max_dead_letters={self._limit} "
+                f"{plural(self.dead, 'document')} of this rank failed, more than max_dead_letters={self.limit} "
                 f"allows. The last one, {name}: {cause}. Fix the cause and run the same command again. When "
                 "the rank is finished, --retry-dead-letters processes the dead letters again."
             ) from error
@@ -130,11 +122,11 @@ class Failures:
         )
 
     def _is_letter(self, error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
-        if self._kept and any(isinstance(cause, RequestPoisoned) for cause in causes(error)):
+        if self.kept and any(isinstance(cause, RequestPoisoned) for cause in causes(error)):
             return True
-        if self._skip_bad_requests and is_bad_request(error, rejections):
+        if self.skip_bad_requests and is_bad_request(error, rejections):
             return True
-        return self._on_document_error == "dead_letter"
+        return self.on_document_error == "dead_letter"
 
 
 # How datatrove's own errors begin, and those that rollouts make in their likeness.

@@ -39,7 +39,7 @@ from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.trial import Trial
+from datatrove_ckpt.output.trial import check_writable
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
@@ -204,7 +204,7 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
-                    check_writable=Trial(step.output_writer, rank).check if kept else None,
+                    check_writable=partial(check_writable, step.output_writer, rank) if kept else None,
                 )
                 await scheduler.run(documents)
                 progress.skipped = documents.skipped

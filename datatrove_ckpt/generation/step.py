@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
+
+from datatrove.pipeline.base import PipelineStep
+
+from datatrove_ckpt.config.paths import expand_path
 
 if TYPE_CHECKING:
     from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 OnDocumentError = Literal["stop", "dead_letter"]
 
 
-class Step(Protocol):
+class Step(PipelineStep):
     rollout_fn: Rollout
     config: InferenceConfig
     output_writer: DiskWriter
@@ -35,7 +40,7 @@ class Step(Protocol):
     retry_dead_letters: bool
     retry_errors: bool
     accept_changes: bool
-    keep_answers: bool
+    keep_answers: bool = False  # of steps that an earlier version has pickled
     seek: bool | None
     sync_seconds: Seconds
     mirror_seconds: Seconds
@@ -43,11 +48,13 @@ class Step(Protocol):
     drain_signals: Sequence[str]
     hub_pace: CommitPace
     monitoring: MonitoringConfig
-    steps_before: list[StepRecord] | None
-    how_to_accept: str
-    stats: Any
+    steps_before: list[StepRecord] | None = None  # who starts an executor tells it, see preflight
+    how_to_accept: str = "pass accept_changes=True to InferenceRunner"  # the command line has other words
 
     @property
-    def checkpoints_root(self) -> Path: ...
+    def checkpoints_root(self) -> Path:
+        """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
+        return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
+
+    @abstractmethod
     def identity(self, world_size: int) -> RunIdentity: ...
-    def track_time(self, unit: str | None = None) -> Any: ...

@@ -10,22 +10,16 @@ from typing import NoReturn, Protocol
 from loguru import logger
 
 from datatrove_ckpt.generation.document_tasks import DocumentTasks
-from datatrove_ckpt.generation.drain import Drain
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
+from datatrove_ckpt.generation.generate import RankContext
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.process.shutdown import Shutdown
 
 # How long a drain waits for complete chunks to be published.
 _PUBLISH_WAIT_SECONDS = 5.0
 
 
-class StoppableRank(Protocol):
+class StoppableRank(RankContext, Protocol):
     """See ``Scheduler``."""
 
-    shutdown: Shutdown
-    checkpoint: Checkpoint
-    client: asyncio.Future[CompletionClient]
-    drain: Drain
     documents: DocumentTasks
 
     def next_change(self) -> Awaitable[None]: ...

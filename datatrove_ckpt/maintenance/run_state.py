@@ -91,11 +91,8 @@ class Rates:
     """In the input's unit."""
 
     def add(self, other: Rates, factor: float = 1.0) -> None:
-        self.documents += other.documents * factor
-        self.requests += other.requests * factor
-        self.prompt_tokens += other.prompt_tokens * factor
-        self.completion_tokens += other.completion_tokens * factor
-        self.input += other.input * factor
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
 
 
 @dataclass(slots=True)

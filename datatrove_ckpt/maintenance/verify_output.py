@@ -240,8 +240,8 @@ class _Uncommitted:
                 return  # committed meanwhile
             state = state or now
             if not state:
-                if self._is_beyond_tasks(*key):
-                    continue
+                if not key[0] and 0 < self._tasks <= key[1]:
+                    continue  # the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before
                 place = name_place(*key)
                 advice = (
                     f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
@@ -264,10 +264,6 @@ class _Uncommitted:
             summary, commits = summarise(rank)
             self._later[key] = summary.state, {file.path for commit in commits.values() for file in commit.files}
         return self._later.get(key, ("", set()))
-
-    def _is_beyond_tasks(self, root: str, number: int) -> bool:
-        """Whether the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before."""
-        return not root and 0 < self._tasks <= number
 
 
 def _is_of_another_job(rank: RankFolder, path: str) -> bool:

@@ -30,42 +30,37 @@ class _InMemory:
     def get_file(self, filename: str) -> Any:
         return self._file
 
+    pop = get_file
+
     def get_open_files(self) -> dict[str, Any]:
         return {}
-
-    def pop(self, filename: str) -> Any:
-        return self._file
 
     def close(self) -> None:
         pass
 
 
-class Trial:
-    """Writes documents to memory with a copy of the user's writer, which must never have been opened."""
+def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> None:
+    """Writes a document to memory with a copy of the user's writer, which must never have been opened.
 
-    def __init__(self, writer: DiskWriter, rank: int) -> None:
-        self._writer = writer
-        self._rank = rank
+    Args:
+        data: an encoded document.
 
-    def check(self, data: bytes, doc_id: str) -> None:
-        """Args: ``data``: an encoded document.
-
-        Raises:
-            DocumentNotSerializable: the writer cannot write the document.
-        """
-        try:
-            files = self._writer.output_mg
-            writer = copy.deepcopy(self._writer, {id(files): _InMemory(files.mode)})
-            use_shallow_adapter(writer)
-            document = decode(data)
-            if infers_schema(writer):
-                writer.schema = trial_schema(writer, document)
-            writer.write(document, rank=self._rank, chunk_index="00000")
-            if type(writer) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
-                writer.close()
-        except Exception as error:
-            raise DocumentNotSerializable(
-                f"Document {safe_repr(doc_id)} holds a value that {type(self._writer).__name__} cannot write: "
-                f"{type(error).__name__}: {safe_text(error)}. Let the rollout return and set JSON values, or give the "
-                "writer an adapter."
-            ) from error
+    Raises:
+        DocumentNotSerializable: the writer cannot write the document.
+    """
+    try:
+        files = writer.output_mg
+        copied = copy.deepcopy(writer, {id(files): _InMemory(files.mode)})
+        use_shallow_adapter(copied)
+        document = decode(data)
+        if infers_schema(copied):
+            copied.schema = trial_schema(copied, document)
+        copied.write(document, rank=rank, chunk_index="00000")
+        if type(copied) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
+            copied.close()
+    except Exception as error:
+        raise DocumentNotSerializable(
+            f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot write: "
+            f"{type(error).__name__}: {safe_text(error)}. Let the rollout return and set JSON values, or give the "
+            "writer an adapter."
+        ) from error

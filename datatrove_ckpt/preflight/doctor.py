@@ -31,7 +31,7 @@ from datatrove_ckpt.inference.servers.pool import check_servers
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.trial import Trial
+from datatrove_ckpt.output.trial import check_writable
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     PreflightCheck,
@@ -169,7 +169,7 @@ def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> Prefli
     document = decode(sample.first) if sample.first else Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
-        Trial(writer, 0).check(encode(document), document.id)
+        check_writable(writer, 0, encode(document), document.id)
     except DocumentNotSerializable as error:
         text = f"{name} cannot write a document with an answer that is made up: {error_text(error.__cause__ or error)}."
         text += " Correct it, unless real answers are different."

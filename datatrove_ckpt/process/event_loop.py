@@ -82,12 +82,8 @@ def _beat(loop: asyncio.AbstractEventLoop) -> None:
     no thread wakes the loop, and no signal: uvloop calls Python's handlers only after such a wakeup.
     """
     if not loop.is_closed():
-        loop.call_soon(_beaten)
+        loop.call_soon(lambda: None)  # lets uvloop run what threads have handed over
         loop.call_later(_BEAT, _beat, loop)
-
-
-def _beaten() -> None:
-    """Lets uvloop run what threads have handed over."""
 
 
 def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:

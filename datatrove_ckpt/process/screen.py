@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 import multiprocess
@@ -91,13 +90,11 @@ class Screen:
             self._terminal.draw()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _report
         _report = self._outer
         if self._terminal is not None:
-            self._terminal.__exit__(kind, error, trace)
+            self._terminal.__exit__(*error)
             self._terminal = None
 
     def update(self, rank: int, progress: RankProgress) -> None:

@@ -19,7 +19,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 from loguru import logger
@@ -63,9 +62,7 @@ class BarTerminal:
         _opened.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             if self._bar and not self._is_partial:
                 self._put(_CLEAR)
@@ -167,8 +164,7 @@ def _after_fork() -> None:
         terminal.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _is_same_terminal(stream: Any, fd: int) -> bool:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.messages import prompt_source, with_system
+from datatrove_ckpt.rollouts.model_files import TokenCounter
 from datatrove_ckpt.rollouts.settings import OneRequest
 from datatrove_ckpt.rollouts.templates import BARE, check_template, fill, fixed_length, times_text
 
@@ -153,13 +154,6 @@ async def cut_to_limit(rollout: OneRequest, template: str, filled: Filled, text:
 _LONG_TOKEN = 8  # characters; hardly a text has longer tokens on average
 
 
-class Counter(Protocol):
-    """Counts tokens. See ``TokenCounter``."""
-
-    def count(self, text: str) -> int: ...
-    def starts(self, text: str) -> list[int]: ...
-
-
 def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
     """The text, cut so that ``fill(text)`` has at most ``limit`` characters.
 
@@ -177,7 +171,7 @@ def fits_for_sure(content: str, limit: int) -> bool:
     return len(content) <= limit and (content.isascii() or len(content.encode("utf-8", "replace")) <= limit)
 
 
-def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int, counter: Counter) -> str:
+def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int, counter: TokenCounter) -> str:
     """The text, cut so that ``fill(text)`` has at most ``limit`` tokens."""
     if not times or fits_for_sure(fill(text), limit):
         return text
@@ -192,7 +186,7 @@ def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int,
     return cut
 
 
-def _end_of(text: str, room: int, counter: Counter) -> int:
+def _end_of(text: str, room: int, counter: TokenCounter) -> int:
     """Where the first ``room`` tokens of the text end. Looks at as much of a long text as it needs."""
     size = _LONG_TOKEN * (room + 8)
     while True:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import orjson
@@ -63,9 +62,7 @@ class FakeServer:
         self._started.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

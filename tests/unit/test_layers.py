@@ -34,7 +34,7 @@ ROOMS = {
     "torch": "errors readers",
     "generation": "errors formatting redaction config documents rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",
-    "runner": "errors redaction config rollouts process checkpoint output readers generation",
+    "runner": "errors redaction config rollouts process checkpoint output generation",
     "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
     "preflight": "errors formatting redaction remote_errors config documents process checkpoint inference.servers"
     " output readers generation runner maintenance",

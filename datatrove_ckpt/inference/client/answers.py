@@ -150,11 +150,6 @@ def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: 
     return Completion(cleaned, reason and _encodable(reason), usage, _encodable(reasoning))
 
 
-def is_ending(finish_reason: object) -> bool:
-    """Whether an answer with this finish_reason is finished, as far as the reason says that."""
-    return isinstance(finish_reason, str) and finish_reason.strip().lower() not in ("", *_UNFINISHED)
-
-
 def unfinished(finish_reason: str | None) -> RetryableError:
     """The error for an answer that its server did not finish."""
     return RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")

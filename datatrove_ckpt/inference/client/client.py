@@ -35,7 +35,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from datatrove_ckpt.backoff import backoff_seconds
@@ -172,9 +171,7 @@ class CompletionClient:
             self.mark_up(self.add(), url, self._key)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for target in self.router.targets:
             target.up = False
             await _close(target)

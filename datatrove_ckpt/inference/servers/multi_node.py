@@ -26,7 +26,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from loguru import logger
@@ -82,9 +81,7 @@ class HeadNode:
             ) from None
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._lost_node.cancel()
         self._listener.close()
         # This ends the handlers, too. Cancelling them instead would log an error (asyncio in 3.11).

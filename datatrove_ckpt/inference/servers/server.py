@@ -253,7 +253,8 @@ class InferenceServer(Server):
         else:
             folder = expand_path("server_log_folder", self.config.server_log_folder)
             self._log_path = folder / f"server_{self.name}.log"
-            _make_private_folder(self._log_path.parent)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)  # logs may show prompts; an existing folder keeps its mode
         descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_start = os.fstat(descriptor).st_size
         return descriptor
@@ -359,12 +360,6 @@ class InferenceServer(Server):
         if self._log_path is not None and self.config.server_log_folder is None:
             self._log_path.unlink(missing_ok=True)
         self._log_path = None
-
-
-def _make_private_folder(folder: Path) -> None:
-    """Makes the folder of the logs, which may show prompts. An existing folder keeps its mode."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def free_port() -> int:

@@ -94,8 +94,7 @@ def _forget() -> None:
     _state = _State()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 def server_settings(config: InferenceConfig) -> Settings:

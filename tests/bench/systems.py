@@ -53,8 +53,6 @@ class Run:
     """Every document is dropped, and nothing is asked: for a checkpoint of which only the positions matter."""
     ready_after: float = 0.0
     """Seconds that our server takes to be ready."""
-    reference: bool = False
-    """Every tenth rollout does a fixed piece of pure Python work, too: what disturbs the run disturbs both."""
 
 
 async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
@@ -62,35 +60,6 @@ async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
     if os.environ.get(DROP):  # not an argument: this must be the same run when nothing is dropped
         return None
     return await generate({"messages": [{"role": "user", "content": document.text}], "max_tokens": 64})
-
-
-class _Point:
-    __slots__ = ("name", "place")
-
-    def __init__(self, name: str, place: int) -> None:
-        self.name, self.place = name, place
-
-
-def _reference_work() -> int:
-    found: dict[str, int] = {}
-    for number in range(500):
-        point = _Point(f"point {number % 100}", number)
-        values = {"name": point.name, "place": point.place, "even": number % 2 == 0}
-        if isinstance(values.get("name"), str):
-            found[point.name] = found.get(point.name, 0) + len([value for value in values.values() if value])
-    return sum(found.values())
-
-
-_reference = {"seconds": 0.0, "times": 0}
-
-
-async def ask_and_work(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
-    if document.id.endswith("0"):
-        before = time.thread_time()
-        _reference_work()
-        _reference["seconds"] += time.thread_time() - before
-        _reference["times"] += 1
-    return await ask(document, generate)
 
 
 def run_ours(run: Run) -> Callable[[], None]:
@@ -135,14 +104,7 @@ def _config(run: Run) -> dict[str, Any]:
 
 def _step(run: Run, runner: Any, config: Any, readers: Any, **more: Any) -> Callable[[], None]:
     reader = (readers.ParquetReader if run.kind == "parquet" else readers.JsonlReader)(run.source)
-    step = runner(
-        ask_and_work if run.reference else ask,
-        config,
-        _writer(run),
-        checkpoints_local_dir=run.checkpoints,
-        records_per_chunk=run.chunk,
-        **more,
-    )
+    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk, **more)
     return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
 
 
@@ -312,8 +274,6 @@ def main() -> None:
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     work()
     ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
-    if run.reference:
-        health["reference"] = _reference
     print(
         json.dumps(
             {

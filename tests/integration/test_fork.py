@@ -33,7 +33,7 @@ from tests.jobs import documents, writer
 from tests.make_release import run
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-from .test_releases import NAMES, NEWEST, kept, restored
+from .test_releases import NEWEST, VERSIONS, kept, restored
 
 DOCUMENTS = 7
 
@@ -312,7 +312,7 @@ def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
 
 
 @pytest.mark.parametrize(
-    "name", [NEWEST, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != NEWEST)]
+    "name", [NEWEST, *(pytest.param(name, marks=pytest.mark.slow) for name in VERSIONS if name != NEWEST)]
 )
 def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"

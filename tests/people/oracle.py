@@ -135,7 +135,10 @@ def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: di
 def _check_numbers(
     expected: Expected, output: Path, terminal: str, requests: tuple[int, int], exact_tokens: bool
 ) -> None:
-    closing = _CLOSING.search(_last_line(terminal))
+    line, nothing = _last_line(terminal), f"There are no documents in the input, so there is no output in {output}."
+    if not expected.rows and line.startswith(nothing):
+        return
+    closing = _CLOSING.search(line)
     if closing is None:
         raise Failure("closing line", "there is none")
     answered = [id for id, row in expected.rows.items() if row.is_answered]

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_values import key
+from datatrove_ckpt.generation.code_values import Path, key
 from datatrove_ckpt.generation.syntax import compile_tree, nested_codes, parse, write_code, write_tree
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-Path = tuple[str | int, ...]
-"""Attributes and constant keys that follow a name; ``key`` tells the latter."""
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With, ast.Match)
@@ -87,8 +86,8 @@ class Uses:
         chains: names that are not local, in the order of the source.
         changed: those that it changes: with True if only in place.
         rebound: names that it declares as those of another scope.
-        arguments: local names of which it changes what they stand for, each with the step that it changes.
-        attributes: that it changes: the class whose method does so, that method, the name, and that step.
+        arguments: local names of which it changes what they stand for, each with the paths of what it changes.
+        attributes: that it changes: the class whose method does so, that method, the name, and such a path.
         words: all names, attributes and texts; the short texts; those that name a text file.
         writes: it may write files. computes_import: it imports a module whose name it computes.
         shows_set: it makes a set.
@@ -98,8 +97,8 @@ class Uses:
         self.chains: dict[Chain, None] = {}
         self.changed: dict[Chain, bool] = {}
         self.rebound: set[str] = set()
-        self.arguments: dict[str, set[str]] = {}
-        self.attributes: set[tuple[str, str, str, str]] = set()
+        self.arguments: dict[str, set[Path]] = {}
+        self.attributes: set[tuple[str, str, str, Path]] = set()
         self.words: set[str] = set()
         self.texts: set[str] = set()
         self.files: dict[str, None] = {}
@@ -187,7 +186,7 @@ class Uses:
         if changes and index >= 0 and owner[1] not in _BUILDERS:
             is_own = isinstance(inner, ast.Name) and inner.id == owner[2]
             name = changed[index].attr  # type: ignore[union-attr]
-            self.attributes.add((owner[0] if is_own else "", owner[1], name, _changed_key(steps[index + 1 :])))
+            self.attributes.add((owner[0] if is_own else "", owner[1], name, _keys(steps[index + 1 :])))
         if not isinstance(inner, ast.Name):
             self._push([inner], scopes)
             return
@@ -195,7 +194,7 @@ class Uses:
         bound = scope.imports.get(inner.id) if scope is not None else None
         if bound is None and (scope is not None or (stores and not steps)):
             if scope is not None and changes:
-                self.arguments.setdefault(inner.id, set()).add(_changed_key(steps))
+                self.arguments.setdefault(inner.id, set()).add(_keys(steps))
             return
         self.words.add(inner.id)
         constant = [not isinstance(step, ast.Subscript) or isinstance(step.slice, ast.Constant) for step in steps]
@@ -211,11 +210,10 @@ class Uses:
             self.changed[chain] = not (stores and last and whole)
 
 
-def _changed_key(steps: Sequence[ast.AST]) -> str:
-    """The constant key below which a change is; "" for all of it."""
-    first = steps[0] if steps else None
-    is_constant = isinstance(first, ast.Subscript) and isinstance(first.slice, ast.Constant)
-    return key(first.slice.value) if is_constant else ""  # type: ignore[union-attr]
+def _keys(steps: Sequence[ast.AST]) -> Path:
+    """The constant keys with which steps begin."""
+    parts = [one.slice if isinstance(one, ast.Subscript) else one for one in steps]
+    return tuple(key(one.value) for one in itertools.takewhile(lambda one: isinstance(one, ast.Constant), parts))  # type: ignore[attr-defined]
 
 
 def _operands(node: ast.AST) -> Iterator[ast.AST]:

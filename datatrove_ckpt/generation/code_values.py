@@ -50,8 +50,12 @@ _MAX_PARTS = 20_000
 _BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 
 
-LeftOut = Mapping[str, Collection[str]]
+Path = tuple[str, ...]
+"""Attributes and constant keys (see ``key``) from a value to a part of it; () is all of it."""
+LeftOut = Mapping[str, Collection[Path] | None]
+"""By the names of attributes or arguments, what changes while the rollout runs; None: it is made at each start."""
 LEFT = object()
+"""What stays of a value that changes as a whole."""
 
 
 def is_unstable(name: str) -> bool:
@@ -88,6 +92,7 @@ class Plain:
         is_opaque: there are objects of libraries, of which only the type is known.
         is_pacing: there are loggers, locks or the like.
         cause: why they differ at each start.
+        left: what was taken away of them, because it changes while the rollout runs.
     """
 
     def __init__(self, is_users: Callable[[Any], bool], left_out: Callable[[type], LeftOut], *folders: str) -> None:
@@ -95,6 +100,7 @@ class Plain:
         self.code: list[Any] = []
         self.is_opaque = self.is_pacing = False
         self.cause = ""
+        self.left: list[Any] = []
         self._again = functools.partial(Plain, is_users, left_out, *folders)
         self._is_users, self._left_out = is_users, left_out
         self._folders = [re.escape(folder) for folder in sorted(folders, key=len, reverse=True) if len(folder) > 1]
@@ -155,7 +161,7 @@ class Plain:
             content = {} if base is None else {"": self.of(base(value))}
             if isinstance(names := getattr(kind, "_fields", None), tuple) and base is tuple:
                 content = {name: self.of(part) for name, part in zip(names, value, strict=False)}  # secrets have names
-            found = sorted(attributes(value, self._left_out(kind)).items())
+            found = sorted(attributes(value, self._left_out(kind), self.left).items())
             return content | {name: self.of(part) for name, part in found}
         if kind in (bytes, bytearray):
             return f"{self._note(kind.__name__)} {value.hex()}"
@@ -219,20 +225,30 @@ def key(constant: object) -> str:
     return f"[{constant!r}]"
 
 
-def without(value: Any, keys: Collection[str]) -> Any:
-    """What of a value is not changed: all without keys, nothing (``LEFT``) with "" or if it is no dict."""
-    if not keys:
+def without(value: Any, paths: Collection[Path], left: list[Any] | None = None) -> Any:
+    """A value without what changes at these paths; ``LEFT`` if nothing stays. ``left`` gets what is taken away."""
+    if not paths:
         return value
-    if "" in keys or not isinstance(value, dict):
+    is_list = type(value) is list
+    if () in paths or not (is_list or isinstance(value, dict)):
+        if left is not None:
+            left.append(value)
         return LEFT
+    below: dict[str, set[Path]] = {}
+    for first, *rest in paths:
+        below.setdefault(first, set()).add(tuple(rest))
     value = copy.copy(value)
-    for each in [one for one in value if key(one) in keys]:
-        del value[each]
+    for each, part in [*(enumerate(value) if is_list else value.items())]:
+        kept = without(part, below.get(key(each), ()), left)
+        if kept is LEFT and not is_list:
+            del value[each]
+        else:
+            value[each] = None if kept is LEFT else kept
     return value
 
 
-def attributes(value: Any, left_out: LeftOut) -> dict[str, Any]:
-    """Of an object: those in its dict and in slots. Left out is what changes: an attribute, or keys of its dict."""
+def attributes(value: Any, left_out: LeftOut, left: list[Any] | None = None) -> dict[str, Any]:
+    """Of an object: those in its dict and in slots. Left out is what changes: an attribute, or parts of it."""
     found = {}
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items() if "__slots__" in vars(cls) else ():
@@ -241,7 +257,8 @@ def attributes(value: Any, left_out: LeftOut) -> dict[str, Any]:
                     found[name] = slot.__get__(value)
     with suppress(AttributeError):
         found |= object.__getattribute__(value, "__dict__")
-    parts = {name: without(part, left_out.get(name, ())) for name, part in found.items() if isinstance(name, str)}
+    kept = {name: left_out.get(name, ()) for name in found if isinstance(name, str)}
+    parts = {name: without(found[name], paths, left) for name, paths in kept.items() if paths is not None}
     return {name: part for name, part in parts.items() if part is not LEFT}
 
 

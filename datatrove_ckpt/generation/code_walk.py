@@ -20,6 +20,7 @@ import ast
 import collections
 import functools
 import gc
+import itertools
 import json
 import os
 import re
@@ -41,6 +42,7 @@ from datatrove_ckpt.generation.code_source import (
 from datatrove_ckpt.generation.code_values import (
     LEFT,
     LeftOut,
+    Path,
     Plain,
     attributes,
     cells,
@@ -58,6 +60,7 @@ _DESCRIBING = {
     *("getfullargspec", "model_json_schema", "TypeAdapter", "create_model"),
 }
 _MAX_FILE = 2**20
+_PLAIN = (str, int, float, dict, list, set, tuple)
 _MISSING = object()
 USED = "uses."
 """Beginning of the fields about what a rollout uses."""
@@ -134,12 +137,12 @@ class Walk:
         self._before = before
         self._found: dict[Any, _Found] = {}
         self._inside: set[tuple[str, str]] = set()
-        self._attributes: set[tuple[str, str, str, str]] = set()
+        self._attributes: set[tuple[str, str, str, Path]] = set()
         self._running: set[str] = set()
         self._waiting: tuple[collections.deque[Callable[[], None]], ...] = (collections.deque(), collections.deque())
         self._edges: dict[tuple[Any, ...], None] = {}
         self._words: dict[tuple[str, str], None] = {}
-        self._changing: dict[type, dict[str, set[str]]] = {}
+        self._changing: dict[type, LeftOut] = {}
 
     # from name to name -----------------------------------------------------------------------------------------------
 
@@ -286,9 +289,10 @@ class Walk:
         for path in paths if value is not _MISSING else ():
             part, rest = _follow(value, path)
             text = "".join(one if one.startswith("[") else f".{one}" for one in rest)
-            part = without(part, {"".join(one[len(path) :][:1]) for one in state if one[: len(path)] == path})
+            part = without(part, {one[len(path) :] for one in state if one[: len(path)] == path})
             is_state |= part is LEFT
             fields[text] = plain.of(part), plain.take_form()
+        self._name_left(found.where, plain)
         is_shown = self._reach_all(found, plain) and not plain.is_opaque and value is not _MISSING
         if plain.is_pacing:
             return
@@ -409,7 +413,7 @@ class Walk:
         self, found: _Found, module: Module, function: types.FunctionType, node: ast.AST | None
     ) -> None:
         closed = dict(cells(function))
-        changed = dict[str, set[str]]()
+        changed = dict[str, set[Path]]()
         if node is None:
             found.bytecode.append(write_code(function.__code__))
             for name in sorted(loaded_names(function)):
@@ -422,46 +426,50 @@ class Walk:
             if not is_documented:  # hints are a use before Python 3.14, and none since
                 named = {"__class__", *uses.rebound, *(chain.root for chain in uses.chains)}
                 closed = {name: value for name, value in closed.items() if name in named}
-            changed = {name: {""} for name in uses.rebound}
+            changed = {name: {()} for name in uses.rebound}
             for chain in uses.changed:
-                is_key = bool(chain.path) and chain.path[0].startswith("[")
-                changed.setdefault(chain.root, set()).add(chain.path[0] if is_key else "")
+                keys = itertools.takewhile(lambda one: one.startswith("["), chain.path)
+                changed.setdefault(chain.root, set()).add(tuple(keys))
             self._use(found, module, node, True, closed)
         around = set(function.__qualname__.split(".")[:-1])
         for name, value in closed.items():
-            keys = changed.get(name, ())
-            self._add(found, f".{name}", value, keys, self._cause_around(module, around, name), module.file)
+            cause = self._cause_around(module, around, name)
+            self._add(found, f".{name}", value, changed.get(name, ()), cause, module.file)
 
     def _add(
-        self, found: _Found, name: str, value: Any, changed: Collection[str] = (), cause: str = "", file: str = ""
+        self, found: _Found, name: str, value: Any, changed: Collection[Path] = (), cause: str = "", file: str = ""
     ) -> None:
         """A value that belongs to something: of an enclosing function, an argument, an attribute.
 
         Args:
-            changed: the keys that the rollout changes itself; "" for all.
+            changed: what of it the rollout changes itself.
         """
-        whole, value = value, without(value, changed)
-        if value is LEFT:  # what it was at first shows in no source
-            if isinstance(whole, dict | list | set) and whole:
-                self._user.left[f"{found.where}{name} (the rollout changes it)"] = None
-            return
         plain = Plain(self._user.owns, self._left_out, folder_of(file))
+        value = without(value, changed, plain.left)
         written = plain.of(value)
+        self._name_left(f"{found.where}{name}", plain)
+        if value is LEFT:
+            return
         self._reach_all(found, plain)
         if cause := cause or plain.cause:
             self._user.left[f"{found.where}{name} ({cause})"] = None
         elif not plain.is_pacing:
             found.values[name] = written, plain.take_form()
 
+    def _name_left(self, where: str, plain: Plain) -> None:
+        """What the rollout changes: what it was at first shows in no source."""
+        if any(one for one in plain.left if isinstance(one, _PLAIN)):
+            self._user.left[f"{where} (the rollout changes it)"] = None
+
     def _reach_all(self, found: _Found, plain: Plain) -> bool:
         """Follows the user's functions and classes in values. False: the source of one is that of the value."""
         return False not in [self._reach_value(found, one) for one in plain.code]
 
-    def root(self, label: str, thing: Any, changed: LeftOut) -> None:
+    def root(self, label: str, thing: Any, changed: Mapping[str, Collection[Path]]) -> None:
         """Begins at a function, object, class, or dict of values.
 
         Args:
-            changed: names of arguments that the rollout changes itself, each with the keys.
+            changed: names of arguments that the rollout changes itself, each with what of it.
         """
         origin = self._found["root", label] = _Found(label, label, own=True)
         origin.root = True
@@ -496,8 +504,9 @@ class Walk:
             if self._user.owns(cls):
                 self._reach_value(origin, cls)
             left_out = self._left_out(cls)
-            for name, value in sorted(attributes(thing, {}).items()) if cls is not thing else ():
-                self._add(origin, f".{name}", value, left_out.get(name, ()))
+            unstable = {name: None for name, paths in left_out.items() if paths is None}
+            for name, value in sorted(attributes(thing, unstable).items()) if cls is not thing else ():
+                self._add(origin, f".{name}", value, left_out.get(name) or ())
 
     def _count_as_users(self, thing: Any) -> None:
         """The package of a root is the user's, even if it is installed."""
@@ -511,11 +520,12 @@ class Walk:
         """The attributes that change while the rollout runs, or that its class computes anew at each start."""
         if cls not in self._changing:
             names = ["", *(each.__name__ for each in cls.__mro__)]
-            found = self._changing[cls] = {}
-            for _, _, name, changed in (one for one in self._known_state if not one[0] and one[1] in names):
-                found.setdefault(name, set()).add(changed)
+            found = dict[str, set[Path] | None]()
+            for _, _, name, *path in (one for one in self._known_state if not one[0] and one[1] in names):
+                found[name] = {*(found.get(name) or ()), tuple(path)}
             for each in cls.__mro__ if self._user.owns(cls) else ():
-                found |= {name: {""} for name in self._user.unstable_attributes(each)}
+                found |= dict.fromkeys(self._user.unstable_attributes(each))
+            self._changing[cls] = found
         return self._changing[cls]
 
     def _cause_around(self, module: Module, around: set[str], name: str) -> str:
@@ -545,7 +555,7 @@ class Walk:
             (self._waiting[0] or self._waiting[1]).popleft()()
         # A method that only statements of a module call fills a table before the rollout runs.
         called = [one for one in self._attributes if one[1] in self._running or one[1].startswith("__") or not one[1]]
-        self.state |= {("", owner, name, changed) for owner, _, name, changed in called}
+        self.state |= {("", owner, name, *path) for owner, _, name, path in called}
 
     def result(self) -> Description:
         fields, notes = (dict(self._before.own), dict(self._before.notes)) if self._before else ({}, {})
@@ -622,8 +632,8 @@ def _describe(things: Mapping[str, Any], before: Description | None) -> Descript
         state, documented = grown
 
 
-def arguments_changed(function: Any) -> LeftOut:
-    """The arguments of a function or of an object's call of which it changes what they stand for, with the keys."""
+def arguments_changed(function: Any) -> dict[str, set[Path]]:
+    """The arguments of a function or of an object's call of which it changes what they stand for, with what of it."""
     while isinstance(function, functools.partial) or wrapped(function) is not None:
         function = function.func if isinstance(function, functools.partial) else wrapped(function)
     call = getattr(function, "__func__", function)

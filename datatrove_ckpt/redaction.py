@@ -62,12 +62,10 @@ _SURE_URL = re.compile(
     r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@|\b([\w.-]+\+)?https?://[^\s/?#@{}$<]+@", re.IGNORECASE
 )
 _URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
-_PLACEHOLDER = re.compile(
-    r"[A-Z][A-Z_]*|\$\{?\w+\}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|hash ((scrypt|keyed)-)?[0-9a-f]{32}"
-)
+_HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
+_PLACEHOLDER = re.compile(rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+=]+")
-_HASH = re.compile("hash (?:(scrypt|keyed)-)?([0-9a-f]{32})")
 _MIN_GUESSED = 8  # characters of a value that only may be a secret, by its name
 _MIN_SURE, _MIN_RUN = 4, 12
 _LOOKED_AT = 300  # characters of a prompt: a request that fails must not cost more than one that does not
@@ -188,7 +186,7 @@ def hashed(name: str, value: Any) -> str:
 
     Where the mirror has a key, it is keyed, too. Ranks on many nodes, and the copies in a mirror, must come to the same
     text, and no other key is on all of them. Each is made of the one before: the unsalted hash of earlier releases, the
-    slow one, the keyed one. So what was kept can be compared.
+    slow one, the keyed one. So what was kept can be compared. A keyed one names its key: see ``same_value``.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
     kind, digest, field = kept[1] if kept else None, kept[2] if kept else "", name.rpartition(".")[2]
@@ -196,7 +194,8 @@ def hashed(name: str, value: Any) -> str:
         digest = digest or xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
         kind, digest = "scrypt", _slow_hash(field, digest)
     if kind == "scrypt" and (key := os.environ.get(MIRROR_KEY_VARIABLE)):
-        kind, digest = "keyed", hmac.digest(key.encode(), f"{field} {digest}".encode(), "sha256").hex()[:32]
+        mark, digest = (hmac.digest(key.encode(), text.encode(), "sha256").hex() for text in ("", f"{field} {digest}"))
+        kind, digest = f"keyed-{mark[:8]}", digest[:32]
     return f"hash {kind}-{digest}"
 
 

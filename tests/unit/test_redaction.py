@@ -8,6 +8,7 @@ import orjson
 import pytest
 import xxhash
 
+from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.redaction import (
     HiddenBytes,
     HiddenDict,
@@ -116,6 +117,13 @@ def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_o
         # What ranks wrote before there was a key is compared, too.
         assert without_secrets("shared_context", hidden) == without_secrets("shared_context", keyed[-1]) == keyed[-1]
     assert len({text for each in keyed for text in each.values() if text.startswith("hash keyed-")}) == 4
+    # With another key, or without, nobody can tell.
+    assert same_value("shared_context", keyed[0], keyed[1])
+    assert same_value("shared_context", keyed[0], hidden)
+    monkeypatch.setenv("DATATROVE_CKPT_MIRROR_KEY", "l" * 32)
+    other = without_secrets("shared_context", {"password": "hunter3", "api_key": "hunter2"})
+    assert not same_value("shared_context", keyed[1], other)
+    assert not same_value("shared_context", keyed[0], other | {"user": "a"})
 
 
 def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch: pytest.MonkeyPatch) -> None:

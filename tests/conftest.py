@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import pytest_timeout
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
@@ -52,6 +56,21 @@ _IGNORED = _hear_all_signals()
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}  # which both are read at import
 _formatter = _better_exceptions.ExceptionFormatter
 _formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))  # 4 ms for each test's log
+_dump_stacks = pytest_timeout.dump_stacks
+
+
+def _dump_tasks(terminal: Any) -> None:
+    """A test is given up: says where the tasks of event loops wait, which the stacks of threads do not show."""
+    for task in [found for found in gc.get_objects() if isinstance(found, asyncio.Task) and not found.done()]:
+        print(task, file=sys.__stderr__)
+        waiting: Any = task.get_coro()
+        while getattr(waiting, "cr_frame", None) is not None:
+            print(f"    {waiting.cr_code.co_filename}:{waiting.cr_frame.f_lineno}", file=sys.__stderr__)
+            waiting = waiting.cr_await
+    _dump_stacks(terminal)
+
+
+pytest_timeout.dump_stacks = _dump_tasks
 os.environ["DATATROVE_CKPT_CACHE"] = ""  # keep no row counts: a test leaves nothing in the user's cache
 forked.install()
 hypothesis.settings.register_profile(

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.forks import end_fork
 
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
-_BEAT = 1.0  # seconds
+_polled: set[int] = set()
 _left_behind: list[object] = []
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
@@ -45,7 +46,7 @@ def run(main: Awaitable[_Result]) -> _Result:
         thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
     )
     runner.get_loop().set_default_executor(executor)
-    _beat(runner.get_loop())
+    _polled.add(_poll(runner))
     pid = os.getpid()
     try:
         result = runner.run(catch_interruption())
@@ -75,15 +76,25 @@ def refuse_nested(what: str) -> None:
         )
 
 
-def _beat(loop: asyncio.AbstractEventLoop) -> None:
-    """Wakes the loop up every second, so that a lost wakeup is only late.
+def _poll(runner: asyncio.Runner) -> int:
+    """The descriptor with which the loop waits."""
+    loop: Any = runner.get_loop()
+    return int(loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id())
 
-    A fork that closes its copy of the loop takes the loop's wakeup descriptors out of the epoll that both share. Then
-    no thread wakes the loop, and no signal: uvloop calls Python's handlers only after such a wakeup.
+
+def _leave_polls() -> None:
+    """Gives a fork polls of its own, which are empty.
+
+    An epoll is shared with the parent: the fork's copy of the loop would read answers that the parent waits for, and
+    take the parent's wakeups out of it.
     """
-    if not loop.is_closed():
-        loop.call_soon(lambda: None)  # lets uvloop run what threads have handed over
-        loop.call_later(_BEAT, _beat, loop)
+    while _polled:
+        with select.epoll() as own:
+            os.dup2(own.fileno(), _polled.pop(), inheritable=False)
+
+
+if hasattr(select, "epoll"):  # a fork has no copy of a kqueue
+    os.register_at_fork(after_in_child=_leave_polls)
 
 
 def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
@@ -102,6 +113,7 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not asyncio.all_tasks(loop) and not any(thread.is_alive() for thread in threads):
+        _polled.discard(_poll(runner))
         runner.close()
         return
     # The loop cannot be closed, and nothing may be collected: a coroutine that ignores its end would complain.

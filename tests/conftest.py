@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,19 +148,6 @@ def empty_memory_file_system() -> Iterator[None]:
     yield
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
-
-
-@pytest.fixture
-def real_collector() -> None:
-    """For tests of what a run does to Python's garbage collector."""
-
-
-@pytest.fixture(autouse=True)
-def collector_left_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run begins with a full collection (see ``collector.py``): longer than most attempts here."""
-    if "real_collector" not in request.fixturenames:
-        monkeypatch.setattr("datatrove_ckpt.generation.rank.gc_tuned", nullcontext)
-        monkeypatch.setattr("datatrove_ckpt.executor.gc_tuned", nullcontext)
 
 
 @pytest.fixture

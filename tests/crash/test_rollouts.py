@@ -13,7 +13,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 
-pytestmark = pytest.mark.usefixtures("collector_left_alone", "code_described_once")
+pytestmark = pytest.mark.usefixtures("code_described_once")
 
 
 @pytest.mark.parametrize(

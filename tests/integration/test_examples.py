@@ -64,21 +64,12 @@ def on_one_core() -> None:
         os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
 
 
-# As the fixture collector_left_alone does for tests: an example of a hundred attempts would take three times as long.
-WITHOUT_COLLECTIONS = """
-import contextlib, runpy, datatrove_ckpt.generation.rank
-datatrove_ckpt.generation.rank.gc_tuned = contextlib.nullcontext
-runpy.run_path("example.py", run_name="__main__")
-"""
-
-
 @pytest.mark.parametrize("block", [one for one in blocks("python") if one not in torch_examples()], ids=str)
 def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
-    many_lives = "assert_same_output_after_crash" in block.text
     ended = subprocess.run(
-        [sys.executable, *(["-c", WITHOUT_COLLECTIONS] if many_lives else ["example.py"])],
+        [sys.executable, "example.py"],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(ram)},
         capture_output=True,

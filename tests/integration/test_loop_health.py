@@ -32,7 +32,7 @@ from tests.bench.systems import Run
 from tests.bench.workload import make_input
 from tests.jobs import documents, runner
 
-pytestmark = [pytest.mark.usefixtures("real_collector"), pytest.mark.xdist_group("loop")]
+pytestmark = pytest.mark.xdist_group("loop")
 
 LIMIT_MS = 20
 EFFECTS = (

@@ -394,7 +394,6 @@ def test_the_step_can_be_copied_and_pickled_before_and_after_a_run(tmp_path: Pat
     assert ids(tmp_path) == ["id 0", "id 1", "id 2"]
 
 
-@pytest.mark.usefixtures("real_collector")
 def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path: Path, server: FakeServer) -> None:
     class Marked(str):
         """A str that can be asked whether it is still there."""

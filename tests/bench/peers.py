@@ -117,7 +117,7 @@ class Peer:
         self.folder = options.folder / "peers" / name
         source = make_input(options.folder, "jsonl", options.documents, 2000)
         run = Run(name, server.url, str(source), str(self.folder), checkpoints=f"{self.folder}/checkpoints",
-                  chunk=min(1000, options.documents // 20))  # fmt: skip
+                  concurrency=options.concurrency, chunk=min(1000, options.documents // 20))  # fmt: skip
         self.command = [python, "-P", str(ROOT / "tests/bench/systems.py"), json.dumps(vars(run))]
 
     def measure(self) -> Result:
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--systems", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a system's interpreter")
+    parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/datatrove-ckpt-bench"), help="on the disk to measure")

@@ -30,6 +30,9 @@ class MockServer:
     def reset(self, latency: float) -> None:
         self._get(f"/reset?latency-ms={latency * 1000}")
 
+    def restarted(self) -> None:
+        self._get("/restarted")
+
     def counts(self) -> dict[str, Any]:
         return self._get("/count")
 

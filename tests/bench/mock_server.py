@@ -3,12 +3,14 @@
     python -m tests.bench.mock_server [--port 0] [--latency-ms 0]
 
 Prints its port on the first line, and what it counted, as JSON, when it is asked to stop (SIGTERM). Each payload is
-expected to hold ``#<number>#``, the number of its document, so that lost and repeated requests show by document.
+expected to hold ``#<number>#``, the number of its document, so that lost and repeated requests show by document. What
+holds none is answered, not counted: some clients probe before they ask.
 
     GET /v1/models                         readiness
     POST /v1/chat/completions              an answer, after the latency
     GET /count                             what was counted
     GET /reset?latency-ms=200              counts from zero, with another latency
+    GET /restarted                         the next request is the first; the counts go on
 
 Times are ``time.monotonic()``, which all processes of a machine share. uvloop is used where it is installed.
 """
@@ -65,10 +67,10 @@ class Counts:
         self.in_flight = self.most_in_flight = 0
 
     def ask(self, body: bytes) -> None:
-        self.last = time.monotonic()
-        self.first = self.first or self.last
-        number = _NUMBER.search(body)
-        self.asked[int(number[1]) if number else -1] += 1
+        if number := _NUMBER.search(body):
+            self.last = time.monotonic()
+            self.first = self.first or self.last
+            self.asked[int(number[1])] += 1
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
@@ -81,6 +83,7 @@ class Counts:
                 "by_times_asked": times,
                 "first": self.first,
                 "last": self.last,
+                "in_flight": self.in_flight,
                 "most_in_flight": self.most_in_flight,
             }
         ).encode()
@@ -122,6 +125,8 @@ class Server(asyncio.Protocol):
             return
         if path.startswith(b"/reset"):
             Server.counts = Counts(float(path.partition(b"=")[2] or 0) / 1000)
+        if path == b"/restarted":
+            Server.counts.first = 0.0
         self._send(_MODELS if path == b"/v1/models" else _response(Server.counts.to_json()), close)
 
     def _answer(self, counts: Counts, close: bool) -> None:

@@ -4,6 +4,8 @@
     datatrove            datatrove's own InferenceRunner
     bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the practical limit
     protocol             a hand-written client on asyncio.Protocol and uvloop: what is left without aiohttp
+    ray                  Ray Data with its CheckpointConfig, and aiohttp in an async actor (of ``peers`` only)
+    curator              bespokelabs-curator's LLM, and its cache (of ``peers`` only)
 
 A run begins after all imports, and ends when the runner returns. CPU and memory are of this process alone.
 """
@@ -11,14 +13,16 @@ A run begins after all imports, and ends when the runner returns. CPU and memory
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import json
+import logging
 import os
 import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -203,7 +207,85 @@ def run_protocol(run: Run) -> Callable[[], None]:
     return lambda: asyncio.run(ask_all())
 
 
-SYSTEMS = {"ours": run_ours, "datatrove": run_datatrove, "bare": run_bare, "protocol": run_protocol}
+def run_ray(run: Run) -> Callable[[], None]:
+    import aiohttp
+    import ray
+
+    at_once = 4  # batches; the default of Ray's async actors
+
+    class Ask:
+        session: aiohttp.ClientSession | None = None
+
+        async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            self.session = self.session or aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            return {**batch, "answer": await asyncio.gather(*map(self.ask, batch["text"]))}
+
+        async def ask(self, text: str) -> str:
+            payload = {"messages": [{"role": "user", "content": text}], "max_tokens": 64, "model": MODEL}
+            assert self.session is not None
+            async with self.session.post(f"{run.url}/v1/chat/completions", json=payload) as response:
+                return str((await response.json())["choices"][0]["message"]["content"])
+
+    def work() -> None:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.checkpoint_config = ray.data.checkpoint.CheckpointConfig("id", run.checkpoints)
+        # What a checkpoint holds is a block: of as many documents as a chunk.
+        documents = ray.data.read_json(run.source, override_num_blocks=max(1, _lines(run.source) // run.chunk))
+        actors = ray.data.ActorPoolStrategy(size=1)
+        # It takes no CPU slot: on two cores, this actor and that of the checkpoint would leave none for reading.
+        asked = documents.map_batches(Ask, batch_size=run.concurrency // at_once, compute=actors, num_cpus=0)
+        asked.write_json(f"{run.folder}/output")
+
+    return work
+
+
+def _lines(source: str) -> int:
+    with next(Path(source).iterdir()).open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def run_curator(run: Run) -> Callable[[], None]:
+    # tiktoken's vocabulary and the prices are in litellm's wheel; no network is needed.
+    litellm = Path(str(importlib.util.find_spec("litellm").origin)).parent  # type: ignore[union-attr]
+    os.environ |= {
+        "HOME": run.folder,
+        "TELEMETRY_ENABLED": "false",
+        "CURATOR_DISABLE_RICH_DISPLAY": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "true",
+        "TIKTOKEN_CACHE_DIR": str(litellm / "litellm_core_utils/tokenizers"),
+    }
+    from bespokelabs import curator
+    from datasets import load_dataset
+
+    class Ask(curator.LLM):
+        def prompt(self, row: Any) -> str:
+            return str(row["text"])
+
+        def parse(self, row: Any, answer: str) -> dict[str, Any]:
+            return {**row, "answer": answer}
+
+    def work() -> None:
+        no_limit = {"max_requests_per_minute": 10**9, "max_tokens_per_minute": 10**12}
+        at_once = {"max_concurrent_requests": run.concurrency}
+        server = {"base_url": f"{run.url}/v1", "api_key": "none"}
+        ask = Ask(MODEL, backend="openai", generation_params={"max_tokens": 64},
+                  backend_params={**server, **no_limit, **at_once})  # fmt: skip
+        answers = ask(load_dataset("json", data_dir=run.source, split="train"), working_dir=run.checkpoints)
+        answers.dataset.to_json(f"{run.folder}/output/answers.jsonl")
+
+    return work
+
+
+SYSTEMS = {
+    "ours": run_ours,
+    "datatrove": run_datatrove,
+    "bare": run_bare,
+    "protocol": run_protocol,
+    "ray": run_ray,
+    "curator": run_curator,
+}
 
 
 def watch_mirror(counts: dict[str, Any]) -> None:
@@ -254,9 +336,10 @@ def main() -> None:
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     work = SYSTEMS[name](run)
-    from loguru import logger
+    with suppress(ImportError):
+        from loguru import logger
 
-    logger.remove()  # only now: datatrove's import adds its own
+        logger.remove()  # only now: datatrove's import adds its own
     if run.switch_interval:
         sys.setswitchinterval(run.switch_interval)
     health: dict[str, Any] = {}

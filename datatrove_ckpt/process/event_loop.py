@@ -20,7 +20,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.forks import end_fork
 
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
-_polled: set[int] = set()
+_polls: set[int] = set()
 _left_behind: list[object] = []
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
@@ -46,7 +46,7 @@ def run(main: Awaitable[_Result]) -> _Result:
         thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
     )
     runner.get_loop().set_default_executor(executor)
-    _polled.add(_poll(runner))
+    _polls.add(_poll_of(runner))
     pid = os.getpid()
     try:
         result = runner.run(catch_interruption())
@@ -76,7 +76,7 @@ def refuse_nested(what: str) -> None:
         )
 
 
-def _poll(runner: asyncio.Runner) -> int:
+def _poll_of(runner: asyncio.Runner) -> int:
     """The descriptor with which the loop waits."""
     loop: Any = runner.get_loop()
     return int(loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id())
@@ -88,9 +88,9 @@ def _leave_polls() -> None:
     An epoll is shared with the parent: the fork's copy of the loop would read answers that the parent waits for, and
     take the parent's wakeups out of it.
     """
-    while _polled:
+    while _polls:
         with select.epoll() as own:
-            os.dup2(own.fileno(), _polled.pop(), inheritable=False)
+            os.dup2(own.fileno(), _polls.pop(), inheritable=False)
 
 
 if hasattr(select, "epoll"):  # a fork has no copy of a kqueue
@@ -113,7 +113,7 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not asyncio.all_tasks(loop) and not any(thread.is_alive() for thread in threads):
-        _polled.discard(_poll(runner))
+        _polls.discard(_poll_of(runner))
         runner.close()
         return
     # The loop cannot be closed, and nothing may be collected: a coroutine that ignores its end would complain.

@@ -1,8 +1,9 @@
 """A process that user code forked with ``os.fork`` and that does not end itself.
 
-Such a fork shares the event loop's epoll, the sockets and the open checkpoint files with its rank. If it went on in our
-code, it would take the rank's wakeups away, close its connections, or write into its files. So it ends at once, and
-closes nothing. What it printed is written out, as at the end of any Python process.
+Such a fork shares the sockets and the open checkpoint files with its rank. If it went on in our code, it would send
+requests on the rank's connections, or write into its files. So it ends at once, and closes nothing. What it printed is
+written out, as at the end of any Python process. If the error of a task ends it, uvloop lets other rollouts make a step
+in it first, and one of them may give the exit code.
 """
 
 from __future__ import annotations

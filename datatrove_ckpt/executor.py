@@ -193,7 +193,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _here(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         pipeline = self.pipeline
         try:
-            with gc_tuned():  # once for all ranks: what one leaves behind must not be frozen for the next
+            with gc_tuned():
                 for rank in ranks:
                     self.pipeline = deepcopy(pipeline)
                     with chdir("."):  # so that a step that changes it does not move the folders of the next rank

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from datatrove_ckpt.process.worker import is_worker
-
 # New objects, minus freed ones (old ones, too), before a collection of the youngest; and how many collections of one
 # generation come before one of the next. A collection looks at all documents in work: a thousand are 50,000 objects and
 # take 20 to 40 ms. So the first number is above that.
@@ -29,9 +27,9 @@ _before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
 def gc_tuned() -> Iterator[None]:
     """Fewer collections, which skip objects made before the run. The old settings are restored afterwards.
 
-    Settings belong to the process, and several ranks may run in its threads: the last rank to end restores them. A
-    worker keeps them for its next rank: what that leaves behind must not be frozen. A collector that is switched
-    off stays off, and higher thresholds stay.
+    Settings belong to the process, and several ranks may run in its threads: the last to leave restores them. Whoever
+    runs several ranks enters around them all: what one leaves behind must not be frozen for the next. A collector that
+    is switched off stays off, and higher thresholds stay.
     """
     _enter()
     try:
@@ -63,7 +61,7 @@ def _leave() -> None:
     global _runs
     with _lock:
         _runs -= 1
-        if _runs or is_worker():
+        if _runs:
             return
         thresholds, froze = _before
         gc.set_threshold(*thresholds)

@@ -19,6 +19,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import kill_after
 from datatrove_ckpt.process.run_progress import RankProgress
 from datatrove_ckpt.process.screen import reporting_to
@@ -133,7 +134,7 @@ def work(
     # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
     fsspec.asyn.get_loop()
     worker = _Worker(connection, numbers, task, slot)
-    with reporting_to(worker.report, below_bar):
+    with reporting_to(worker.report, below_bar), gc_tuned():
         worker.serve()
 
 

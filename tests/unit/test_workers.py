@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -52,6 +53,13 @@ def test_every_task_is_done_once_by_at_most_so_many_processes(tmp_path: Path) ->
     assert {slot for slot, _, _ in done.values()} <= {0, 1, 2}
     assert len({pid for _, pid, _ in done.values()}) <= 3
     assert os.getpid() not in {pid for _, pid, _ in done.values()}
+
+
+def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
+    with group(lambda slot, task: (gc.get_threshold()[0], gc.get_freeze_count()), 1) as workers:
+        thresholds, frozen = zip(*dict(workers.run(range(3))).values(), strict=True)
+    assert min(thresholds) > gc.get_threshold()[0]
+    assert 0 < min(frozen) <= max(frozen) < min(frozen) + 100  # what is freed is no longer counted
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -104,6 +104,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 2
 
 
+@pytest.hookimpl(tryfirst=True)  # before what -m leaves out is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark ``matrix``, all rows but the first are slow."""
+    begun: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("matrix") is not None:
+            test = item.nodeid.partition("[")[0]
+            if test in begun:
+                item.add_marker("slow")
+            begun.add(test)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     forked.Popen.is_allowed = item.get_closest_marker("real_process") is None
 

@@ -141,9 +141,21 @@ def trim(data: bytes) -> bytes:
 
 def decode(data: bytes) -> Document:
     """The document that ``encode`` converted."""
+    return _decoded(data, _READERS)
+
+
+def decode_plain(data: bytes) -> Document:
+    """The same with a dict in place of each InferenceResult and Media, as ``dataclasses.asdict`` makes them."""
+    document = _decoded(data, _PLAIN_READERS)
+    if document.media:
+        document.media = [_fields(media) for media in document.media]
+    return document
+
+
+def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
     fields = orjson.loads(data)
     if _TAG_BYTES in data:
-        fields = _unwrap(fields)
+        fields = _unwrap(fields, readers)
     if fields["media"]:
         fields["media"] = [media if isinstance(media, Media) else Media(**media) for media in fields["media"]]
     return Document(**fields)
@@ -216,13 +228,13 @@ _TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]]
     ("frozenset", frozenset, _elements, frozenset),
     ("complex", complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
 ]
-_CONTAINERS = (dict, list)
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
 _READERS["dict"] = lambda value: dict(value)
 _READERS["float"] = float
 _READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "surrogatepass")
 _READERS["int"] = int
+_PLAIN_READERS = _READERS | {"result": lambda value: value, "media": lambda value: value}
 
 
 class _Encoder:
@@ -328,12 +340,18 @@ class _DeepWrapper:
         return {TAG: [name, self.wrap(inner)]}
 
 
-def _unwrap(value: object) -> object:
-    if type(value) is list:
-        return [_unwrap(item) if type(item) in _CONTAINERS else item for item in value]
-    if type(value) is not dict:
+def _unwrap(value: Any, readers: dict[str, Callable[[Any], object]]) -> object:
+    """The values that are wrapped in a container that ``orjson.loads`` has made, which may change. Any: parsed JSON."""
+    if type(value) is dict:
+        if TAG in value:
+            name, inner = value[TAG]
+            return readers[name](_unwrap(inner, readers))
+        items: Any = value.items()
+    elif type(value) is list:
+        items = enumerate(value)
+    else:
         return value
-    if TAG in value:
-        name, inner = value[TAG]
-        return _READERS[name](_unwrap(inner))
-    return {key: _unwrap(item) if type(item) in _CONTAINERS else item for key, item in value.items()}
+    for key, item in items:
+        if type(item) is dict or type(item) is list:
+            value[key] = _unwrap(item, readers)
+    return value

@@ -6,7 +6,7 @@ See ``column_types`` for what that schema is, and why.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.adapter import use_shallow_adapter
+from datatrove_ckpt.output.adapter import decode_for
 from datatrove_ckpt.output.arrow_types import NotUnited
 from datatrove_ckpt.output.column_fit import SCHEMA_ADVICE, RankColumns, warning
 from datatrove_ckpt.output.column_types import (
@@ -44,6 +44,7 @@ class ChunkWriting:
     def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
         self.columns = RankColumns()
         self._writer = writer
+        self._decode: Callable[[bytes], Document] = decode
         self._rank = rank
         self._names = names
 
@@ -103,7 +104,7 @@ class ChunkWriting:
         types = ColumnTypes(writer)
         try:
             for finished in documents:
-                types.show(writer.adapter(decode(finished.document)))
+                types.show(writer.adapter(self._decode(finished.document)))
             return types.schema()
         except CkptError:
             raise
@@ -131,7 +132,7 @@ class ChunkWriting:
         try:
             for finished in documents:
                 document = None
-                document = decode(finished.document)
+                document = self._decode(finished.document)
                 writer.write(document, rank=self._rank, chunk_index=chunk_field)
             finished = None
             if types is not None and not types.schema().equals(writer.schema, check_metadata=True):
@@ -150,7 +151,7 @@ class ChunkWriting:
         cause = error.__cause__
         writer, kind = self._copy(None), type(self._writer).__name__
         with suppress(Exception):  # a user's adapter may raise anything
-            if culprit := name_culprit(writer, _Decoded(documents), known):
+            if culprit := name_culprit(writer, _Decoded(documents, self._decode), known):
                 return OutputFailed(
                     f"Chunk {chunk_index} could not be written by {kind}: {culprit}. {SCHEMA_ADVICE}. The chunk's "
                     "journal is kept: run the same command again, and no request is sent twice."
@@ -173,7 +174,8 @@ class ChunkWriting:
         # writer was never written to, so there is nothing open to copy. Its file manager is replaced.
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
-        use_shallow_adapter(fresh)
+        self._decode = decode_for(fresh)
+        fresh.stat_update = _no_stats
         if staged is not None:
             self._names.use_in(fresh)
         if schema is not None:
@@ -192,9 +194,14 @@ class _NotWritten(Exception):
 class _Decoded:
     """Documents with their ordinals, as often as they are asked for."""
 
-    def __init__(self, documents: Iterable[Finished]) -> None:
+    def __init__(self, documents: Iterable[Finished], decode: Callable[[bytes], Document]) -> None:
         self._documents = documents
+        self._decode: Callable[[bytes], Document] = decode
 
     def __iter__(self) -> Iterator[tuple[int, Document]]:
         for finished in self._documents:
-            yield finished.ordinal, decode(finished.document)
+            yield finished.ordinal, self._decode(finished.document)
+
+
+def _no_stats(*labels: str, **more: object) -> None:
+    """In place of ``stat_update``: a copy's stats end with it."""

@@ -14,10 +14,9 @@ from typing import Any
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.parquet import ParquetWriter
 
-from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.adapter import use_shallow_adapter
+from datatrove_ckpt.output.adapter import decode_for
 from datatrove_ckpt.output.column_types import infers_schema, trial_schema
 
 
@@ -51,8 +50,7 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> N
     try:
         files = writer.output_mg
         copied = copy.deepcopy(writer, {id(files): _InMemory(files.mode)})
-        use_shallow_adapter(copied)
-        document = decode(data)
+        document = decode_for(copied)(data)
         if infers_schema(copied):
             copied.schema = trial_schema(copied, document)
         copied.write(document, rank=rank, chunk_index="00000")

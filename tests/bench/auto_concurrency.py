@@ -140,7 +140,7 @@ class Bench:
 
     async def _metrics(self, session: aiohttp.ClientSession, seconds: float) -> Metrics | None:
         server, engine = self.server, self.settings["server_type"]
-        return await read_metrics(session, server.url, server.headers, engine, seconds)
+        return await read_metrics(server.url, server.headers, engine, seconds)
 
     async def _until_idle(self) -> None:
         async with aiohttp.ClientSession() as session:

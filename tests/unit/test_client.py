@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import http1, transport
+from datatrove_ckpt.inference.client import http1, over_aiohttp, transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
@@ -779,7 +779,7 @@ URL_OF_ERROR = "http://host/?code=hush"
     ],
 )
 def test_of_an_error_all_but_the_url_is_shown(error: Exception, shown: str) -> None:
-    assert transport.redacted_error(error) == shown
+    assert over_aiohttp.redacted_error(error) == shown
 
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:

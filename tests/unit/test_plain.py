@@ -37,7 +37,7 @@ def play(test: Play, *replies: Reply, host: str = "127.0.0.1", **settings: Any) 
 
 def test_a_request_is_what_a_server_expects() -> None:
     async def test(server: RawServer, transport: PlainTransport) -> None:
-        await transport.post(b"{}")
+        await transport.send(b"{}")
         head, body = server.requests[0]
         lines = head.decode().split("\r\n")
         assert lines[0] == "POST /v1/chat/completions HTTP/1.1"
@@ -72,14 +72,14 @@ def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
 
 def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
     async def test(server: RawServer, transport: PlainTransport) -> None:
-        waiting = [asyncio.create_task(transport.post(b"%d" % n)) for n in range(20)]
+        waiting = [asyncio.create_task(transport.send(b"%d" % n)) for n in range(20)]
         for _ in waiting:
             await server.arrived.acquire()
         assert server.connections == 20
         server.replies = [GOOD]
         server.closing.set()
         assert {(await task).body for task in waiting} == {b"good"}
-        await transport.post(b"once more")
+        await transport.send(b"once more")
         assert server.connections == 20
 
     async def later(server: RawServer, writer: asyncio.StreamWriter) -> None:
@@ -100,10 +100,10 @@ def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
 )
 def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: Reply) -> None:
     async def test(server: RawServer, transport: PlainTransport) -> None:
-        assert (await transport.post(b"one")).body == b"good"
+        assert (await transport.send(b"one")).body == b"good"
         while transport._idle and transport._idle[0].usable:  # its end arrives by itself
             await asyncio.sleep(0)
-        assert (await transport.post(b"two")).body == b"good"
+        assert (await transport.send(b"two")).body == b"good"
         assert server.connections == 2
         assert len(server.requests) == 2
 
@@ -119,12 +119,12 @@ def test_what_a_server_says_unasked_is_no_answer_to_the_next_request() -> None:
         writer.write(http(200, b"unasked"))
 
     async def test(server: RawServer, transport: PlainTransport) -> None:
-        await transport.post(b"one")
+        await transport.send(b"one")
         server.replies = [GOOD]
         server.closing.set()
         while transport._idle[0].usable:
             await asyncio.sleep(0)
-        assert (await transport.post(b"two")).body == b"good"
+        assert (await transport.send(b"two")).body == b"good"
 
     play(test, chatty)
 
@@ -137,13 +137,13 @@ def test_what_has_arrived_unasked_and_was_not_read_is_no_answer_to_the_next_requ
         writer.write(http(200, b"good"))
 
     async def test(server: RawServer, transport: PlainTransport) -> None:
-        await transport.post(b"one")
+        await transport.send(b"one")
         connection = transport._idle[0]
         writers[0].write(http(200, b"unasked"))
         # No await, so that the event loop reads nothing before the next request.
         assert select.select([connection.descriptor], [], [], 30)[0]
         assert connection.usable
-        assert (await transport.post(b"two")).body == b"good"
+        assert (await transport.send(b"two")).body == b"good"
         assert server.connections == 2
 
     play(test, remembered, keepalive=600.0)
@@ -152,7 +152,7 @@ def test_what_has_arrived_unasked_and_was_not_read_is_no_answer_to_the_next_requ
 def test_a_connection_that_idled_too_long_is_not_used() -> None:
     async def test(server: RawServer, transport: PlainTransport) -> None:
         for _ in range(3):
-            await transport.post(b"one")
+            await transport.send(b"one")
         assert server.connections == 3
 
     play(test, GOOD, keepalive=0.0)
@@ -175,7 +175,7 @@ async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_do
     url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     transport = PlainTransport(HiddenUrl(url), None, 30.0, 30.0, 4.0)
     for _ in range(2):
-        response = await transport.post(b"x" * (20 << 20))
+        response = await transport.send(b"x" * (20 << 20))
         assert (response.status, response.body) == (413, b"too long")
     assert len(connections) == 2
     await transport.close()
@@ -192,7 +192,7 @@ def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None
         waiting = []
         for number in range(5):
             clock.now = number * 10.0
-            waiting.append(asyncio.create_task(transport.post(b"one")))
+            waiting.append(asyncio.create_task(transport.send(b"one")))
             await server.arrived.acquire()
         for number in range(5):
             clock.go_to_the_only_timer()
@@ -231,13 +231,13 @@ class Clock:
 
 def test_closing_ends_what_is_under_way() -> None:
     async def test(server: RawServer, transport: PlainTransport) -> None:
-        asking = asyncio.create_task(transport.post(b"one"))
+        asking = asyncio.create_task(transport.send(b"one"))
         await server.arrived.acquire()
         await transport.close()
         with pytest.raises(ConnectionAbortedError):
             await asking
         with pytest.raises(ConnectionAbortedError):
-            await transport.post(b"two")
+            await transport.send(b"two")
 
     play(test, never)
 
@@ -260,7 +260,7 @@ def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
     async def run(port: int) -> None:
         transport = PlainTransport(HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, 0.2, 4.0)
         with pytest.raises(ConnectTimeout):
-            await transport.post(b"one")
+            await transport.send(b"one")
         await transport.close()
 
     with silent_address() as (_, port):
@@ -284,10 +284,10 @@ def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None
             plain, transport._connect_to = transport._connect_to, connect_to  # type: ignore[method-assign]
             tried: list[Any] = []
             good = ("127.0.0.1", transport._port)
-            await transport.post(b"one")
+            await transport.send(b"one")
             assert tried == [silent, refusing.getsockname(), good]
             tried.clear()
-            await asyncio.gather(*(transport.post(b"two") for _ in range(20)))
+            await asyncio.gather(*(transport.send(b"two") for _ in range(20)))
             assert set(tried) == {good}
 
         play(test, GOOD, host="several", connect_timeout=3.0)
@@ -307,8 +307,8 @@ def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure
 
         loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
         with pytest.raises(socket.gaierror):
-            await transport.post(b"one")
-        await asyncio.gather(*(transport.post(b"two") for _ in range(20)))
+            await transport.send(b"one")
+        await asyncio.gather(*(transport.send(b"two") for _ in range(20)))
         assert lookups == 2
 
     play(test, GOOD, host="localhost")

@@ -191,7 +191,8 @@ class CompletionClient:
         # One transport per server: it is closed with its server, and it holds the key, so that no call has to.
         target.url = HiddenUrl.wrap(url).api(self._path)
         timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
-        target.transport = make_transport(target.url, api_key, timeout, self._proxied)
+        headers = api_key.headers() if api_key is not None else None
+        target.transport = make_transport(target.url, headers, timeout, self._proxied)
         target.limit = FIRST_LIMIT if self._config.max_concurrent_generations == "auto" else math.inf
         target.up = True
         self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers

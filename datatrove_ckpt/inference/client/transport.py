@@ -6,143 +6,100 @@ raised here have no cause attached, because the frames of their causes hold head
 
 from __future__ import annotations
 
-import asyncio
-import io
-import os
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Protocol
 
-import aiohttp
 import orjson
-from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
-from datatrove_ckpt.inference.client import http1
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
-from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, is_silent
+from datatrove_ckpt.inference.client.http1 import Response
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import HiddenBytes, HiddenDict, Key, Redactor, frames_cut, note_sent
+from datatrove_ckpt.redaction import HiddenDict, Redactor, frames_cut, note_sent
 
 _CONNECT_TIMEOUT = 30.0  # seconds
 # Seconds. uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We close them first: a request
 # sent into a closing connection is a failed attempt.
 _KEEPALIVE = 4.0
-_READ_BUFFER = 1 << 18  # bytes
 # 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part of it.
 _ANSWERED = frozenset({200, 201, 203})
 _RETRIED = frozenset({408, 409, 425, 429})
 REJECTED = frozenset({400, 413, 414, 422, 431})
 """The statuses that belong to one request: its content, its size. No other status does."""
 _SHOWN_BODY = 2000  # characters
-# Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
-_STREAMED_SIZE = 1 << 20
-UNCOMPRESSED = {"Accept-Encoding": "identity"}
-_WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
-class _Connection(ResponseHandler):
-    """Closes as the connections of ``plain.py`` do. aiohttp takes a late response for that to the next request."""
+class Transport(Protocol):
+    """One URL, to which requests are sent. See ``plain.py`` and ``over_aiohttp.py``.
 
-    def __init__(self, owner: AiohttpTransport) -> None:
-        super().__init__(asyncio.get_running_loop())
-        self._owner = owner
-        self._is_asked = False
+    Attributes:
+        unasked: how often bytes arrived without a request.
+        redact: hides the secrets of the URL and of the headers.
+        errors: what ``send`` raises besides TimeoutError.
+    """
 
-    def set_response_params(self, **params: Any) -> None:
-        self._is_asked = True
-        super().set_response_params(**params)
+    unasked: int
+    redact: Redactor
+    errors: tuple[type[Exception], ...]
 
-    def feed_data(self, data: Any, size: int = 0) -> None:
-        status = data[0].code
-        if not self._is_asked:
-            self.close()
-            self._owner.unasked += status != 408
-            return
-        self._is_asked = status < 200
-        if status >= 300:
-            self.force_close()
-        super().feed_data(data, size)
+    async def send(self, body: bytes = b"") -> Response:
+        """Sends one request. Returns the response, whatever its status."""
 
-    def is_connected(self) -> bool:
-        # Asked before a connection is used again.
-        return super().is_connected() and is_silent(self.transport.get_extra_info("socket").fileno())  # type: ignore[union-attr]
+    def explain(self, error: Exception) -> str:
+        """What went wrong in an exchange, without secrets; may be empty."""
+
+    async def close(self) -> None: ...
 
 
-class AiohttpTransport:
-    """Sends over aiohttp, which knows TLS, proxies, and credentials in the URL."""
-
-    def __init__(self, url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool) -> None:
-        self._url = url
-        self.unasked = 0
-        self.redact = url.redactor(headers)
-        # Not given to the session, which would show them among its attributes.
-        self._headers = HiddenDict({"Content-Type": "application/json", **UNCOMPRESSED, **(headers or {})})
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
-        connector._factory = partial(_Connection, self)  # type: ignore[assignment]
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
-            read_bufsize=_READ_BUFFER,
-            auto_decompress=False,
-            # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
-            # aiohttp reads the environment in a thread per request. So we ask for that only where a proxy applies.
-            trust_env=proxied,
-        )
-
-    async def post(self, body: bytes) -> Response:
-        data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
-        async with self._session.post(
-            self._url.reveal(), data=data, headers=self._headers, allow_redirects=False
-        ) as response:
-            try:
-                answer = await read_body(response)
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                if response.status < 300:
-                    raise
-                answer = HiddenBytes()  # the status alone decides, and it is known
-            return Response(response.status, answer, response.headers.get("Retry-After", ""))
-
-    async def close(self) -> None:
-        await self._session.close()
-
-
-Transport: TypeAlias = PlainTransport | AiohttpTransport
-
-
-def make_transport(url: HiddenUrl, api_key: Key | None, timeout: float, proxied: bool) -> Transport:
+def make_transport(
+    url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool = False, method: str = "POST"
+) -> Transport:
     """The cheapest transport that can serve this URL.
 
     Args:
         timeout: seconds for one exchange.
         proxied: the environment names a proxy for this URL.
     """
-    headers = api_key.headers() if api_key is not None else None
+    settings = url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
     if _is_plain(url, proxied):
-        return PlainTransport(url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE)
-    return AiohttpTransport(url, headers, timeout, proxied)
+        return PlainTransport(*settings)
+    from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
+
+    return AiohttpTransport(*settings, proxied)
 
 
 def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
     return url.reveal().scheme == "http" and not url.has_credentials and not proxied
 
 
-async def read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
-    """The body of a response that aiohttp does not decompress: less than 1 MB may become gigabytes.
+class ExchangeFailed(Exception):
+    """There is no response that says anything. ``kind``: the name of the error, "TimeoutError" if none came in time."""
+
+    def __init__(self, details: str, kind: str = "") -> None:
+        self.kind = kind
+        super().__init__(details or kind)
+
+
+async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False) -> Response:
+    """The response to one GET, over a connection of its own, whatever its status.
 
     Raises:
-        RemoteProtocolError: it is compressed or too long.
+        ExchangeFailed: there is none within ``seconds``.
+        TooManyOpenFiles: no connection could be opened.
     """
-    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise RemoteProtocolError(http1.COMPRESSED)
-    body = bytearray()
-    async for data in response.content.iter_any():
-        body += data
-        if len(body) > http1.MAX_BODY_BYTES:
-            raise RemoteProtocolError(http1.too_long())
-    return HiddenBytes(body)
+    transport = make_transport(url, headers, seconds, proxied, "GET")
+    try:
+        with frames_cut():
+            return await transport.send()
+    except TimeoutError:
+        raise ExchangeFailed("", "TimeoutError") from None
+    except transport.errors as error:
+        if is_caused_by_limit(error):
+            raise limit_reached(f"No connection to {url}") from None
+        raise ExchangeFailed(transport.explain(error), type(error).__name__) from None
+    finally:
+        await transport.close()
 
 
 async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) -> bytes:
@@ -154,14 +111,14 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
     """
     try:
         with frames_cut():
-            response = await transport.post(body)
+            response = await transport.send(body)
     except TimeoutError as error:
-        kind = "connection" if isinstance(error, aiohttp.ConnectionTimeoutError | ConnectTimeout) else "answer"
+        kind = "connection" if isinstance(error, ConnectTimeout) else "answer"
         raise RetryableError(f"no {kind} in time from {url}", unreachable=True, timed_out=True) from None
-    except (aiohttp.ClientError, OSError) as error:
+    except transport.errors as error:
         if is_caused_by_limit(error):
             raise limit_reached(f"No connection to {url}") from None
-        details = transport.redact(redacted_error(error))
+        details = transport.explain(error)
         cause = f"{type(error).__name__} from {url}" + (f": {details}" if details else "")
         raise RetryableError(cause, unreachable=True) from None
     if response.status in _ANSWERED:
@@ -200,16 +157,3 @@ def _hint(status: int) -> str:
     if status == 402:
         return "The account of this key has no credit left."
     return "Check model_name_or_path, endpoint_url and use_chat."
-
-
-def redacted_error(error: Exception) -> str:
-    """What went wrong in an exchange; may be empty.
-
-    Many messages of aiohttp contain the whole URL, and so a query string that may be a secret. Only messages that are
-    known to contain no URL are passed on.
-    """
-    if isinstance(error, aiohttp.ClientResponseError):
-        return f"{error.status}, {' '.join(error.message.split())}"
-    if isinstance(error, aiohttp.ClientError) and not isinstance(error, _WITHOUT_URL):
-        return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
-    return str(error)

@@ -10,19 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import aiohttp
 import orjson
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
+from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.patience import waiting
-from datatrove_ckpt.inference.client.transport import UNCOMPRESSED, may_pass, read_body, redacted_error
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, may_pass
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
-from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import HiddenDict, frames_cut
+from datatrove_ckpt.redaction import HiddenDict
 
 _PROBE_TIMEOUT = 10.0  # seconds
 _FIRST_DELAY = 0.25  # seconds
@@ -61,34 +60,33 @@ class ExternalServers(Server):
         said_at = started - _SAY_AGAIN
         failures = 0
         headers = self.api_key.headers() if self.api_key is not None else None
-        async with _session(self.urls) as session:
-            while True:
-                answers = await asyncio.gather(*(_ask(session, url, headers) for url in self.urls))
-                causes = self._causes(answers)
-                if len(causes) < len(answers):
-                    if said_at >= started:
-                        logger.info(f"An endpoint answers, after {time.monotonic() - started:.0f} s.")
-                    if causes:
-                        logger.warning(
-                            f"{len(causes)} of {len(answers)} endpoints do not answer: {'; '.join(causes)}. Those "
-                            "whose path has no version get no requests: their API may be there or below /v1."
-                        )
-                    self.urls = [answer.api for answer in answers if answer.api is not None]
-                    return
-                failures += 1
-                delay = backoff_seconds(failures, _FIRST_DELAY, _MAX_DELAY)
-                now = time.monotonic()
-                if now + delay > started + window:
-                    each = "".join(f"  {cause}\n" for cause in causes)
-                    raise ServerStartFailed(
-                        f"No endpoint was ready within {window:g} s:\n{each}Check that the server runs, that this "
-                        "machine can reach it, and endpoint_url. One that answers 429 limits requests: start later."
+        while True:
+            answers = await _ask_all(self.urls, headers)
+            causes = self._causes(answers)
+            if len(causes) < len(answers):
+                if said_at >= started:
+                    logger.info(f"An endpoint answers, after {time.monotonic() - started:.0f} s.")
+                if causes:
+                    logger.warning(
+                        f"{len(causes)} of {len(answers)} endpoints do not answer: {'; '.join(causes)}. Those "
+                        "whose path has no version get no requests: their API may be there or below /v1."
                     )
-                # One that refuses connections is tried again at once; one that is silent has taken its time already.
-                if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
-                    said_at = now
-                    logger.warning(waiting(causes[0], ": HTTP " not in causes[0], now - started, window))
-                await asyncio.sleep(delay)
+                self.urls = [answer.api for answer in answers if answer.api is not None]
+                return
+            failures += 1
+            delay = backoff_seconds(failures, _FIRST_DELAY, _MAX_DELAY)
+            now = time.monotonic()
+            if now + delay > started + window:
+                each = "".join(f"  {cause}\n" for cause in causes)
+                raise ServerStartFailed(
+                    f"No endpoint was ready within {window:g} s:\n{each}Check that the server runs, that this "
+                    "machine can reach it, and endpoint_url. One that answers 429 limits requests: start later."
+                )
+            # One that refuses connections is tried again at once; one that is silent has taken its time already.
+            if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
+                said_at = now
+                logger.warning(waiting(causes[0], ": HTTP " not in causes[0], now - started, window))
+            await asyncio.sleep(delay)
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
         """What is wrong with the endpoints that do not answer. Raises ServerRefused if one refuses the key."""
@@ -140,11 +138,15 @@ async def ask_endpoints(config: InferenceConfig) -> list[EndpointAnswer]:
     """
     servers = ExternalServers(config)
     headers = servers.api_key.headers() if servers.api_key is not None else None
-    async with _session(servers.urls) as session:
-        return list(await asyncio.gather(*(_ask(session, url, headers) for url in servers.urls)))
+    return await _ask_all(servers.urls, headers)
 
 
-async def _ask(session: aiohttp.ClientSession, url: HiddenUrl, headers: HiddenDict | None) -> EndpointAnswer:
+async def _ask_all(urls: Sequence[HiddenUrl], headers: HiddenDict | None) -> list[EndpointAnswer]:
+    proxied = needs_proxy(urls)
+    return list(await asyncio.gather(*(_ask(url, headers, proxied) for url in urls)))
+
+
+async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:
     """Asks at the URL, and then at its /v1 if the API may be there and is not here.
 
     datatrove appends /v1 to the URL of a local server, and nothing to another one.
@@ -152,44 +154,25 @@ async def _ask(session: aiohttp.ClientSession, url: HiddenUrl, headers: HiddenDi
     target, below = url.api("models"), url.join("v1")
     api = None if url.may_lack_version else url
     try:
-        status, body = await _get(session, target, headers)
-        if api is None and status != 200 and (found := await _get(session, below.api("models"), headers))[0] == 200:
-            (status, body), url, target = found, below, below.api("models")
-    except _NotReady as cause:
-        return EndpointAnswer(str(target), str(cause), api=api)
+        response = await _get(target, headers, proxied)
+        if api is None and response.status != 200:
+            found = await _get(below.api("models"), headers, proxied)
+            if found.status == 200:
+                response, url, target = found, below, below.api("models")
+    except ExchangeFailed as error:
+        return EndpointAnswer(str(target), str(error), api=api)
+    status = response.status
     if status in (401, 403):
         return EndpointAnswer(str(target), "it refuses this run's API key", refused=status)
-    return EndpointAnswer(str(target), api=url, models=_listed(body) if status == 200 else None)
+    return EndpointAnswer(str(target), api=url, models=_listed(response.body) if status == 200 else None)
 
 
-class _NotReady(Exception):
-    """There is no answer, or one that may be another one later."""
-
-
-async def _get(session: aiohttp.ClientSession, target: HiddenUrl, headers: HiddenDict | None) -> tuple[int, bytes]:
-    """Status and body.
-
-    Raises:
-        _NotReady: with what went wrong.
-    """
-    try:
-        with frames_cut():
-            async with session.get(target.reveal(), headers=headers, allow_redirects=False) as response:
-                status, body = response.status, await read_body(response) if response.status == 200 else b""
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {target}") from None
-        raise _NotReady(target.redactor(headers)(redacted_error(error)) or type(error).__name__) from None
-    if may_pass(status):
-        raise _NotReady(f"HTTP {status}{', which means too many requests' if status == 429 else ''}")
-    return status, body
-
-
-def _session(urls: Sequence[HiddenUrl]) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
-    return aiohttp.ClientSession(
-        timeout=timeout, trust_env=needs_proxy(urls), auto_decompress=False, headers=UNCOMPRESSED
-    )
+async def _get(target: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> Response:
+    """A response whose status lasts. Raises ExchangeFailed if there is none, or one that may be another one later."""
+    response = await get(target, headers, _PROBE_TIMEOUT, proxied)
+    if may_pass(status := response.status):
+        raise ExchangeFailed(f"HTTP {status}{', which means too many requests' if status == 429 else ''}")
+    return response
 
 
 def _listed(body: bytes) -> list[str] | None:

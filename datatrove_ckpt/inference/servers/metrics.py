@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import aiohttp
-
-from datatrove_ckpt.redaction import HiddenDict, frames_cut
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.redaction import HiddenDict
 
 # Per engine: running, waiting, preempted so far, and the counters that grow while it works. Prompt tokens count, too: a
 # long prompt can take longer than ``hang_timeout``. llama.cpp preempts nothing.
@@ -63,16 +63,12 @@ def parse_metrics(server_type: str, text: str) -> Metrics | None:
     return Metrics(found.get(running, 0.0), found.get(waiting, 0.0), processed, found.get(preemptions, 0.0))
 
 
-async def read_metrics(
-    session: aiohttp.ClientSession, url: str, headers: HiddenDict, server_type: str, seconds: float
-) -> Metrics | None:
+async def read_metrics(url: str, headers: HiddenDict, server_type: str, seconds: float) -> Metrics | None:
     """None if the engine has no metrics, or does not answer within ``seconds``."""
     if server_type not in _NAMES:
         return None
     try:
-        limit = aiohttp.ClientTimeout(total=seconds)
-        with frames_cut():
-            async with session.get(f"{url}/metrics", headers=headers, timeout=limit) as response:
-                return parse_metrics(server_type, await response.text()) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        response = await get(HiddenUrl(f"{url}/metrics"), headers, seconds)
+        return parse_metrics(server_type, response.body.decode()) if response.status == 200 else None
+    except (ExchangeFailed, ValueError):
         return None

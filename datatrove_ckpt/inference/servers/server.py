@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import aiohttp
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
@@ -159,10 +158,9 @@ class InferenceServer(Server):
         return problem
 
     async def _probe(self) -> str | None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)) as session:
-            if not await answers(session, f"{self.url}/v1/models", self.headers):
-                return "does not answer"
-            return await request_health(session, self.url, self.headers, self.config.server_type, _PROBE_TIMEOUT)
+        if not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
+            return "does not answer"
+        return await request_health(self.url, self.headers, self.config.server_type, _PROBE_TIMEOUT)
 
     def _log_line(self, line: str) -> None:
         """Adds a line of ours to the server's log, so that what follows can be told apart."""
@@ -290,11 +288,9 @@ class InferenceServer(Server):
 
     async def _wait_until_answering(self) -> None:
         longest, failures = self.config.server_ready_delay_sec, 0
-        timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            while not await answers(session, f"{self.url}/v1/models", self.headers):
-                failures += 1
-                await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
+        while not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
+            failures += 1
+            await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
 
     async def _start_failure(self, what: str, exit_code: int | None) -> _StartAttemptFailed:
         text, cause = await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", exit_code)

@@ -19,7 +19,6 @@ import asyncio
 import time
 from typing import NoReturn
 
-import aiohttp
 from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
@@ -86,7 +85,7 @@ class ServerSupervisor:
         self._recent_restarts = server.restarted_at
         self._probing: asyncio.Task[None] | None = None
         self._probed_since = _LONG_AGO
-        self._session: aiohttp.ClientSession | None = None
+        self._watching = False
 
     async def start(self) -> None:
         if await self.server.take_over(self.config, self.rank):
@@ -127,24 +126,24 @@ class ServerSupervisor:
 
     async def _until_death(self) -> str:
         """Watch the server until it is dead; the cause."""
-        async with aiohttp.ClientSession() as self._session:
-            watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
-            if self.config.max_concurrent_generations == "auto":
-                router = self.client.router
-                watchers.append(adapt_admission(self._name, self.target, router, self._metrics, Admission()))
-            tasks = [asyncio.create_task(watcher) for watcher in watchers]
-            waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    if task.done():
-                        task.result()  # raises only if a watcher has a bug; otherwise the cause is set
-                cause = await self._death_cause
-            finally:
-                started = [*tasks, *([self._probing] if self._probing else [])]
-                for task in started:
-                    task.cancel()
-                await asyncio.gather(*started, return_exceptions=True)
+        self._watching = True
+        watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
+        if self.config.max_concurrent_generations == "auto":
+            router = self.client.router
+            watchers.append(adapt_admission(self._name, self.target, router, self._metrics, Admission()))
+        tasks = [asyncio.create_task(watcher) for watcher in watchers]
+        waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises only if a watcher has a bug; otherwise the cause is set
+            cause = await self._death_cause
+        finally:
+            started = [*tasks, *([self._probing] if self._probing else [])]
+            for task in started:
+                task.cancel()
+            await asyncio.gather(*started, return_exceptions=True)
         return cause if "\n" in cause else await self.server.report(cause)
 
     def mark_dead(self, cause: str) -> None:
@@ -232,9 +231,8 @@ class ServerSupervisor:
         return metrics.tokens if metrics is not None else None
 
     async def _metrics(self, seconds: float) -> Metrics | None:
-        assert self._session is not None
         server = self.server
-        return await read_metrics(self._session, server.url, server.headers, self.config.server_type, seconds)
+        return await read_metrics(server.url, server.headers, self.config.server_type, seconds)
 
     # health probes -----------------------------------------------------------------------------------------------
 
@@ -249,7 +247,7 @@ class ServerSupervisor:
             since: when the attempt started whose failure is the reason for the probe.
             until_proof: wait for that proof.
         """
-        if self._session is None or self._death_cause.done():
+        if not self._watching or self._death_cause.done():
             return
         await self._join_probe(since)
         if self.shutdown.is_requested:
@@ -271,16 +269,11 @@ class ServerSupervisor:
         for number in range(_PROBES):
             if number:
                 await asyncio.sleep(_PROBE_PAUSE)
-            problem = await self._request_health()
+            server = self.server
+            problem = await request_health(server.url, server.headers, self.config.server_type, _PROBE_TIMEOUT)
             if problem is None:
                 return
         # A server that is too busy to answer in time is not dead. It is only if it answered no request either, since
         # the youngest of the failed attempts started.
         if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
             self.mark_dead(f"is dead, although its process is running: its health address {problem}")
-
-    async def _request_health(self) -> str | None:
-        """None if the server reports itself healthy, else what is wrong."""
-        assert self._session is not None
-        url, headers = self.server.url, self.server.headers
-        return await request_health(self._session, url, headers, self.config.server_type, _PROBE_TIMEOUT)

@@ -1,0 +1,138 @@
+"""HTTP over aiohttp: TLS, proxies, credentials in the URL. Imported with the first such URL, as it takes a while."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from functools import partial
+from typing import Any
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+from datatrove_ckpt.inference.client import http1
+from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, is_silent
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
+
+_READ_BUFFER = 1 << 18  # bytes
+# Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
+_STREAMED_SIZE = 1 << 20
+_WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
+
+
+class _Connection(ResponseHandler):
+    """Closes as the connections of ``plain.py`` do. aiohttp takes a late response for that to the next request."""
+
+    def __init__(self, owner: AiohttpTransport) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self._owner = owner
+        self._is_asked = False
+
+    def set_response_params(self, **params: Any) -> None:
+        self._is_asked = True
+        super().set_response_params(**params)
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        status = data[0].code
+        if not self._is_asked:
+            self.close()
+            self._owner.unasked += status != 408
+            return
+        self._is_asked = status < 200
+        if status >= 300:
+            self.force_close()
+        super().feed_data(data, size)
+
+    def is_connected(self) -> bool:
+        # Asked before a connection is used again.
+        return super().is_connected() and is_silent(self.transport.get_extra_info("socket").fileno())  # type: ignore[union-attr]
+
+
+class AiohttpTransport:
+    """Like ``PlainTransport``. ``proxied``: the environment names a proxy for this URL."""
+
+    errors: tuple[type[Exception], ...] = (aiohttp.ClientError, OSError)
+
+    def __init__(
+        self,
+        url: HiddenUrl,
+        headers: HiddenDict | None,
+        timeout: float,
+        connect_timeout: float,
+        keepalive: float,
+        method: str,
+        proxied: bool,
+    ) -> None:
+        self._url = url
+        self.unasked = 0
+        self.redact = url.redactor(headers)
+        # Not given to the session, which would show them among its attributes.
+        fields = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._headers = HiddenDict({**fields, **(headers or {})})
+        self._method = method
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive)
+        connector._factory = partial(_Connection, self)  # type: ignore[assignment]
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=timeout, connect=connect_timeout, sock_connect=connect_timeout),
+            read_bufsize=_READ_BUFFER,
+            auto_decompress=False,
+            # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
+            # aiohttp reads the environment in a thread per request. So we ask for that only where a proxy applies.
+            trust_env=proxied,
+        )
+
+    async def send(self, body: bytes = b"") -> Response:
+        data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
+        try:
+            async with self._session.request(
+                self._method, self._url.reveal(), data=data or None, headers=self._headers, allow_redirects=False
+            ) as response:
+                try:
+                    answer = await _read_body(response)
+                except (aiohttp.ClientError, OSError):  # includes TimeoutError
+                    if response.status < 300:
+                        raise
+                    answer = HiddenBytes()  # the status alone decides, and it is known
+                return Response(response.status, answer, response.headers.get("Retry-After", ""))
+        except aiohttp.ConnectionTimeoutError:
+            raise ConnectTimeout from None
+
+    def explain(self, error: Exception) -> str:
+        return self.redact(redacted_error(error))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
+    """The body of a response that aiohttp does not decompress: less than 1 MB may become gigabytes.
+
+    Raises:
+        RemoteProtocolError: it is compressed or too long.
+    """
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RemoteProtocolError(http1.COMPRESSED)
+    body = bytearray()
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > http1.MAX_BODY_BYTES:
+            raise RemoteProtocolError(http1.too_long())
+    return HiddenBytes(body)
+
+
+def redacted_error(error: Exception) -> str:
+    """What went wrong in an exchange; may be empty.
+
+    Many messages of aiohttp contain the whole URL, and so a query string that may be a secret. Only messages that are
+    known to contain no URL are passed on.
+    """
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"{error.status}, {' '.join(error.message.split())}"
+    if isinstance(error, aiohttp.ClientError) and not isinstance(error, _WITHOUT_URL):
+        return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
+    return str(error)

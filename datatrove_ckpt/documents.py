@@ -113,7 +113,10 @@ def _id_of(document: Document) -> str:
 def is_plain(data: bytes) -> bool:
     """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer can write it."""
     # A quote inside a string is escaped, so these bytes stand for wrapped values only.
-    return data.count(_TAG_BYTES) == data.count(_RESULT_BYTES)
+    at = data.find(_TAG_BYTES)
+    while at >= 0 and data.startswith(_RESULT_BYTES, at):
+        at = data.find(_TAG_BYTES, at + len(_RESULT_BYTES))
+    return at < 0
 
 
 def _has_nan(fields: dict[str, object]) -> bool:

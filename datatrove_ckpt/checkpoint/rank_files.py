@@ -108,7 +108,7 @@ class RankFiles:
         """Reads the cached answers of one document."""
         return self._cache.answers(ordinal)
 
-    def write(self, answers: list[CachedRequest], documents: Mapping[ChunkKey, Iterable[Finished]]) -> None:
+    def write(self, answers: list[CachedRequest], documents: Mapping[ChunkKey, list[Finished]]) -> None:
         """Writes one group: one SQLite transaction, and one write per journal.
 
         Raises:
@@ -121,7 +121,6 @@ class RankFiles:
             self.unfinished.update(request.ordinal for request in answers)
         for key, group in documents.items():
             journal = self._journal(key)
-            group = list(group)
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal

@@ -24,15 +24,29 @@ def most_documents(config: InferenceConfig) -> int:
     return max(1, requests // config.rollouts_per_document)
 
 
-class DocumentLimit(asyncio.Semaphore):
-    """Holds back documents. ``acquire`` before each, ``release`` after each."""
+class DocumentLimit:
+    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each. On the event loop."""
 
     def __init__(self, config: InferenceConfig) -> None:
         self._most = most_documents(config)
         self._rollouts = config.rollouts_per_document
         grows = config.max_concurrent_documents is None
         self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts)) if grows else self._most
-        super().__init__(self._size)
+        self._in_work = 0
+        self._room: asyncio.Future[None] | None = None
+
+    async def acquire(self) -> None:
+        """Returns when there is room, and takes it."""
+        while self._in_work >= self._size:
+            # One wake-up for all that end in one turn of the event loop: a semaphore has one for each.
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
+        self._room = None
+        self._in_work += 1
+
+    def release(self) -> None:
+        self._in_work -= 1
+        self._wake()
 
     def follow(self, router: Router) -> None:
         """Grow with the requests that the router lets through, from now on."""
@@ -41,8 +55,13 @@ class DocumentLimit(asyncio.Semaphore):
             self._grow(router)
 
     def _grow(self, router: Router) -> None:
-        starved = self.locked() and router.in_flight < router.capacity
+        is_full = self._in_work >= self._size or self._room is not None
+        starved = is_full and router.in_flight < router.capacity
         wanted = max(router.capacity // self._rollouts, self._size + starved)
-        while self._size < min(wanted, self._most):
-            self._size += 1
-            self.release()
+        if self._size < min(wanted, self._most):
+            self._size = min(wanted, self._most)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)

@@ -21,15 +21,17 @@ class DocumentTasks:
     """Starts a task for each document, and ends those that are left."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = False
         self._loop = asyncio.get_running_loop()
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """The coroutine handles its errors itself: nobody looks at the result of its task."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def start(self, ordinal: int, work: Coroutine[Any, Any, None]) -> None:
+        """The coroutine handles its errors itself: nobody looks at its result. It calls ``done`` when it ends."""
+        self._tasks[ordinal] = self._loop.create_task(work)
+
+    def done(self, ordinal: int) -> None:
+        # A callback of the task would take a turn of the event loop of its own.
+        self._tasks.pop(ordinal, None)
 
     async def end(self, fast: bool) -> None:
         """Cancels the tasks that are left, several times if need be, and leaves behind those that ignore that.
@@ -42,12 +44,15 @@ class DocumentTasks:
         self._ended = True
         patience = _PATIENCE_FAST if fast else _PATIENCE
         for seconds in patience:
-            for task in self._tasks:
+            for task in self._left():
                 task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=seconds)
-        if self._tasks:
+            if left := self._left():
+                await asyncio.wait(left, timeout=seconds)
+        if left := self._left():
             logger.error(
-                f"{len(self._tasks)} rollouts ignored their cancellation for {sum(patience):g} s and are left behind. "
+                f"{len(left)} rollouts ignored their cancellation for {sum(patience):g} s and are left behind. "
                 "A rollout must let asyncio.CancelledError out: write `except Exception`, not `except BaseException`."
             )
+
+    def _left(self) -> list[asyncio.Task[None]]:
+        return [task for task in self._tasks.values() if not task.done()]

@@ -122,7 +122,7 @@ class Requests:
     def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, InferenceResult]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
         wrong = ""
-        if not isinstance(payload, Mapping):
+        if type(payload) is not dict and not isinstance(payload, Mapping):
             example = '{"messages": [{"role": "user", "content": document.text}]}'
             wrong = f"generate takes a payload, a dict such as {example}, and not a {type(payload).__name__}"
         elif payload.get("stream"):

@@ -148,10 +148,11 @@ class DocumentSource:
         threading.Thread(target=self._run, args=(point,), name="datatrove-ckpt reader", daemon=True).start()
         ended = False
         while not ended:
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the arrival.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HOLD_SECONDS):
-                    await self._arrived.wait()
+            if not self._arrived.is_set():
+                # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the arrival.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_HOLD_SECONDS):
+                        await self._arrived.wait()
             ended, batch = self._take()
             if batch:
                 yield batch

@@ -141,7 +141,7 @@ class Scheduler:
                     await wait_until_cancelled()
                 self.drain.document_started()
                 self._idle.clear()
-                self.documents.start(self._process(source, slot))
+                self.documents.start(slot.ordinal, self._process(source, slot))
 
     # background --------------------------------------------------------------------------------------------------
 
@@ -194,6 +194,7 @@ class Scheduler:
         except BaseException as error:
             self.shutdown.abort(error)
         finally:
+            self.documents.done(slot.ordinal)
             self._document_limit.release()
             self.drain.document_finished()
             if not self.drain.documents and not self.shutdown.aborted:

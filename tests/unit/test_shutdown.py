@@ -171,7 +171,7 @@ async def test_a_stop_goes_in_order(seconds: float, before: list[str], monkeypat
 
     rank = Rank(seconds)
     serving = asyncio.create_task(rank.serve())
-    rank.documents.start(rank.document())
+    rank.documents.start(0, rank.document())
     stopping = asyncio.create_task(stop_when_requested(rank, serving))
     while not rank.router.in_flight:
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -119,7 +119,10 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b""
     if not isinstance(message, dict):
         raise RetryableError("the answer's choice has no message")
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    return _completion(_joined(message.get("content") or ""), choice, usage, _joined(reasoning), body)
+    content = message.get("content") or ""
+    if type(content) is list or type(reasoning) is list:
+        content, reasoning = _joined(content), _joined(reasoning)
+    return _completion(content, choice, usage, reasoning, body)
 
 
 def parse_completion(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
@@ -147,7 +150,7 @@ def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: 
     if not reason and not text and not usage:
         raise unfinished(reason)
     cleaned = _encodable(text) if isinstance(text, str) else [_clean(part) for part in text]
-    return Completion(cleaned, reason and _encodable(reason), usage, _encodable(reasoning))
+    return Completion(cleaned, reason and _encodable(reason), usage, reasoning and _encodable(reasoning))
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -201,8 +204,10 @@ def _clean(value: object, depth: int = _MAX_DEPTH) -> object:
 
 
 def _clean_usage(usage: JsonObject, depth: int = _MAX_DEPTH) -> JsonObject:
-    usual = [value for value in usage.values() if value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)]
-    if len(usual) == len(usage) and "".join(usage).isascii():
+    for name, value in usage.items():
+        if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)) or not name.isascii():
+            break
+    else:
         return usage
     cleaned: JsonObject = {}
     for name, value in usage.items():
@@ -232,7 +237,8 @@ def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject,
         raise RetryableError(f"the answer is not JSON: {text!r}") from None
     if not isinstance(answer, dict):
         raise RetryableError("the answer is no JSON object")
-    _refuse_error("the answer", answer.get("error"), redact)
+    if answer.get("error"):
+        _refuse_error("the answer", answer["error"], redact)
     if answer.get("object") == "error":
         _refuse_error("the answer", answer.get("message") or "error", redact)
     choices = answer.get("choices")
@@ -241,15 +247,15 @@ def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject,
     choice = choices[0]
     if choice.get("index") != 0:
         choice = next((other for other in choices if isinstance(other, dict) and other.get("index") == 0), choice)
-    _refuse_error("the answer's choice", choice.get("error"), redact)
+    if choice.get("error"):
+        _refuse_error("the answer's choice", choice["error"], redact)
     usage = answer.get("usage")
     return choice, _clean_usage(usage) if isinstance(usage, dict) else {}
 
 
-def _refuse_error(place: str, error: object, redact: Callable[[str], str]) -> None:
-    if error:
-        text = redact(json.dumps(error))[:_SHOWN_BYTES]
-        raise RetryableError(f"{place} says that it is an error: {text}")
+def _refuse_error(place: str, error: object, redact: Callable[[str], str]) -> NoReturn:
+    text = redact(json.dumps(error))[:_SHOWN_BYTES]
+    raise RetryableError(f"{place} says that it is an error: {text}")
 
 
 def _parse(raw: bytes) -> object:

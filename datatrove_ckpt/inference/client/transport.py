@@ -6,7 +6,7 @@ raised here have no cause attached, because the frames of their causes hold head
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 
@@ -17,6 +17,9 @@ from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Redactor, frames_cut, note_sent
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
 
 _CONNECT_TIMEOUT = 30.0  # seconds
 # Seconds. uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We close them first: a request
@@ -30,26 +33,7 @@ REJECTED = frozenset({400, 413, 414, 422, 431})
 _SHOWN_BODY = 2000  # characters
 
 
-class Transport(Protocol):
-    """One URL, to which requests are sent. See ``plain.py`` and ``over_aiohttp.py``.
-
-    Attributes:
-        unasked: how often bytes arrived without a request.
-        redact: hides the secrets of the URL and of the headers.
-        errors: what ``send`` raises besides TimeoutError.
-    """
-
-    unasked: int
-    redact: Redactor
-    errors: tuple[type[Exception], ...]
-
-    async def send(self, body: bytes = b"") -> Response:
-        """Sends one request. Returns the response, whatever its status."""
-
-    def explain(self, error: Exception) -> str:
-        """What went wrong in an exchange, without secrets; may be empty."""
-
-    async def close(self) -> None: ...
+Transport: TypeAlias = "PlainTransport | AiohttpTransport"
 
 
 def make_transport(

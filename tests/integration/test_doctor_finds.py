@@ -77,7 +77,7 @@ def test_a_dead_endpoint(found: Doctor) -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
     assert state == "problem"
-    assert text.startswith(f"{url}/v1/models: Cannot connect to host")
+    assert text.startswith(f"{url}/v1/models: Connection refused")
     assert "Start the server, or correct endpoint_url." in text
 
 

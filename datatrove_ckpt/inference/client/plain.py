@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import socket
 from functools import partial
 from typing import Any
@@ -206,7 +207,8 @@ class PlainTransport:
 
     def explain(self, error: Exception) -> str:
         """What went wrong, without secrets; may be empty."""
-        return self.redact(str(error))
+        number = getattr(error, "errno", None)
+        return self.redact(os.strerror(number) if number else str(error))
 
     def _take_idle(self) -> _Connection | None:
         """Returns the most recently used connection, so that surplus ones reach their idle limit."""

@@ -44,21 +44,6 @@ def test_higher_thresholds_stay_and_so_does_a_collector_that_never_collects() ->
         assert gc.get_threshold() == thresholds
 
 
-def test_a_collector_that_is_switched_off_stays_off() -> None:
-    gc.disable()
-    with gc_tuned():
-        assert not gc.isenabled()
-    assert not gc.isenabled()
-
-
-def test_what_a_user_froze_stays_frozen() -> None:
-    gc.freeze()
-    count = gc.get_freeze_count()
-    with gc_tuned():
-        assert gc.get_freeze_count() <= count
-    assert count - 100 < gc.get_freeze_count() <= count  # what is freed is no longer counted
-
-
 def test_ranks_in_threads_share_it_until_the_last_one_ends() -> None:
     before = gc.get_threshold()
     entered, leave = threading.Event(), threading.Event()

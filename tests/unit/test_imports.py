@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 _IMPORT = re.compile(r"^[ \t]*(from (?:tests|datatrove_ckpt)\b[\w.]* import (?:\([^)]*\)|.*))", re.MULTILINE)
 
@@ -39,6 +41,7 @@ def _names(module: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_tests_import_is_there() -> None:
     wanted: dict[str, dict[str, str]] = {}
     for path in (ROOT / "tests").rglob("*.py"):

@@ -20,9 +20,9 @@ from datatrove_ckpt.inference.servers.metrics import Metrics
 from tests.simulated_engine import Engine, Lengths, Simulation
 
 ENGINES: dict[str, Callable[[], Engine]] = {
+    "gpu, 256 places": lambda: Engine(256, 8192, base=0.05, per_decode=4e-5, per_prompt_token=2e-5),
     "one place": lambda: Engine(1),
     "cpu, 32 places": lambda: Engine(32, base=0.05, per_decode=0.002, per_prompt_token=0.0003),
-    "gpu, 256 places": lambda: Engine(256, 8192, base=0.05, per_decode=4e-5, per_prompt_token=2e-5),
 }
 LENGTHS: dict[str, Lengths] = {
     "short": lambda chance, now: (chance.randint(20, 100), chance.randint(20, 60)),
@@ -30,10 +30,10 @@ LENGTHS: dict[str, Lengths] = {
     "long prompts": lambda chance, now: (chance.randint(300, 900), chance.randint(10, 100)),
     "few tokens": lambda chance, now: (chance.randint(50, 200), chance.randint(1, 5)),
 }
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_the_engine_is_kept_busy_with_a_short_queue(engine: Callable[[], Engine], lengths: Lengths, seed: int) -> None:
@@ -110,7 +110,8 @@ def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow() -> None:
     assert made.limit > 300
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(3))
 def test_the_queue_is_short_after_a_burst_of_short_answers(seed: int) -> None:
     def lengths(chance: random.Random, now: float) -> tuple[int, int]:
         return chance.randint(50, 200), chance.randint(1, 4) if int(now / 5) % 2 else chance.randint(100, 300)

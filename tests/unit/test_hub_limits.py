@@ -39,15 +39,6 @@ def test_more_tasks_than_a_day_has_commits() -> None:
     assert "Each of 10000 tasks makes one commit at least, which takes 3.7 d" in check.message
 
 
-def test_a_pace_beyond_that_of_a_free_account_is_named() -> None:
-    assert "The hub allows 128 to a free account" in check_commits("output", 1, 1, CommitPace(per_hour=1000)).message
-
-
-def test_a_commit_for_each_file_has_no_limit() -> None:
-    check = check_commits("output", 1, 1, CommitPace(0))
-    assert (check.state, check.message.split(":")[0]) == ("ok", "without a limit")
-
-
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(
         hub_limits, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
@@ -72,11 +63,6 @@ def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Pa
     assert check.state == "ok"
     assert "an hour of 1 document per second and task needs 6.9 MB" in check.message
     assert "--documents-per-second" in check.message
-
-
-def test_without_a_document_nothing_is_estimated(tmp_path: Path) -> None:
-    check = check_refusals("checkpoints", tmp_path, Sample(), None, ranks=1, rate=Rate(None))
-    assert "no document could be read" in check.message
 
 
 def stats(folder: Path, name: str, inference: Any, documents: Any) -> None:

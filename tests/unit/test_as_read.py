@@ -207,13 +207,6 @@ def test_what_holds_itself_and_is_to_be_written_is_a_clear_error(name: str) -> N
 # in a run -------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_images_counts_in_what_is_read_ahead() -> None:
-    assert as_read(document(image(mode="RGB", size=(100, 100)))).size > 30_000
-    assert as_read(document("x" * 1000)).size == len(encode(document("x" * 1000)))
-    media = Document("t", "i", media=[Media("m", 0, "u", media_bytes=b"x" * 3000)])
-    assert as_read(media).data == encode(media)
-
-
 async def looks(document: Document, generate: Any) -> Any:
     picture = document.metadata.pop("image")
     document.metadata["width"] = picture.width

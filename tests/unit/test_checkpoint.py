@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +18,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkKey
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import RunClaim
-from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval, make_interval
+from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
     journal_indices,
@@ -38,7 +35,6 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
-from datatrove_ckpt.testing import disk_in_place
 
 # lines -------------------------------------------------------------------------------------------------------------
 
@@ -332,24 +328,6 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
     storage.stop()
 
 
-def test_auto_syncs_a_slow_disk_as_often_as_its_share_allows(tmp_path: Path) -> None:
-    class SlowDisk(files.Disk):
-        def sync(self, path: Path) -> None:
-            time.sleep(0.03)
-            super().sync(path)
-
-    synced = threading.Event()
-    interval = make_interval("auto", SYNC_TUNING)
-    storage, _ = make_storage(tmp_path, interval, lambda: interval.seconds == SYNC_TUNING.first or synced.set())
-    with disk_in_place(SlowDisk()):
-        storage.start()
-        storage.put_finished(CHUNK, finished(0))
-        assert synced.wait(300)
-        storage.stop()
-    # The journal and its folder take 30 ms each, which is 2 % of 3 s. Load on the machine can only lengthen this.
-    assert interval.seconds >= 3.0
-
-
 def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(tmp_path: Path) -> None:
     storage, rank_files = make_storage(tmp_path)
     storage.start()
@@ -387,24 +365,6 @@ def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:
     full = Path("/dev/full")
     with pytest.raises(StorageFailed, match=r"Could not write to /dev/full: No space left.*Free some space"):
         files.disk.append(full, b"x")
-
-
-def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "lock"
-    path.touch()
-    looking = os.open(path, os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)  # as lock_holder does
-    waits = []
-
-    def look_away(seconds: float) -> None:
-        waits.append(seconds)
-        os.close(looking)
-
-    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_away))
-    files.Lock(path).release()
-    assert len(waits) == 1
 
 
 def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path: Path) -> None:

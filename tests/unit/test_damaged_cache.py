@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint import damaged_cache
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.testing.disks import FailingDisk, disk_in_place
@@ -100,13 +99,6 @@ def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(path: Path,
     assert len([line for line in log if "is damaged" in line]) == 1
 
 
-def test_only_the_last_damaged_caches_are_kept(path: Path) -> None:
-    for _ in range(damaged_cache.KEPT + 3):
-        path.write_bytes(b"not a database at all" * 1000)
-        RequestCache(path).close()
-    assert len(aside(path)) == damaged_cache.KEPT
-
-
 @pytest.mark.parametrize("column", ["doc_id", "payload_hash", "result"])
 def test_a_damaged_row_is_asked_again_and_said(path: Path, log: list[str], column: str) -> None:
     execute(path, f"UPDATE request_cache SET {column} = 9 WHERE ordinal = 7")
@@ -163,11 +155,3 @@ def test_a_disk_that_fails_is_no_damage(path: Path, code: int) -> None:
         cache.put([request(50)])
     cache.close()
     assert aside(path) == []
-
-
-@pytest.mark.parametrize("suffix", ["", "-wal"])
-def test_a_folder_in_the_place_of_the_cache_is_named(path: Path, suffix: str) -> None:
-    path.unlink()
-    Path(f"{path}{suffix}").mkdir()
-    with pytest.raises(StorageFailed, match=r"Is a directory\. A folder has the place of a file"):
-        RequestCache(path)

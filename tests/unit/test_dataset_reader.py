@@ -170,16 +170,6 @@ def test_a_dataset_on_disk(shuffle: bool, tasks: int, tmp_path: Path) -> None:
         assert_resumes_everywhere(options, documents, rank, tasks)
 
 
-def test_rows_shuffled_by_datatroves_seed(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", shuffle_files=True)
-    documents = read(HuggingFaceDatasetReader, options, 1, 2)
-    assert documents == read(Original, options, 1, 2)
-    assert [document.metadata["number"] for document in documents] != sorted(
-        document.metadata["number"] for document in documents
-    )
-    assert_resumes_everywhere(options, documents, 1, 2)
-
-
 def test_media_and_decoded_columns(tmp_path: Path) -> None:
     """An image becomes a PIL image, a struct a dict, a list of media the document's media."""
     image = io.BytesIO()
@@ -464,9 +454,3 @@ def test_a_stream_of_parquet_counts_bytes_and_the_rows_of_its_footers(tmp_path: 
     assert [one.done for one in found] == sorted(one.done for one in found)
     assert 0 < found[0].done < size / 10
     assert found[-1] == Reached(size, size, "bytes")
-
-
-def test_a_stream_of_a_few_files_without_row_counts_says_nothing(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "json"), "json", streaming=True)
-    document = list(HuggingFaceDatasetReader(**options).run())[-1]
-    assert reached(document).total is None

@@ -62,9 +62,8 @@ def test_vllm_is_started_on_localhost_with_its_key_in_the_environment() -> None:
 
 
 def test_vllm_without_an_executable_is_started_as_a_module() -> None:
-    command = vllm_command(config(trust_remote_code=True), 1, KEY, None)
+    command = vllm_command(config(), 1, KEY, None)
     assert command.argv[:5] == (*(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"),)
-    assert "--trust-remote-code" in command.argv
 
 
 def test_sglang_is_started_on_localhost_with_its_key_in_the_environment() -> None:
@@ -143,10 +142,8 @@ def test_the_dummy_ignores_the_flags_of_other_engines() -> None:
         (False, ("--no-a-b",)),
         (None, ()),
         (0.5, ("--a-b=0.5",)),
-        (-1, ("--a-b=-1",)),
         ("x y", ("--a-b=x y",)),
         ({"k": [1]}, ('--a-b={"k": [1]}',)),
-        (["x"], ('--a-b=["x"]',)),
     ],
 )
 def test_model_kwargs_become_flags(value: Any, expected: tuple[str, ...]) -> None:
@@ -223,9 +220,7 @@ AUTO = {"max_concurrent_generations": "auto"}
         ({"replicas": 0}, "replicas must be >= 1"),
         ({"max_concurrent_generations": 0}, "max_concurrent_generations must be >= 1"),
         ({"max_concurrent_generations": "all"}, "max_concurrent_generations: 'all' is not a number or \"auto\""),
-        ({"server_type": "dummy", **AUTO}, "auto follows the metrics of servers .* server_type 'dummy', set a number"),
         ({"server_type": "endpoint", "endpoint_url": "http://x", **AUTO}, "server_type 'endpoint', set a number"),
-        ({"model_kwargs": {"disable_log_stats": True}, **AUTO}, "which disable-log-stats in model_kwargs turns off"),
         ({"server_type": "sglang", "model_kwargs": {"enable-metrics": None}, **AUTO}, "which enable-metrics in"),
         ({"server_type": "llamacpp", "server_python": "python"}, "server_python: is for vllm, sglang, custom only"),
         ({"server_type": "endpoint", "endpoint_url": "http://x", "replicas": 2}, "replicas: launches servers"),
@@ -239,6 +234,12 @@ def test_settings_of_the_servers_that_cannot_work_are_named(settings: dict[str, 
 def test_model_kwargs_win_over_our_flags() -> None:
     argv = vllm_command(config(tp=2, model_kwargs={"tensor_parallel_size": 4}), 1, KEY, None).argv
     assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
+
+
+def test_remote_code_is_off_unless_asked_for() -> None:
+    assert "--trust-remote-code" not in vllm_command(config(), 1, KEY, None).argv
+    assert "--trust-remote-code" in vllm_command(config(trust_remote_code=True), 1, KEY, None).argv
+    assert "--trust-remote-code" in sglang_command(config("sglang", trust_remote_code=True), 1, KEY).argv
 
 
 @pytest.mark.parametrize(
@@ -282,9 +283,6 @@ def test_secrets_in_flags_are_not_shown() -> None:
         (1, "ModuleNotFoundError: No module named 'sglang'", "datatrove-ckpt[sglang]", True),
         (1, "ModuleNotFoundError: No module named 'flash_attn.ops'", "pip install flash_attn", True),
         (1, "OSError: x is not a local folder and is not a valid model identifier", "no such model", True),
-        (1, "World size (4) is larger than the number of available GPUs (1)", "too few GPUs", True),
-        (1, "[Errno 98] Address already in use", "taken", False),
-        (127, "cannot run vllm: No such file or directory", "not found", True),
         (137, "Loading safetensors", "SIGKILL", False),
     ],
 )

@@ -168,14 +168,6 @@ def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_pa
         texts(JsonlReader(str(tmp_path)))
 
 
-def test_one_document_among_a_million_bad_lines_is_enough_and_so_is_a_document_that_skip_passes(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"bad\n" * 3 + LINES[0])
-    (tmp_path / "b.txt").write_bytes(b"a stray file\n")
-    assert texts(JsonlReader(tmp_path.as_posix())) == ["0"]
-    assert texts(JsonlReader(tmp_path.as_posix(), skip=1)) == []
-    assert texts(JsonlReader(tmp_path.as_posix(), limit=0)) == []
-
-
 # Damaged files ---------------------------------------------------------------------------------------------------
 
 
@@ -346,18 +338,3 @@ def test_skipped_lines_count_once_wherever_a_run_was_stopped(tmp_path: Path, kin
     old = Reading(state)
     read_in(old, reader)
     assert old.skipped.at_least
-
-
-def test_missing_credentials_of_s3_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoCredentialsError(Exception):
-        """As botocore has it, which is in an extra."""
-
-    NoCredentialsError.__module__ = "botocore.exceptions"
-
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise NoCredentialsError("Unable to locate credentials")
-
-    reader = JsonlReader("memory://bucket/docs")
-    monkeypatch.setattr(type(reader.data_folder), "get_shard", refuse)
-    with pytest.raises(InputError, match=r"/bucket/docs' cannot be read: NoCredentialsError: Unable.*AWS_PROFILE"):
-        list(reader.run(None, 0, 1))

@@ -162,19 +162,27 @@ def config(**settings: Any) -> InferenceConfig:
     return InferenceConfig(**{**defaults, **settings})
 
 
+@asynccontextmanager
+async def talking(
+    *replies: Reply, sleep: Any = None, **settings: Any
+) -> AsyncIterator[tuple[RawServer, CompletionClient, Sleeps]]:
+    """A scripted server, and a client whose time is that of ``Sleeps``."""
+    sleeps = Sleeps()
+    async with serving(*replies) as (server, url):
+        client = CompletionClient(config(**settings), [url], "key", sleep=sleep or sleeps, clock=sleeps.clock)
+        async with client:
+            yield server, client, sleeps
+
+
 class Outcome:
     """The result of one request to a scripted server."""
 
     def __init__(self, *replies: Reply, **settings: Any) -> None:
-        self.sleeps = Sleeps()
         self.result: Completion | CkptError
         asyncio.run(self._play(replies, settings))
 
     async def _play(self, replies: tuple[Reply, ...], settings: dict[str, Any]) -> None:
-        async with (
-            serving(*replies) as (self.server, url),
-            CompletionClient(config(**settings), [url], "key", sleep=self.sleeps, clock=self.sleeps.clock) as client,
-        ):
+        async with talking(*replies, **settings) as (self.server, client, self.sleeps):
             try:
                 self.result = await client.complete(BODY)
             except CkptError as error:
@@ -286,7 +294,7 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
 
 async def test_a_stop_string_of_the_request_is_an_end() -> None:
     reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
-    async with serving(reply) as (_, url), CompletionClient(config(), [url], None, sleep=Sleeps()) as client:
+    async with talking(reply) as (_, client, _):
         assert (await client.complete(b'{"messages": [], "stop": ["abort"]}')).text == "hi"
 
 
@@ -401,11 +409,8 @@ def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(reas
 async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
     """Whatever the setting is."""
 
-    settings = config(accept_null_finish_reason=accepted, **KINDS["endpoint"])
-    async with (
-        serving(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD) as (server, url),
-        CompletionClient(settings, [url], None, sleep=Sleeps()) as client,
-    ):
+    settings = {"accept_null_finish_reason": accepted, **KINDS["endpoint"]}
+    async with talking(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD, **settings) as (server, client, _):
         assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
         assert len(server.requests) == 5
 
@@ -417,21 +422,15 @@ async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed
         while len(server.requests) < 20:
             await asyncio.sleep(0)
 
-    async with (
-        serving(*[NO_REASON] * 20, reset, GOOD) as (server, url),
-        CompletionClient(config(**KINDS["endpoint"]), [url], None, sleep=until_all_are_cut_off) as client,
-    ):
+    replies = [*[NO_REASON] * 20, reset, GOOD]
+    async with talking(*replies, sleep=until_all_are_cut_off, **KINDS["endpoint"]) as (server, client, _):
         answers = await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
         assert {one.finish_reason for one in answers} == {"stop"}
 
 
 def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
     async def play() -> None:
-        sleeps = Sleeps()
-        async with (
-            serving(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, url),
-            CompletionClient(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client,
-        ):
+        async with talking(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, client, sleeps):
             await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
             waited[:] = [sleeps.now]
 
@@ -456,16 +455,11 @@ def only_others(status: int) -> Reply:
 
 @pytest.mark.parametrize(("status", "patience"), [(500, 100), (504, 100), (429, 1000), (503, 1000)])
 async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status: int, patience: int) -> None:
-    sleeps = Sleeps()
-
     async def sleep(seconds: float) -> None:
         await client.complete(b"{}")  # another request is answered
         await sleeps(seconds)
 
-    async with (
-        serving(only_others(status)) as (_, url),
-        CompletionClient(config(server_patience_seconds=100.0), [url], None, sleep=sleep, clock=sleeps.clock) as client,
-    ):
+    async with talking(only_others(status), sleep=sleep, server_patience_seconds=100.0) as (_, client, sleeps):
         with pytest.raises(RequestFailed, match=rf"this request failed while others.*HTTP {status}"):
             await client.complete(BODY)
         assert patience <= sum(sleeps) <= patience + 60
@@ -473,8 +467,6 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
 
 async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
     """The server is away for almost all of the patience, and then fails this request a few times more."""
-
-    sleeps = Sleeps()
 
     async def sleep(seconds: float) -> None:
         await sleeps(seconds)
@@ -485,10 +477,7 @@ async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
         fails = server.requests[-1][1] == BODY and sleeps.now < 900
         await (answer(http(500, b"")) if fails else GOOD)(server, writer)
 
-    async with (
-        serving(reply) as (_, url),
-        CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
-    ):
+    async with talking(reply, sleep=sleep) as (_, client, sleeps):
         assert (await client.complete(BODY)).text == "hi"
 
 
@@ -568,14 +557,19 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status: int) ->
     assert outcome.server.connections == 2
 
 
-async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
-    writers: list[asyncio.StreamWriter] = []
+def right(writers: list[asyncio.StreamWriter]) -> Reply:
+    """Answers each request; the test may write more into the connections."""
 
     async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         writer.write(http(200, chat("right")))
 
-    async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+    return reply
+
+
+async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
+    writers: list[asyncio.StreamWriter] = []
+    async with talking(right(writers)) as (server, client, _):
         for number in range(4):
             assert (await client.complete(BODY)).text == "right"
             # 408 is how servers close an idle connection.
@@ -590,12 +584,7 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
 
 async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next() -> None:
     writers: list[asyncio.StreamWriter] = []
-
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        writer.write(http(200, chat("right")))
-
-    async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+    async with talking(right(writers)) as (server, client, _):
         await client.complete(BODY)
         writers[0].write(http(200, chat("unasked")))  # no await follows before the next request
         assert (await client.complete(BODY)).text == "right"
@@ -621,9 +610,7 @@ async def test_a_slot_is_free_while_its_request_sleeps() -> None:
         asleep.set()
         await wake.wait()
 
-    settings = config(max_concurrent_generations=1)
-    busy = answer(http(503, b""))
-    async with serving(busy, GOOD) as (_, url), CompletionClient(settings, [url], None, sleep=sleep) as client:
+    async with talking(UNFINISHED["status 503"], GOOD, sleep=sleep, max_concurrent_generations=1) as (_, client, _):
         first = asyncio.create_task(client.complete(BODY))
         await asleep.wait()
         assert (await client.complete(BODY)).text == "hi"
@@ -633,8 +620,7 @@ async def test_a_slot_is_free_while_its_request_sleeps() -> None:
 
 
 async def test_a_cancelled_request_gives_its_slot_back() -> None:
-    settings = config(max_concurrent_generations=1)
-    async with serving(never, GOOD) as (server, url), CompletionClient(settings, [url], None) as client:
+    async with talking(never, GOOD, max_concurrent_generations=1) as (server, client, _):
         stuck = asyncio.create_task(client.complete(BODY))
         await server.arrived.acquire()
         stuck.cancel()
@@ -745,9 +731,8 @@ async def test_hundreds_of_requests_at_once_need_no_more_sockets_than_slots_and_
 ) -> None:
     monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
 
-    async with serving(GOOD) as (server, url):
-        async with CompletionClient(config(max_concurrent_generations=20), [url], None) as client:
-            await asyncio.gather(*(client.complete(b"%d" % n) for n in range(300)))
+    async with talking(GOOD, max_concurrent_generations=20) as (server, client, _):
+        await asyncio.gather(*(client.complete(b"%d" % n) for n in range(300)))
         assert server.connections <= 20
         order = [int(body) for _, body in server.requests]
         assert sorted(order) == list(range(300))

@@ -14,24 +14,12 @@ from datatrove.executor import RayPipelineExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
 from datatrove_ckpt.cli.yaml_text import read_value
+from tests.yaml_jobs import job_yaml, write_job
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    logging_dir: logs
-    workers: 1
-    pipeline:
-      - {class_path: JsonlReader, init_args: {data_folder: documents}}
-      - {class_path: my_steps.Step, init_args: {end: done}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Q {text}"}}
-          config: {server_type: dummy, model_name_or_path: m}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: out, output_filename: "${rank}.jsonl", compression: null}
-"""
+_INFERENCE = "      - class_path: InferenceRunner\n"
+JOB = job_yaml("server_type: dummy, model_name_or_path: m").replace(
+    _INFERENCE, f"      - {{class_path: my_steps.Step, init_args: {{end: done}}}}\n{_INFERENCE}"
+)
 
 STEPS = """
 from pathlib import Path
@@ -73,9 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_steps", raising=False)
-    Path("documents").mkdir()
-    Path("documents/a.jsonl").write_text('{"text": "Rain falls.", "id": "rain"}\n')
-    Path("job.yaml").write_text(JOB)
+    write_job(tmp_path, JOB, ["Rain falls."])
     Path("my_steps.py").write_text(STEPS)
     return lambda *arguments: main(["run", "job.yaml", *arguments])
 
@@ -90,7 +76,7 @@ def test_a_dry_run_builds_everything_prints_it_and_runs_nothing(run: Run, capsys
     steps = read_value(capsys.readouterr().out)["executor"]["init_args"]["pipeline"]
     assert steps[1] == {"class_path": "my_steps.Step", "init_args": {"end": "done", "size": 1}}
     assert not Path("logs").exists()
-    assert not Path("out").exists()
+    assert not Path("output").exists()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +127,7 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run: Run, 
          "its variable in api_key_env."),
         ("--pipeline.0.data_folder=nowhere", 'pipeline[0] JsonlReader: data_folder: "{}/nowhere" is not a folder.'),
         ("--pipeline.0.glob_pattern=*.gz",
-         'pipeline[0] JsonlReader: data_folder: "{}/documents" contains no files that match "*.gz".'),
+         'pipeline[0] JsonlReader: data_folder: "{}/input" contains no files that match "*.gz".'),
     ],
 )  # fmt: skip
 def test_a_mistake_is_2_and_one_line(
@@ -263,7 +249,7 @@ executor._run_for_rank(0)
 def test_tasks_that_failed_without_a_word_are_1(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("workers: 1", "tasks: 3"))
+    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", "    tasks: 3"))
     monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(0))
     assert run() == 1
     logs = Path("logs/logs").absolute()

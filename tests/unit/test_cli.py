@@ -228,6 +228,7 @@ def test_what_a_run_needs_is_not_imported_before_it(tmp_path: Path, code: str, l
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
     assert run("--pipeline.1.end=own") == 1
     task = """

@@ -217,19 +217,6 @@ def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path: Path
         read(HuggingFaceDatasetReader, options)
 
 
-def test_shards_without_rows(tmp_path: Path) -> None:
-    """datatrove's reader stops at a Parquet file whose first row group is empty."""
-    write(tmp_path / "in", "parquet", (5, 0, 3))
-    with pq.ParquetWriter(tmp_path / "in/3.parquet", pq.read_schema(tmp_path / "in/0.parquet")) as writer:
-        for size in (0, 6, 0, 2):
-            writer.write_table(pa.Table.from_pylist(rows(size, 300), schema=writer.schema))
-    options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=2)
-    documents = read(HuggingFaceDatasetReader, options)
-    numbers = [document.metadata["number"] for document in documents]
-    assert numbers == [n for n in (*range(5), *range(200, 203), *range(300, 306), 300, 301) if n % 7]
-    assert_resumes_everywhere(options, documents, 0, 1)
-
-
 def test_a_rank_beyond_the_shards_has_no_documents(tmp_path: Path) -> None:
     options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
     assert read(HuggingFaceDatasetReader, options, 3, 4) == read(Original, options, 3, 4) == []

@@ -80,10 +80,6 @@ def test_the_rate_is_that_of_finished_tasks(tmp_path: Path) -> None:
     assert observed_rate(get_datafolder(str(tmp_path))) == Rate(20.0, "as the stats of 2 finished tasks say")
 
 
-def test_there_is_no_rate_before_a_task_has_finished(tmp_path: Path) -> None:
-    assert observed_rate(get_datafolder(str(tmp_path))) == Rate(None)
-
-
 IN_A_FOLDER = "more than 10000 in a folder. Set records_per_chunk to 3400 or more"
 IN_A_REPOSITORY = "more than 100000 files in a repository. Set records_per_chunk to 2500 or more."
 

@@ -180,27 +180,6 @@ def test_other_code_has_another_hash(one: str, other: str) -> None:
     assert tree_hash(one) != tree_hash(other)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("x = 'a'", 'x = "a"  # comment'),
-        ("x = 'ab'", "x = ('a'\n     'b')"),
-        ("x = f'a'", "x = 'a'"),
-        ("x = f'{y}' 'a' f'b{z}'", "x = f'{y}ab{z}'"),
-        ("x = f'{a[1]}' f'{b}'", 'x = f"{a[1]}{b}"'),
-        (
-            "def f():\n    '''One.\n\n    Two.\n    '''",
-            "class A:\n    def f():\n        '''One.\n\n        Two.\n        '''",
-        ),
-        ("def f():\n '''One.\n   Two.\n Three.\n '''", "def f():\n\t'''One.\n\t  Two.\n\tThree.\n\t'''"),
-    ],
-)
-def test_another_way_to_write_the_same_code_has_the_same_hash(one: str, other: str) -> None:
-    trees = [ast.walk(ast.parse(source)) for source in (one, other)]
-    nodes = [next(node for node in tree if not isinstance(node, ast.Module | ast.ClassDef)) for tree in trees]
-    assert syntax.write_tree(nodes[0]) == syntax.write_tree(nodes[1])
-
-
 def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path: Path) -> None:
     def wrapped(body: str, file: str) -> Any:
         lines = ["import functools", "def wrap(f):", "    @functools.wraps(f)", "    def wrapper():", f"        {body}"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -45,16 +46,22 @@ ROOMS = {
 }
 
 
+class Module(NamedTuple):
+    imports: set[str]
+    docstring: str | None
+
+
 @cache
-def modules() -> dict[str, ast.Module]:
+def modules() -> dict[str, Module]:
+    """Of each file what the tests need: its whole tree would stay in memory, and every collection would visit it."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
-        found[name] = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text())
+        found[name] = Module(imports(tree), ast.get_docstring(tree))
     return found
 
 
-@cache
 def imports(tree: ast.Module) -> set[str]:
     names = set()
     for node in ast.walk(tree):
@@ -71,7 +78,7 @@ def imports(tree: ast.Module) -> set[str]:
 def own_imports(name: str) -> set[str]:
     """The modules of ours that a module imports, by their names below the package."""
     prefix = "datatrove_ckpt."  # "torch" alone is not ours
-    found = {imported.removeprefix(prefix) for imported in imports(modules()[name]) if imported.startswith(prefix)}
+    found = {each.removeprefix(prefix) for each in modules()[name].imports if each.startswith(prefix)}
     return (found & set(modules())) - {name}
 
 
@@ -100,9 +107,8 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 
 def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_no_datatrove() -> None:
-    for name, tree in modules().items():
-        roots = {imported.split(".")[0] for imported in imports(tree)}
-        ours = imports(tree)
+    for name, (ours, _) in modules().items():
+        roots = {imported.split(".")[0] for imported in ours}
         if name.startswith("checkpoint"):
             assert not roots & {"datatrove", "aiohttp", "asyncio", "fsspec"}, name
             assert not any(imported.startswith("datatrove_ckpt.inference") for imported in ours), name
@@ -123,7 +129,7 @@ def test_the_public_names_are_there_and_no_others() -> None:
 
 
 def test_every_module_says_what_its_reader_needs() -> None:
-    assert [name for name, tree in modules().items() if not ast.get_docstring(tree)] == []
+    assert [name for name, module in modules().items() if not module.docstring] == []
 
 
 @pytest.mark.matrix

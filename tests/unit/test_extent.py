@@ -18,7 +18,7 @@ from datatrove.data import Document
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.generation.rank_history import input_position
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader, jsonl
-from datatrove_ckpt.readers.extent import UNKNOWN, InputExtent, Reached
+from datatrove_ckpt.readers.extent import InputExtent, Reached
 from datatrove_ckpt.readers.positions import position_of
 
 FILES, ROWS = 3, 400
@@ -90,20 +90,6 @@ def test_the_share_of_the_bytes_is_near_that_of_the_documents(
     assert before / size > 0.6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_reader_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
-    write(tmp_path, kind)
-    first = reader(tmp_path, kind)
-    for _, document in zip(range(700), first.run(), strict=False):
-        there = reached(document)
-    again = reader(tmp_path, kind)
-    again.load_state_dict(first.state_dict())
-    after = [reached(document) for document in again.run()]
-    assert len(after) == len(TEXTS) - 700
-    assert after[0].done >= there.done
-    assert (after[0].total, after[0].unit) == (there.total, "bytes")
-
-
 class ManyFiles:
     """10,000 files, of which some are asked for their size."""
 
@@ -141,8 +127,3 @@ def test_documents_in_work_are_not_done() -> None:
     assert input_position(read, 30, 200).done == 1000
     assert input_position(source(Reached(990, 1000, "bytes"), 60, True), 0, 60).share == 1.0
     assert input_position(source(Reached(0, 1000, "bytes"), 0), 0, 0) == InputPosition(0, 1000, "bytes")
-
-
-def test_what_is_not_known_is_none() -> None:
-    assert input_position(source(UNKNOWN, 10), 0, 10) == InputPosition(0, None, None)
-    assert input_position(source(Reached(50, None, "bytes"), 10), 0, 5) == InputPosition(25, None, "bytes")

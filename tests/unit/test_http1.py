@@ -24,11 +24,6 @@ ANSWERS = {
     "retry": (b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx", Response(503, b"x", "7"), True),
     "close": (b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
     "1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
-    "1.0 kept": (
-        b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx",
-        Response(200, b"x", ""),
-        True,
-    ),
     "continue first": (
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx",
         Response(200, b"x", ""),
@@ -68,15 +63,6 @@ BAD = {
 }
 
 
-INTERIM = [
-    b"HTTP/1.1 104 X\r\nContent-Length: 500\r\n\r\n",
-    b"HTTP/1.1 104 X\r\nTransfer-Encoding: chunked\r\n\r\n",
-    b"HTTP/1.1 104 X\r\nConnection: close\r\n\r\n",
-    b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n",
-    b"HTTP/1.0 100 Continue\r\n\r\n",
-]
-
-
 def feed(pieces: list[bytes]) -> ResponseParser:
     """A parser whose answer is complete with the last piece and not before."""
     parser = ResponseParser()
@@ -110,15 +96,6 @@ def test_a_connection_on_which_more_comes_is_not_used_again(name: str) -> None:
     parser = feed([raw + b"H"])
     assert parser.response() == expected
     assert not parser.reusable
-
-
-@pytest.mark.parametrize("interim", INTERIM)
-def test_an_interim_response_has_no_body_and_does_not_end_the_connection(interim: bytes) -> None:
-    raw = interim + b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx"
-    for pieces in ([raw], [raw[i : i + 1] for i in range(len(raw))], [interim, raw[len(interim) :]]):
-        parser = feed(pieces)
-        assert parser.response() == Response(200, b"x", "")
-        assert parser.reusable
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nServer: x\r\n\r\n"])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Any
 
 import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loguru import logger
 
 from datatrove_ckpt.inference.client.routing import Router, Target
 from datatrove_ckpt.inference.servers import admission
@@ -122,33 +120,21 @@ def test_an_empty_queue_never_lowers_the_limit() -> None:
     assert made.limit == 24
 
 
-def follow(read: Callable[[float], Any], until: Callable[[Target], bool]) -> tuple[Target, list[str]]:
-    """The target whose limit ``adapt_admission`` adapts, and what the log says."""
-    lines: list[str] = []
-
-    async def run() -> Target:
-        target, sink = Target(), logger.add(lambda message: lines.append(str(message)), format="{message}")
-        following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read, Admission()))
-        async with asyncio.timeout(300):
-            while not until(target):
-                await asyncio.sleep(0)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        logger.remove(sink)
-        return target
-
-    return asyncio.run(run()), lines
-
-
-def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
     monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(admission, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
     async def read(seconds: float) -> Metrics | None:
         return None
 
-    _, lines = follow(read, lambda target: target.limit == 500)
-    assert len(lines) == 1
-    assert lines[0].startswith(
-        "Server 0 shows no metrics at /metrics, which max_concurrent_generations: auto needs. 500 "
-    )
+    target = Target()
+    following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read, Admission()))
+    async with asyncio.timeout(300):
+        while target.limit != 500:
+            await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    (said,) = log
+    assert "Server 0 shows no metrics at /metrics, which max_concurrent_generations: auto needs. 500 " in said

@@ -25,6 +25,8 @@ FILES, ROWS = 3, 400
 RANDOM = random.Random(3)
 TEXTS = [RANDOM.randbytes(RANDOM.randrange(20, 60)).hex() for _ in range(FILES * ROWS)]
 
+LINES: dict[str, Any] = {"plain": ("", bytes), "gzip": (".gz", gzip.compress), "zstd": (".zst", zstandard.compress)}
+
 
 def table(number: int) -> pa.Table:
     return pa.table({"text": TEXTS[number * ROWS : (number + 1) * ROWS]})
@@ -38,23 +40,19 @@ def write(folder: Path, kind: str) -> None:
     for number in range(FILES):
         if kind == "parquet":
             pq.write_table(table(number), folder / f"{number}.parquet", row_group_size=90, compression=None)
-        elif kind in ("arrow", "stream"):
-            make = pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream
-            with pa.OSFile(str(folder / f"{number}.arrow"), "wb") as file, make(file, table(number).schema) as writer:
+        elif kind == "arrow":
+            with pa.ipc.new_file(folder / f"{number}.arrow", table(number).schema) as writer:
                 writer.write_table(table(number), max_chunksize=90)
-        elif kind == "gzip":
-            (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines(number)))
-        elif kind == "zstd":
-            (folder / f"{number}.jsonl.zst").write_bytes(zstandard.compress(lines(number)))
         else:
-            (folder / f"{number}.jsonl").write_bytes(lines(number))
+            suffix, compress = LINES[kind]
+            (folder / f"{number}.jsonl{suffix}").write_bytes(compress(lines(number)))
 
 
 def reader(folder: Path, kind: str, **options: Any) -> SeekingReader:
     if kind == "parquet":
         return ParquetReader(str(folder), batch_size=50, **options)
-    if kind in ("arrow", "stream"):
-        return IpcReader(str(folder), stream=kind == "stream", **options)
+    if kind == "arrow":
+        return IpcReader(str(folder), **options)
     return JsonlReader(str(folder), **options)
 
 
@@ -65,7 +63,7 @@ def reached(document: Document) -> Reached:
     return position[2].reached(position)
 
 
-KINDS = ["plain", "gzip", "zstd", "parquet", "arrow", "stream"]
+KINDS = ["plain", "gzip", "zstd", "parquet", "arrow"]
 
 
 @pytest.mark.parametrize(

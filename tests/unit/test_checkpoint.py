@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
 import subprocess
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -319,12 +321,17 @@ def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path: Pat
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, _ = make_storage(tmp_path, Interval(0.01))
-    synced = threading.Event()
+    class Told(Interval):
+        def took(self, duration: float) -> None:
+            told.set()
+
+    storage, _ = make_storage(tmp_path, Told(0.01))
+    synced, told = threading.Event(), threading.Event()
     monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
     storage.start()
     storage.put_answer(request(0))
     assert synced.wait(300)
+    assert told.wait(300), "auto follows how long syncs take"
     storage.stop()
 
 
@@ -365,6 +372,24 @@ def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:
     full = Path("/dev/full")
     with pytest.raises(StorageFailed, match=r"Could not write to /dev/full: No space left.*Free some space"):
         files.disk.append(full, b"x")
+
+
+def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as lock_holder does
+    waits = []
+
+    def look_away(seconds: float) -> None:
+        waits.append(seconds)
+        os.close(looking)
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_away))
+    files.Lock(path).release()
+    assert len(waits) == 1
 
 
 def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path: Path) -> None:

@@ -101,6 +101,12 @@ def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() ->
     assert command.env == {"DATATROVE_CKPT_API_KEY": SECRET}
 
 
+def test_llamacpp_has_at_most_eight_slots() -> None:
+    for settings in ({}, {"max_concurrent_generations": "auto"}):
+        argv = llamacpp_command(config("llamacpp", **settings), 1, KEY, Path("/m.gguf"), cores=1).argv
+        assert argv[argv.index("--parallel") + 1] == "8"
+
+
 @pytest.mark.parametrize(("replicas", "cores", "threads"), [(1, 7, "7"), (2, 7, "3"), (8, 7, "1")])
 def test_replicas_of_llamacpp_divide_the_cores(replicas: int, cores: int, threads: str) -> None:
     argv = llamacpp_command(config("llamacpp", replicas=replicas), 1, KEY, Path("/m.gguf"), cores).argv
@@ -167,6 +173,11 @@ def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch: pytest.MonkeyPat
     assert engine_command(with_ray, 1, KEY, nodes).argv == expected
     assert "distributed-executor-backend: ray is left out" in log[-1]
     assert "--distributed-executor-backend=ray" in engine_command(with_ray, 1, KEY).argv
+
+
+def test_vllm_without_an_executable_is_started_on_several_nodes_by_its_command_line() -> None:
+    argv = vllm_command(config(), 1, KEY, None, Nodes(1, ("a", "b"))).argv
+    assert argv[1:5] == ("-m", "vllm.entrypoints.cli.main", "serve", "org/model")
 
 
 def test_several_nodes_get_the_address_of_the_head_node_and_only_that_one_serves() -> None:

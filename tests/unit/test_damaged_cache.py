@@ -13,15 +13,6 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedReq
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.testing.disks import FailingDisk, disk_in_place
 
-OLD = """
-CREATE TABLE request_cache (
-    chunk_index INTEGER NOT NULL, doc_id TEXT NOT NULL, rollout_idx INTEGER NOT NULL, payload_hash TEXT NOT NULL,
-    result BLOB, error_message TEXT, ordinal INTEGER NOT NULL, occurrence INTEGER NOT NULL,
-    PRIMARY KEY (ordinal, rollout_idx, payload_hash, occurrence)
-);
-INSERT INTO request_cache VALUES (0, 'id', 0, 'hash', CAST('{}' AS BLOB), NULL, 7, 0);
-"""
-
 
 def request(ordinal: int, text: str = "{}") -> CachedRequest:
     return CachedRequest(0, ordinal, f"id {ordinal}", AnswerKey(0, "hash", 0), Answer(text.encode(), None))
@@ -125,19 +116,6 @@ def test_any_flipped_bit_costs_answers_at_most(path: Path) -> None:
             assert found in ({}, {AnswerKey(0, "hash", 0): Answer(b"x" * 2000, None)}), at
         cache.drop_chunk(0)
         cache.close()
-
-
-def test_a_cache_of_release_0_1_is_read_and_its_new_rows_have_checksums(tmp_path: Path) -> None:
-    path = tmp_path / "replay.sqlite3"
-    execute(path, OLD)
-    cache = RequestCache(path)
-    assert cache.answers(7) == {AnswerKey(0, "hash", 0): Answer(b"{}", None)}
-    cache.put([request(8)])
-    cache.close()
-    execute(path, "UPDATE request_cache SET result = x'00' WHERE ordinal = 8")
-    again = RequestCache(path)
-    assert again.answers(8) == {}
-    again.close()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

@@ -33,12 +33,6 @@ def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
     assert "112 (hub_commits_per_hour), and to 56 before they end, so a file waits about 1.8 h for its" in check.message
 
 
-def test_more_tasks_than_a_day_has_commits() -> None:
-    check = check_commits("output", 100, 10_000, CommitPace(3600))
-    assert check.state == "warning"
-    assert "Each of 10000 tasks makes one commit at least, which takes 3.7 d" in check.message
-
-
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(
         hub_limits, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))

@@ -22,12 +22,6 @@ def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old() -> None:
         assert 600 <= CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600])) <= 602
 
 
-def test_beyond_the_number_as_many_more_must_become_old() -> None:
-    # Somebody else has committed, too.
-    assert 700 <= CommitPace(per_hour=4).seconds_until_turn(made([0, 1, HOUR - 700, HOUR - 600])) <= 702 + HOUR
-    assert 700 <= CommitPace(per_hour=6).seconds_until_turn(made([0, 1, HOUR - 700, HOUR - 600])) <= 702
-
-
 def test_ranks_wait_for_different_turns() -> None:
     ages = [HOUR - 10.0 * n for n in range(4, 0, -1)]
     waits = {round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1) for _ in range(200)}

@@ -11,7 +11,6 @@ import io
 import json
 import subprocess
 import sys
-import types
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import pytest
 from datatrove.data import Document, Media
 
 from datatrove_ckpt.documents import decode, encode, fingerprint
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed, DocumentNotSerializable
+from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_whose_fault import letters
@@ -109,21 +108,16 @@ def differing() -> dict[str, tuple[Any, ...]]:
     fortran = np.array([["a", None], [1, b"x"]], dtype=object, order="F")
     return {
         "images": (image(), image(8), image(mode="RGB"), image(size=(2, 3))),
-        "palettes": (image(mode="P"), opened(image(9, mode="P"), "PNG")),
         "arrays of objects": (fortran, fortran[:1], np.array([object], dtype=object)),
         "records": (np.zeros(2, dtype=[("a", "i4")]), np.ones(2, dtype=[("a", "i4")])),
-        "a record": (np.zeros(2, dtype=[("a", "i4")])[0], np.ones(2, dtype=[("a", "i4")])[0]),
         "buffers": (bytearray(b"x"), bytearray(b"y"), memoryview(b"x"), array.array("i", [1]), array.array("q", [1])),
         "deques": (deque([1, b"x"]), deque([1, b"y"]), deque([Box(1)])),
         "decoders": (Decoder("a.mp4", None), Decoder("b.mp4", None), Decoder("a.mp4", b"x"), Decoder(None, b"y")),
         "inside": ({1: object()}, Box(1, object()), [object()], {"a": image()}, Box(2, image()), (Color.RED, image())),
-        "surrogates beside objects": ([object(), "\ud800"], [object(), "\udfff"], {"\ud800": object()}),
-        "beyond 64 bits, beside an object": ([2**70, object()], [2**71, object()], [float("nan"), object()]),
     }
 
 
-KINDS = ["images", "palettes", "arrays of objects", "records", "a record", "buffers", "deques", "decoders", "inside"]
-KINDS += ["surrogates beside objects", "beyond 64 bits, beside an object"]
+KINDS = ["images", "arrays of objects", "records", "buffers", "deques", "decoders", "inside"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,48 +140,6 @@ def test_an_image_is_its_pixels_however_it_came() -> None:
     assert shown(picture).startswith("<PIL.Image.Image L 3x2 ")
 
 
-def test_a_damaged_image_counts_by_its_type() -> None:
-    data = io.BytesIO()
-    image(size=(300, 200)).save(data, "PNG")
-    cut = pytest.importorskip("PIL.Image").open(io.BytesIO(data.getvalue()[:60]))
-    assert shown(cut) == "<PIL.PngImagePlugin.PngImageFile, which cannot be kept>"
-
-
-def test_a_decoder_without_bytes_counts_by_the_name_of_its_file_wherever_that_is_cached() -> None:
-    assert digest(Decoder("/node1/cache/a.mp4", None)) == digest(Decoder("/node2/a.mp4", None))
-
-
-class Tensor:
-    """What of ``torch.Tensor`` is used."""
-
-    def __init__(self, values: Any, dtype: str = "torch.int16") -> None:
-        self._values = np.asarray(values, dtype="i2")
-        self.dtype, self.shape = dtype, self._values.shape
-
-    def detach(self) -> Tensor:
-        return self
-
-    cpu = contiguous = detach
-
-    def flatten(self) -> Tensor:
-        return Tensor(self._values.ravel(), self.dtype)
-
-    def view(self, dtype: object) -> Tensor:
-        assert dtype == "torch.uint8"
-        return self
-
-    def numpy(self) -> Any:
-        return self._values.view("u1")
-
-
-def test_a_tensor_counts_by_type_shape_and_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.SimpleNamespace(Tensor=Tensor, uint8="torch.uint8")
-    monkeypatch.setitem(sys.modules, "torch", fake)
-    tensors = [Tensor([1, 2]), Tensor([[1, 2]]), Tensor([1, 3]), Tensor([1, 2], "torch.float16"), Tensor(1)]
-    assert len({digest(tensor) for tensor in tensors}) == len(tensors)
-    assert digest(tensors[0]) == digest(Tensor([1, 2]))
-
-
 def test_of_any_other_object_only_the_type_counts() -> None:
     class Any1:
         def __init__(self, value: int) -> None:
@@ -198,6 +150,7 @@ def test_of_any_other_object_only_the_type_counts() -> None:
     assert digest({object(), Color}) == digest({Color, object()})
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
     code = (
         "import json, sys\nfrom tests.unit.test_as_read import *\n"
@@ -209,24 +162,12 @@ def test_the_fingerprint_is_the_same_in_another_process() -> None:
     assert json.loads(there.stdout) == here
 
 
-def test_a_value_that_cannot_even_be_looked_at_counts_by_its_type() -> None:
-    class Hostile:
-        def __getattribute__(self, name: str) -> Any:
-            raise RuntimeError("no")
-
-        def __repr__(self) -> str:
-            raise RuntimeError("no")
-
-    assert "Hostile" in shown(Hostile())
-    assert "Hostile" in shown([Hostile(), "\ud800"])[0]
-
-
 # containers that hold themselves --------------------------------------------------------------------------------------
 
 
-def itself(width: int) -> list[Any]:
-    value: list[Any] = ["x"] * 20_000
-    value += [value] * width
+def itself() -> list[Any]:
+    value: list[Any] = ["x"] * 2000
+    value += [value] * 5
     return value
 
 
@@ -236,33 +177,9 @@ def dict_of_itself() -> dict[str, Any]:
     return value
 
 
-def all_hold_all(number: int) -> list[Any]:
-    lists: list[list[Any]] = [[] for _ in range(number)]
-    for one in lists:
-        one += lists
-    return lists
-
-
-def box_of_itself() -> Box:
-    box = Box(1)
-    box.content = [box, {"again": box}]
-    return box
-
-
-def array_of_itself() -> Any:
-    value = np.empty(50, dtype=object)
-    value[:] = [value] * 50
-    return value
-
-
 LOOPS: dict[str, Callable[[], Any]] = {
-    "itself": lambda: itself(1),
-    "itself often": lambda: itself(5),
+    "itself": itself,
     "dict": dict_of_itself,
-    "all hold all": lambda: all_hold_all(40),
-    "box": box_of_itself,
-    "array": array_of_itself,
-    "deque": lambda: (lambda value: value.append(value) or value)(deque([1])),
 }
 
 
@@ -270,30 +187,11 @@ LOOPS: dict[str, Callable[[], Any]] = {
 def test_containers_that_hold_themselves_are_looked_at_once(name: str) -> None:
     data = as_read(document(LOOPS[name]())).data
     assert data == as_read(document(LOOPS[name]())).data
-    assert len(data) < 2_000_000
+    assert len(data) < 200_000
     assert decode(data).id == "id"
 
 
-@pytest.mark.parametrize("name", ["itself", "itself often", "dict", "all hold all", "box"])
-def test_what_holds_itself_and_is_to_be_written_is_a_clear_error(name: str) -> None:
-    with pytest.raises(DocumentNotSerializable, match="that holds itself"):
-        encode(document(LOOPS[name]()))
-
-
-def test_a_list_that_is_there_twice_is_kept_twice() -> None:
-    shared = [1, object()]
-    assert shown([shared, shared, "\ud800"])[0] == shown([shared, "\ud800"])[0]
-    assert digest([shared, shared]) == digest([shared, list(shared)])
-
-
 # in a run -------------------------------------------------------------------------------------------------------------
-
-
-def test_memory_of_images_counts_in_what_is_read_ahead() -> None:
-    assert as_read(document(image(mode="RGB", size=(100, 100)))).size > 30_000
-    assert as_read(document("x" * 1000)).size == len(encode(document("x" * 1000)))
-    media = Document("t", "i", media=[Media("m", 0, "u", media_bytes=b"x" * 3000)])
-    assert as_read(media).data == encode(media)
 
 
 async def looks(document: Document, generate: Any) -> Any:
@@ -315,6 +213,7 @@ async def takes(document: Document, generate: Any) -> Any:
     return await looks(document, generate)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_images_that_the_rollout_takes_out_pass(tmp_path: Path, server: FakeServer, checkpoints: bool) -> None:
     step = runner(tmp_path, server, takes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkKey
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import RunClaim
-from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval, make_interval
+from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
     journal_indices,
@@ -37,7 +37,6 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
-from datatrove_ckpt.testing import disk_in_place
 
 # lines -------------------------------------------------------------------------------------------------------------
 
@@ -87,8 +86,8 @@ def test_a_journal_reads_back_in_input_order_what_finished_in_any_order(tmp_path
     assert again.recovered == {ordinal: f"{ordinal:016x}" for ordinal in (10, 11, 12)}
 
 
-@pytest.mark.parametrize("size", [10, 1000, 300_000, 2_000_000])
-@pytest.mark.parametrize("spread", [1, 40, 10_000])
+@pytest.mark.matrix
+@pytest.mark.parametrize(("size", "spread"), [(1000, 40), (10, 1), (300_000, 10_000), (2_000_000, 1)])
 def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, spread: int
 ) -> None:
@@ -192,8 +191,6 @@ def test_commits_come_back_as_they_were_and_the_unbroken_run_ends_at_the_first_g
         (bytes(100), True),  # power loss: the size is on disk, the content is not
         (bytes(64) + b'"x":1}\n', True),  # power loss: the first block of the line is lost
         (b'{"xxh":"0123"}\n', False),
-        (b"\n", False),
-        (bytes(10) + b"\n" + bytes(10), False),
         (b"a\nb", False),
     ],
 )
@@ -258,28 +255,13 @@ def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [0, 1, 63, 64, 65, 1000])
-def test_a_group_of_any_size_is_kept(tmp_path: Path, number: int) -> None:
-    cache = RequestCache(tmp_path / "cache")
-    cache.put([request(ordinal) for ordinal in range(number)])
-    cache.put([request(0), request(number)])
-    assert cache.ordinals() == set(range(number + 1))
-    rows = [row.ordinal for row in cache.answers_since(number, range(number + 1))]
-    assert rows == sorted({0, number})
-    cache.close()
-
-
 def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
     cache = RequestCache(tmp_path / "cache")
     cache.put([request(0)])
-    code = (
-        "import sqlite3, sys\n"
-        f"connection = sqlite3.connect({str(tmp_path / 'cache')!r}, timeout=0)\n"
-        "try:\n    connection.execute('SELECT * FROM request_cache').fetchall()\n"
-        "except sqlite3.OperationalError as error:\n    sys.exit('locked' not in str(error))\n"
-        "sys.exit('read what another process owns')"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    connection = sqlite3.connect(tmp_path / "cache", timeout=0)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        connection.execute("SELECT * FROM request_cache")
+    connection.close()
     cache.close()
 
 
@@ -339,31 +321,18 @@ def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path: Pat
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, _ = make_storage(tmp_path, Interval(0.01))
-    synced = threading.Event()
+    class Told(Interval):
+        def took(self, duration: float) -> None:
+            told.set()
+
+    storage, _ = make_storage(tmp_path, Told(0.01))
+    synced, told = threading.Event(), threading.Event()
     monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
     storage.start()
     storage.put_answer(request(0))
     assert synced.wait(300)
+    assert told.wait(300), "auto follows how long syncs take"
     storage.stop()
-
-
-def test_auto_syncs_a_slow_disk_as_often_as_its_share_allows(tmp_path: Path) -> None:
-    class SlowDisk(files.Disk):
-        def sync(self, path: Path) -> None:
-            time.sleep(0.03)
-            super().sync(path)
-
-    synced = threading.Event()
-    interval = make_interval("auto", SYNC_TUNING)
-    storage, _ = make_storage(tmp_path, interval, lambda: interval.seconds == SYNC_TUNING.first or synced.set())
-    with disk_in_place(SlowDisk()):
-        storage.start()
-        storage.put_finished(CHUNK, finished(0))
-        assert synced.wait(300)
-        storage.stop()
-    # The journal and its folder take 30 ms each, which is 2 % of 3 s. Load on the machine can only lengthen this.
-    assert interval.seconds >= 3.0
 
 
 def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(tmp_path: Path) -> None:
@@ -423,28 +392,14 @@ def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(
     assert len(waits) == 1
 
 
-def test_a_rank_does_not_wait_for_a_stopped_process_that_looks_at_its_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "lock"
-    path.touch()
-    looking = os.open(path, os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(files, "_PATIENCE_SECONDS", -1.0)
-    with pytest.raises(CheckpointLocked):
-        files.Lock(path)
-    os.close(looking)
-
-
 def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path: Path) -> None:
     lock = files.Lock(tmp_path / "lock")
-    path = str(tmp_path / "lock")
-    code = f"from datatrove_ckpt.checkpoint.files import Lock, Path; Lock(Path({path!r}))"
+    code = f"from datatrove_ckpt.checkpoint.files import Lock, Path; Lock(Path({str(tmp_path / 'lock')!r}))"
     refused = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert "CheckpointLocked" in refused.stderr
     assert '"pid":' in refused.stderr
     lock.release()
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    files.Lock(tmp_path / "lock").release()
 
 
 def test_a_lock_on_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
@@ -456,27 +411,6 @@ def test_a_lock_on_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> N
     second.release()
 
 
-def test_ranks_in_threads_of_one_process_write_to_their_own_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "MAX_OPEN_FILES", 2)
-
-    def work(rank: int) -> None:
-        for turn in range(300):
-            for index in range(3):
-                files.disk.append(tmp_path / f"{rank} {index}", b"%d %d %d\n" % (rank, index, turn))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in range(4):
-        for index in range(3):
-            expected = b"".join(b"%d %d %d\n" % (rank, index, turn) for turn in range(300))
-            assert (tmp_path / f"{rank} {index}").read_bytes() == expected
-
-
 # folders that ranks share ----------------------------------------------------------------------------------------
 
 
@@ -486,7 +420,7 @@ def test_a_folder_can_be_made_while_another_rank_removes_the_parent_that_they_sh
     def rank(number: int) -> None:
         parent, disk = tmp_path / "staging", files.Disk()
         try:
-            for _ in range(300):
+            for _ in range(100):
                 disk.make_dirs(parent / str(number))
                 disk.remove_tree(parent / str(number))
                 disk.remove_dir(parent)

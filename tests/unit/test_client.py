@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import math
 import re
 import socket
 import struct
@@ -44,8 +43,7 @@ def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
 
 
-UNFINISHED_REASONS = ["", "abort", "aborted", "canceled", "Cancelled", "error", "ERROR", "timeout"]
-UNFINISHED_REASONS += ["incomplete", "unknown", "failed", "interrupted", "in_progress", "null", "None"]
+UNFINISHED_REASONS = ["", "abort", "Cancelled", "ERROR", "timeout", "incomplete", "unknown", "failed", "null"]
 Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"model": "m", "messages": []}'
 KINDS: dict[str, dict[str, Any]] = {
@@ -163,19 +161,27 @@ def config(**settings: Any) -> InferenceConfig:
     return InferenceConfig(**{**defaults, **settings})
 
 
+@asynccontextmanager
+async def talking(
+    *replies: Reply, sleep: Any = None, **settings: Any
+) -> AsyncIterator[tuple[RawServer, CompletionClient, Sleeps]]:
+    """A scripted server, and a client whose time is that of ``Sleeps``."""
+    sleeps = Sleeps()
+    async with serving(*replies) as (server, url):
+        client = CompletionClient(config(**settings), [url], "key", sleep=sleep or sleeps, clock=sleeps.clock)
+        async with client:
+            yield server, client, sleeps
+
+
 class Outcome:
     """The result of one request to a scripted server."""
 
     def __init__(self, *replies: Reply, **settings: Any) -> None:
-        self.sleeps = Sleeps()
         self.result: Completion | CkptError
         asyncio.run(self._play(replies, settings))
 
     async def _play(self, replies: tuple[Reply, ...], settings: dict[str, Any]) -> None:
-        async with (
-            serving(*replies) as (self.server, url),
-            CompletionClient(config(**settings), [url], "key", sleep=self.sleeps, clock=self.sleeps.clock) as client,
-        ):
+        async with talking(*replies, **settings) as (self.server, client, self.sleeps):
             try:
                 self.result = await client.complete(BODY)
             except CkptError as error:
@@ -193,13 +199,7 @@ TEXTS: list[tuple[Any, Any]] = [
     ("\ud83d\ude00 é", "\U0001f600 é"),
     ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
     ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
-    ([{"text": "one "}, "two"], "one two"),
-    ([], ""),
-]
-PARTS_THAT_ARE_NO_TEXT: list[Any] = [
-    [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "data:x"}}],
-    [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}],
-    [{"type": "refusal", "refusal": "no"}],
+    ([{"type": "refusal", "refusal": "no"}], [{"type": "refusal", "refusal": "no"}]),
 ]
 INDEXED = [{"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"} for index in (2, 0, 1)]
 HI = Completion("hi", "stop", {"total_tokens": 3})
@@ -213,12 +213,8 @@ HI = Completion("hi", "stop", {"total_tokens": 3})
             Completion("hello", "length", {"total_tokens": 3}, "because"),
         ),
         *((http(200, chat(content)), replace(HI, text=text)) for content, text in TEXTS),
-        *((http(200, chat(content)), replace(HI, text=content)) for content in PARTS_THAT_ARE_NO_TEXT),
-        *(
-            (http(200, chat(finish_reason=reason)), replace(HI, finish_reason=reason))
-            for reason in ("tool_calls", "content_filter", "eos_token", "timeouts")
-        ),
-        *((http(200, b'{"error": ' + error + b", " + chat()[1:]), HI) for error in (b"null", b'""', b"{}")),
+        (http(200, chat(finish_reason="eos_token")), replace(HI, finish_reason="eos_token")),
+        (http(200, b'{"error": null, ' + chat()[1:]), HI),
         (http(200, choices(*INDEXED)), Completion("choice 0", "stop", {})),
         (http(200, choices(INDEXED[0])), Completion("choice 2", "stop", {})),
     ],
@@ -253,16 +249,12 @@ def test_an_answer_of_another_shape_is_parsed(reply: Reply, settings: dict[str, 
 @pytest.mark.parametrize(
     ("url", "chat_url"),
     [
-        ("http://h:1", "http://h:1/v1/chat/completions"),
         ("http://h/v1/", "http://h/v1/chat/completions"),
-        ("https://h/api/openai/v3", "https://h/api/openai/v3/chat/completions"),
         ("https://h/a%2Fb/v2", "https://h/a%2Fb/v2/chat/completions"),
         (
             "https://h/openai/deployments/m?api-version=1",
             "https://h/openai/deployments/m/chat/completions?api-version=1",
         ),
-        ("https://h/x/chat/completions?api-version=1", "https://h/x/chat/completions?api-version=1"),
-        ("https://h/x/completions/", "https://h/x/chat/completions"),
     ],
 )
 def test_the_path_of_a_url_is_taken_as_given(url: str, chat_url: str) -> None:
@@ -280,14 +272,10 @@ BEYOND = "1" + "0" * 30
         ('{"prompt_tokens": 3, "completion_tokens": 4.0}', {"prompt_tokens": 3, "completion_tokens": 4}),
         ('{"prompt_tokens": -1, "completion_tokens": 18446744073709551616}', {}),
         (f'{{"prompt_tokens": {BEYOND}, "cost": {BEYOND}, "completion_tokens": true}}', {"cost": 1e30}),
-        ('{"prompt_tokens": NaN, "cost": Infinity, "total_tokens": 1e400}', {}),
-        ('{"prompt_tokens": 2.5, "completion_tokens": null}', {"completion_tokens": None}),
         (
             '{"prompt_tokens_details": {"cached_tokens": "x", "cost": 0.5, "kind": "a"}}',
             {"prompt_tokens_details": {"cost": 0.5, "kind": "a"}},
         ),
-        ('{"list": [1, "a", [NaN]]}', {"list": [1, "a", []]}),
-        ('{"a": ' + '{"a": ' * 300 + "1" + "}" * 300 + "}", None),
         ("null", {}),
     ],
 )
@@ -296,13 +284,13 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
     assert usage.encode() in body
     result = Outcome(answer(http(200, body))).result
     assert isinstance(result, Completion)
-    assert kept is None or result.usage == kept
+    assert result.usage == kept
     orjson.dumps(result.usage)
 
 
 async def test_a_stop_string_of_the_request_is_an_end() -> None:
     reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
-    async with serving(reply) as (_, url), CompletionClient(config(), [url], None, sleep=Sleeps()) as client:
+    async with talking(reply) as (_, client, _):
         assert (await client.complete(b'{"messages": [], "stop": ["abort"]}')).text == "hi"
 
 
@@ -313,7 +301,7 @@ def test_the_body_is_sent_as_it_is_with_the_key() -> None:
     assert body == BODY
 
 
-@pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
+@pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     outcome = Outcome(answer(http(status, b"503 try again later" + b"x" * 5000, "Retry-After: 1")))
     assert isinstance(outcome.result, RequestRejected)
@@ -323,7 +311,7 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     assert isinstance(Outcome(then_close(http(status, b"bad")[:-1])).result, RequestRejected), "although it is torn"
 
 
-@pytest.mark.parametrize("status", [301, 307, 401, 402, 403, 404, 405, 406, 407, 410, 421, 451])
+@pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407])
 def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
     assert isinstance(outcome.result, ServerRefused)
@@ -335,8 +323,6 @@ def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
 UNFINISHED = {
     **{f"status {status}": answer(http(status, b"later")) for status in (408, 409, 425, 429, 500, 502, 503, 504, 529)},
     "closed before the headers": then_close(),
-    "closed inside the headers": then_close(b"HTTP/1.1 200 OK\r\nContent-"),
-    "closed after the headers": then_close(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n"),
     "truncated body": then_close(http(200, chat())[:-10]),
     "truncated body without a length": then_close(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + chat()[:-10]),
     "truncated chunks": then_close(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"),
@@ -344,18 +330,8 @@ UNFINISHED = {
     "no http": then_close(b"SSH-2.0-OpenSSH\r\n"),
     "html": answer(http(200, b"<html>gateway</html>")),
     "empty body": answer(http(200, b"")),
-    "not an object": answer(http(200, b"[]")),
     "no choices": answer(http(200, b'{"choices": []}')),
-    "choices null": answer(http(200, b'{"choices": null}')),
-    "choice without a message": answer(http(200, b'{"choices": [{"finish_reason": "stop"}]}')),
-    "content not text": answer(http(200, chat([7]))),
-    "content a part": answer(http(200, chat({"type": "text", "text": "hi"}))),
-    "content parts of no kind": answer(http(200, chat([{"type": 7, "text": "hi"}]))),
     "content a number": answer(http(200, chat(7))),
-    "content parts without text": answer(http(200, chat([{"type": "text", "text": 7}]))),
-    "reasoning not text": answer(http(200, chat(reasoning={"a": 1}))),
-    "finish_reason a number": answer(http(200, chat(finish_reason=7))),
-    "choices a string": answer(http(200, b'{"choices": "hi"}')),
     "brackets without end": answer(http(200, b"[" * 100_000)),
     "finish_reason null": answer(http(200, chat(finish_reason=None))),
     **{f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason))) for reason in UNFINISHED_REASONS},
@@ -365,7 +341,6 @@ UNFINISHED = {
     "object error": answer(http(200, b'{"object": "error", "message": "overloaded", ' + chat()[1:])),
     "not UTF-8": answer(http(200, chat().replace(b"hi", b"h\xe9"))),
     "status 202": answer(http(202, chat())),
-    "status 206": answer(http(206, chat())),
     "finish_reason a list": answer(http(200, chat(finish_reason=["stop"]))),
 }
 
@@ -389,16 +364,16 @@ def test_a_server_that_comes_back_costs_nothing(replies: list[Reply], settings: 
     assert Outcome(*replies, GOOD, **settings).result == HI
 
 
-@pytest.mark.parametrize("name", UNFINISHED)
-def test_what_may_pass_is_tried_again(name: str) -> None:
-    outcome = Outcome(UNFINISHED[name], GOOD)
-    assert outcome.result == HI
-    assert (outcome.stats.requests, outcome.stats.retries, outcome.stats.answers) == (2, 1, 1)
-    assert outcome.stats.in_flight == 0
-    assert 0 <= outcome.sleeps[0] <= 0.5
+def test_what_may_pass_is_tried_again() -> None:
+    for name, reply in UNFINISHED.items():
+        outcome = Outcome(reply, GOOD)
+        assert outcome.result == HI, name
+        counts = outcome.stats.requests, outcome.stats.retries, outcome.stats.answers, outcome.stats.in_flight
+        assert counts == (2, 1, 1, 0), name
+        assert 0 <= outcome.sleeps[0] <= 0.5
 
 
-@pytest.mark.parametrize("name", ["status 429", "status 500", "status 503", "reset", "html", "finish_reason null"])
+@pytest.mark.parametrize("name", ["status 503", "reset", "finish_reason null"])
 def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name: str) -> None:
     outcome = Outcome(UNFINISHED[name])
     assert isinstance(outcome.result, ServerUnavailable)
@@ -407,13 +382,9 @@ def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name
     assert len(outcome.server.requests) == 1 + len(outcome.sleeps)
 
 
-NO_REASON = UNFINISHED["finish_reason null"]
-
-
 @pytest.mark.parametrize("server_type", ["endpoint", "custom"])
-@pytest.mark.parametrize("reason", [None, ""])
-def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: str, reason: Any) -> None:
-    outcome = Outcome(answer(http(200, chat(finish_reason=reason))), **KINDS[server_type])
+def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: str) -> None:
+    outcome = Outcome(NO_REASON, **KINDS[server_type])
     assert isinstance(outcome.result, ServerRefused)
     assert "without a finish_reason" in str(outcome.result)
     assert "set accept_null_finish_reason to true" in str(outcome.result)
@@ -422,11 +393,10 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: 
     assert outcome.stats.answers == 0
 
 
-@pytest.mark.parametrize("server_type", ["endpoint", "custom"])
 @pytest.mark.parametrize("reason", [None, ""])
-def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(server_type: str, reason: Any) -> None:
+def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(reason: Any) -> None:
     reply = answer(http(200, chat(finish_reason=reason)))
-    outcome = Outcome(reply, accept_null_finish_reason=True, **KINDS[server_type])
+    outcome = Outcome(reply, accept_null_finish_reason=True, **KINDS["custom"])
     assert outcome.result == Completion("hi", reason, {"total_tokens": 3})
     assert (outcome.stats.requests, outcome.stats.without_reason) == (1, 1)
 
@@ -435,11 +405,8 @@ def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(serv
 async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
     """Whatever the setting is."""
 
-    settings = config(accept_null_finish_reason=accepted, **KINDS["endpoint"])
-    async with (
-        serving(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD) as (server, url),
-        CompletionClient(settings, [url], None, sleep=Sleeps()) as client,
-    ):
+    settings = {"accept_null_finish_reason": accepted, **KINDS["endpoint"]}
+    async with talking(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD, **settings) as (server, client, _):
         assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
         assert len(server.requests) == 5
 
@@ -451,21 +418,15 @@ async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed
         while len(server.requests) < 20:
             await asyncio.sleep(0)
 
-    async with (
-        serving(*[NO_REASON] * 20, reset, GOOD) as (server, url),
-        CompletionClient(config(**KINDS["endpoint"]), [url], None, sleep=until_all_are_cut_off) as client,
-    ):
+    replies = [*[NO_REASON] * 20, reset, GOOD]
+    async with talking(*replies, sleep=until_all_are_cut_off, **KINDS["endpoint"]) as (server, client, _):
         answers = await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
         assert {one.finish_reason for one in answers} == {"stop"}
 
 
 def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
     async def play() -> None:
-        sleeps = Sleeps()
-        async with (
-            serving(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, url),
-            CompletionClient(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client,
-        ):
+        async with talking(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, client, sleeps):
             await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
             waited[:] = [sleeps.now]
 
@@ -488,18 +449,13 @@ def only_others(status: int) -> Reply:
     return reply
 
 
-@pytest.mark.parametrize(("status", "patience"), [(500, 600), (504, 600), (429, 6000), (503, 6000)])
+@pytest.mark.parametrize(("status", "patience"), [(500, 100), (504, 100), (429, 1000), (503, 1000)])
 async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status: int, patience: int) -> None:
-    sleeps = Sleeps()
-
     async def sleep(seconds: float) -> None:
         await client.complete(b"{}")  # another request is answered
         await sleeps(seconds)
 
-    async with (
-        serving(only_others(status)) as (_, url),
-        CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
-    ):
+    async with talking(only_others(status), sleep=sleep, server_patience_seconds=100.0) as (_, client, sleeps):
         with pytest.raises(RequestFailed, match=rf"this request failed while others.*HTTP {status}"):
             await client.complete(BODY)
         assert patience <= sum(sleeps) <= patience + 60
@@ -507,8 +463,6 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
 
 async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
     """The server is away for almost all of the patience, and then fails this request a few times more."""
-
-    sleeps = Sleeps()
 
     async def sleep(seconds: float) -> None:
         await sleeps(seconds)
@@ -519,10 +473,7 @@ async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
         fails = server.requests[-1][1] == BODY and sleeps.now < 900
         await (answer(http(500, b"")) if fails else GOOD)(server, writer)
 
-    async with (
-        serving(reply) as (_, url),
-        CompletionClient(config(), [url], None, sleep=sleep, clock=sleeps.clock) as client,
-    ):
+    async with talking(reply, sleep=sleep) as (_, client, sleeps):
         assert (await client.complete(BODY)).text == "hi"
 
 
@@ -557,14 +508,11 @@ async def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
     ("header", "low", "high"),
     [
         ("7", 7, 7),
-        ("0.8", 0.8, 0.8),
         ("9999", 120, 120),
         ("-3", 0, 0.5),
-        ("nan", 0, 0.5),
         ("soon", 0, 0.5),
         (60, 40, 60),  # a date, so many seconds from now
         (-60, 0, 0.5),
-        (9999, 120, 120),
     ],
 )
 def test_retry_after_is_respected(header: str | int, low: float, high: float) -> None:
@@ -584,41 +532,10 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: li
     assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
 
 
-async def test_retry_after_goes_on_when_others_are_answered_again() -> None:
-    sleeps = Sleeps()
-
-    async def sleep(seconds: float) -> None:
-        await sleeps(seconds)
-        await client.complete(b"{}")
-
-    asked = 0
-
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
-        asked += server.requests[-1][1] == BODY
-        await (BUSY if server.requests[-1][1] == BODY and asked == 1 else GOOD)(server, writer)
-
-    async with (
-        serving(reply) as (_, url),
-        CompletionClient(config(server_patience_seconds=13.0), [url], None, sleep=sleep, clock=sleeps.clock) as client,
-    ):
-        await client.complete(BODY)
-    assert sum(sleeps) == pytest.approx(120)
-
-
 def test_the_backoff_grows_up_to_half_a_minute() -> None:
     outcome = Outcome(answer(http(500, b"")))
     assert all(0 <= seconds <= min(30, 0.5 * 2**n) for n, seconds in enumerate(outcome.sleeps))
     assert max(outcome.sleeps) > 15
-
-
-async def test_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
-
-    async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
-        for _ in range(5):
-            await client.complete(BODY)
-        assert server.connections == 1
 
 
 @pytest.mark.parametrize("status", [429, 504])
@@ -636,14 +553,19 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status: int) ->
     assert outcome.server.connections == 2
 
 
-async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
-    writers: list[asyncio.StreamWriter] = []
+def right(writers: list[asyncio.StreamWriter]) -> Reply:
+    """Answers each request; the test may write more into the connections."""
 
     async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         writer.write(http(200, chat("right")))
 
-    async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+    return reply
+
+
+async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
+    writers: list[asyncio.StreamWriter] = []
+    async with talking(right(writers)) as (server, client, _):
         for number in range(4):
             assert (await client.complete(BODY)).text == "right"
             # 408 is how servers close an idle connection.
@@ -658,12 +580,7 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
 
 async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next() -> None:
     writers: list[asyncio.StreamWriter] = []
-
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        writer.write(http(200, chat("right")))
-
-    async with serving(reply) as (server, url), CompletionClient(config(), [url], None) as client:
+    async with talking(right(writers)) as (server, client, _):
         await client.complete(BODY)
         writers[0].write(http(200, chat("unasked")))  # no await follows before the next request
         assert (await client.complete(BODY)).text == "right"
@@ -689,9 +606,7 @@ async def test_a_slot_is_free_while_its_request_sleeps() -> None:
         asleep.set()
         await wake.wait()
 
-    settings = config(max_concurrent_generations=1)
-    busy = answer(http(503, b""))
-    async with serving(busy, GOOD) as (_, url), CompletionClient(settings, [url], None, sleep=sleep) as client:
+    async with talking(UNFINISHED["status 503"], GOOD, sleep=sleep, max_concurrent_generations=1) as (_, client, _):
         first = asyncio.create_task(client.complete(BODY))
         await asleep.wait()
         assert (await client.complete(BODY)).text == "hi"
@@ -701,8 +616,7 @@ async def test_a_slot_is_free_while_its_request_sleeps() -> None:
 
 
 async def test_a_cancelled_request_gives_its_slot_back() -> None:
-    settings = config(max_concurrent_generations=1)
-    async with serving(never, GOOD) as (server, url), CompletionClient(settings, [url], None) as client:
+    async with talking(never, GOOD, max_concurrent_generations=1) as (server, client, _):
         stuck = asyncio.create_task(client.complete(BODY))
         await server.arrived.acquire()
         stuck.cancel()
@@ -720,24 +634,16 @@ async def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
         assert len(alive.requests) == 10
 
 
-@pytest.mark.parametrize(("setting", "limit"), [("auto", 16), (500, math.inf)])
-async def test_a_restarted_server_gets_few_requests_first_under_auto(setting: int | str, limit: float) -> None:
-    settings = InferenceConfig("vllm", "m", max_concurrent_generations=setting)  # type: ignore[arg-type]
+async def test_a_restarted_server_gets_few_requests_first_under_auto() -> None:
+    settings = InferenceConfig("vllm", "m", max_concurrent_generations="auto")
     async with CompletionClient(settings, [], None) as client:
         target = client.add()
         for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
             client.mark_up(target, url, None)
-            assert target.limit == limit
+            assert target.limit == 16
             target.limit = 300
             client.mark_dead(target, "restart")
             await client.disconnect(target)
-
-
-async def test_a_body_of_several_megabytes_is_sent_whole() -> None:
-    body = b"x" * (3 << 20)
-    async with serving(GOOD) as (server, url), CompletionClient(config(), [url], None) as client:
-        await client.complete(body)
-        assert server.requests[0][1] == body
 
 
 @pytest.mark.parametrize(
@@ -749,12 +655,9 @@ async def test_a_body_of_several_megabytes_is_sent_whole() -> None:
         (then_close(http(200, chat())[:-10]), ServerUnavailable, "inside the response|not completed"),
     ],
 )
-@pytest.mark.parametrize("user", ["", "user:hush@"])
-async def test_errors_show_no_credentials_and_no_query(
-    reply: Reply, error: type[CkptError], shown: str, user: str
-) -> None:
+async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type[CkptError], shown: str) -> None:
     async with serving(reply) as (server, url):
-        secret_url = url.replace("http://", f"http://{user}") + "?code=hush"
+        secret_url = url.replace("http://", "http://user:hush@") + "?code=hush"
         sleeps = Sleeps()
         async with CompletionClient(config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock) as client:
             with pytest.raises(error, match=shown) as caught:
@@ -770,11 +673,8 @@ URL_OF_ERROR = "http://host/?code=hush"
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
-        (aiohttp.InvalidURL(URL_OF_ERROR, "no host"), ""),
-        (aiohttp.NonHttpUrlClientError(URL_OF_ERROR), ""),
         (aiohttp.ConnectionTimeoutError(f"Connection timeout to host {URL_OF_ERROR}"), ""),
         (aiohttp.ClientOSError(32, f"Can not write request body for {URL_OF_ERROR}"), "Broken pipe"),
-        (aiohttp.ClientPayloadError("half of it"), "half of it"),
         (OSError(5, "a broken cable"), "[Errno 5] a broken cable"),
     ],
 )
@@ -821,15 +721,14 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
         assert (client.stats.resent, client.stats.retries) == (1, 0)
 
 
-async def test_a_thousand_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
+async def test_hundreds_of_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
 
-    async with serving(GOOD) as (server, url):
-        async with CompletionClient(config(max_concurrent_generations=50), [url], None) as client:
-            await asyncio.gather(*(client.complete(b"%d" % n) for n in range(1000)))
-        assert server.connections <= 50
+    async with talking(GOOD, max_concurrent_generations=20) as (server, client, _):
+        await asyncio.gather(*(client.complete(b"%d" % n) for n in range(300)))
+        assert server.connections <= 20
         order = [int(body) for _, body in server.requests]
-        assert sorted(order) == list(range(1000))
-        assert max(abs(place - number) for place, number in enumerate(order)) <= 50
+        assert sorted(order) == list(range(300))
+        assert max(abs(place - number) for place, number in enumerate(order)) <= 20

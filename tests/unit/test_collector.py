@@ -36,29 +36,6 @@ def test_settings_come_back_after_a_run_also_one_that_fails() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_higher_thresholds_stay_and_so_does_a_collector_that_never_collects() -> None:
-    for thresholds in ((10**6, 10**6, 10**6), (0, 10, 10)):
-        gc.set_threshold(*thresholds)
-        with gc_tuned():
-            assert gc.get_threshold() == thresholds
-        assert gc.get_threshold() == thresholds
-
-
-def test_a_collector_that_is_switched_off_stays_off() -> None:
-    gc.disable()
-    with gc_tuned():
-        assert not gc.isenabled()
-    assert not gc.isenabled()
-
-
-def test_what_a_user_froze_stays_frozen() -> None:
-    gc.freeze()
-    count = gc.get_freeze_count()
-    with gc_tuned():
-        assert gc.get_freeze_count() <= count
-    assert count - 100 < gc.get_freeze_count() <= count  # what is freed is no longer counted
-
-
 def test_ranks_in_threads_share_it_until_the_last_one_ends() -> None:
     before = gc.get_threshold()
     entered, leave = threading.Event(), threading.Event()

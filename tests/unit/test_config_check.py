@@ -16,6 +16,7 @@ from tests.pages import ROOT
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_configuration_differs_from_the_run_that_it_makes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

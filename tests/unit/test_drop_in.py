@@ -75,6 +75,7 @@ def test_a_config_object_of_datatroves_runs(tmp_path: Path) -> None:
     assert [len(json.loads(line)["metadata"]["rollout_results"]) for line in lines] == [2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 @pytest.mark.parametrize(
     ("module", "name"),

@@ -24,12 +24,9 @@ tmpfs /scratch/inner tmpfs rw 0 0
     ("path", "point", "kind"),
     [
         ("/", "/", "ext4"),
-        ("/data", "/", "ext4"),
-        ("/scratch", "/scratch", "xfs"),
         ("/scratch2", "/", "ext4"),
         ("/scratch/a/b", "/scratch", "xfs"),
         ("/scratch/inner/a", "/scratch/inner", "btrfs"),
-        ("/home/me/run", "/home", "nfs4"),
         ("/with space/run", "/with space", "nfs"),
     ],
 )
@@ -49,7 +46,7 @@ def of(kind: str, options: str = "rw", source: str = "somewhere") -> FilesystemT
     return traits(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "fuseblk", "apfs"])
+@pytest.mark.parametrize("kind", ["ext4", "apfs"])
 def test_a_local_disk_raises_no_concern(kind: str) -> None:
     assert of(kind) == FilesystemTraits(f"{kind} (local)")
 
@@ -61,12 +58,9 @@ def test_a_local_disk_raises_no_concern(kind: str) -> None:
         ("overlay", "rw", "It is lost when the container is removed: mount a volume."),
         ("overlay", "rw,volatile", "syncs do nothing"),
         ("nfs", "rw,vers=3,nolock", "mounted with nolock"),
-        ("nfs4", "rw,vers=4.2,local_lock=all", "mounted with local_lock=all"),
         ("nfs", "rw,vers=3", "NFS 3 need lockd"),
-        ("lustre", "rw,localflock", "mounted with localflock"),
         ("lustre", "rw", "mount it with -o flock"),
         ("fuse.gcsfuse", "rw", "It cannot append to a file."),
-        ("fuse.rclone", "rw", "It cannot append to a file."),
     ],
 )
 def test_what_is_wrong_with_a_file_system_is_said(kind: str, options: str, says: str) -> None:

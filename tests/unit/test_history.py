@@ -105,12 +105,3 @@ def test_the_share_of_an_input_is_none_where_its_size_or_the_position_is_not_kno
     assert InputPosition(0, 0, "bytes").share == 1.0
     assert InputPosition(10, None, "bytes").share is None
     assert InputPosition().share is None
-
-
-def test_buckets_hold_what_lies_between_their_bounds() -> None:
-    for value in (0, 0.5, 1, 2, 3, 1000, 65536, 10**9):
-        buckets = Buckets()
-        buckets.count(value)
-        (bucket,) = buckets
-        assert Buckets.lower(bucket) <= value < Buckets.lower(bucket + 1)
-        assert Buckets.from_json(buckets.to_json()) == buckets

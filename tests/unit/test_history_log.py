@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_log import MAX_BYTES, HistoryLog, thinned
@@ -106,30 +105,6 @@ def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
     (attempt,) = read_history(path).attempts
     assert attempt.start is not None
     assert attempt.spread is not None
-
-
-def test_a_rank_that_never_lives_long_is_bounded_too(path: Path) -> None:
-    for attempt in range(1, 901):
-        events: list[Record] = [Start(at=attempt * 1.0, host="node", pid=1), minute(attempt)]
-        HistoryLog(path, attempt).append([*events, End(at=attempt + 0.5, why="error", what="x" * 1000)])
-    assert path.stat().st_size <= MAX_BYTES
-    history = read_history(path)
-    assert history.last_attempt == 900
-    assert 200 < len(history.attempts) < 900
-
-
-def test_lines_that_come_after_the_log_was_replaced_are_in_the_new_file(path: Path) -> None:
-    log = HistoryLog(path, 1)
-    before, number = log.size, 0
-    while log.size >= before:
-        before, number = log.size, number + 1
-        log.append([minute(number)])
-    generation = log.generation
-    log.append([minute(number + 1), minute(number + 2)])
-    log.sync()
-    assert [record.chunks for record in progress_of(path)[-3:]] == [number, number + 1, number + 2]
-    assert log.generation == generation == 1
-    files.disk.close(path.parent)
 
 
 def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:

@@ -6,7 +6,6 @@ import gc
 from contextlib import suppress
 
 import pytest
-from httptools import HttpParserCallbackError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,37 +19,17 @@ ANSWERS = {
     "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", Response(200, b"hello", ""), True),
     "no reason": (b"HTTP/1.1 200\r\ncontent-length:5\r\n\r\nhello", Response(200, b"hello", ""), True),
     "spaces": (b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello", Response(200, b"hello", ""), True),
-    "empty": (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", Response(200, b"", ""), True),
     "204": (b"HTTP/1.1 204 No Content\r\n\r\n", Response(204, b"", ""), True),
     "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", Response(304, b"", ""), True),
     "retry": (b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx", Response(503, b"x", "7"), True),
-    "tabs": (b"HTTP/1.1 503 X\r\nRetry-After:\t7 \t\r\nContent-Length: 0\r\n\r\n", Response(503, b"", "7"), True),
     "close": (b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
     "1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
-    "1.0 kept": (
-        b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx",
-        Response(200, b"x", ""),
-        True,
-    ),
-    "1.0 kept and closed": (
-        b"HTTP/1.0 200 OK\r\nConnection: keep-alive, close\r\nContent-Length: 1\r\n\r\nx",
-        Response(200, b"x", ""),
-        False,
-    ),
     "continue first": (
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx",
         Response(200, b"x", ""),
         True,
     ),
-    "fields of an interim response": (
-        b"HTTP/1.1 103 X\r\nRetry-After: 7\r\nContent-Encoding: a\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
-        Response(200, b"", ""),
-        True,
-    ),
     "chunks": (CHUNKED + b"1\r\na\r\n00A\r\n0123456789\r\n0\r\n\r\n", Response(200, b"a0123456789", ""), True),
-    "chunk with line breaks": (CHUNKED + b"4\r\n\r\n\r\n\r\n0\r\n\r\n", Response(200, b"\r\n\r\n", ""), True),
-    "no chunk": (CHUNKED + b"0\r\n\r\n", Response(200, b"", ""), True),
-    "extension": (CHUNKED + b'1 ;a="b;c"\r\na\r\n0;x\r\n\r\n', Response(200, b"a", ""), True),
     "trailer": (CHUNKED + b"1\r\na\r\n0\r\nA: b\r\nC: d\r\n\r\n", Response(200, b"a", ""), True),
     "both lengths": (
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nTransfer-Encoding: Chunked\r\n\r\n1\r\na\r\n0\r\n\r\n",
@@ -61,10 +40,7 @@ ANSWERS = {
 BAD = {
     "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
     "HTTP/2": b"HTTP/2 200 OK\r\n\r\n",
-    "HTTP/0.9": b"HTTP/0.9 200 OK\r\nContent-Length: 0\r\n\r\n",
     "no status": b"HTTP/1.1 OK\r\n\r\n",
-    "another protocol asked": b"HTTP/1.1 101 Switching\r\nUpgrade: h2c\r\n\r\n",
-    "another protocol begins": b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\nPRI",
     "a line break alone": b"HTTP/1.1 200 OK\nContent-Length: 1\r\n\r\nx",
     "a folded line": b"HTTP/1.1 200 OK\r\nA: b\r\n c\r\nContent-Length: 1\r\n\r\nx",
     "a space before the colon": b"HTTP/1.1 200 OK\r\nContent-Length : 1\r\n\r\nx",
@@ -72,17 +48,11 @@ BAD = {
     "too long": b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n",
     "compressed": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
     "gzip in chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
-    "a tab after chunked": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\t\r\n\r\n",
     "chunked twice": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
     "chunks in HTTP/1.0": b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "no chunk size": CHUNKED + b"\r\na\r\n",
-    "ICE": b"ICE/1.0 200 OK\r\nContent-Length: 0\r\n\r\n",
     "a line break first": b"\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
     "a body of an interim response": b"HTTP/1.1 104 X\r\nContent-Length: 2\r\n\r\n{}" + EMPTY,
-    "a body of an interim response, in chunks": (
-        b"HTTP/1.1 104 X\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n" + EMPTY
-    ),
-    "an interim response that line feeds end": b"HTTP/1.1 100 Continue\n\n" + EMPTY,
     "a bad interim response": b"HTTP/1.1 100 Continue\r\nA : b\r\n\r\n" + EMPTY,
     "a bad chunk size": CHUNKED + b"0x1\r\na\r\n",
     "a chunk that is too long": CHUNKED + b"1\r\nab\r\n0\r\n\r\n",
@@ -90,19 +60,7 @@ BAD = {
     "a header without end": b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000,
     "a long header": b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000 + b"\r\n\r\n",
     "a size line without end": CHUNKED + b"1;" + b"x" * 70_000,
-    "a trailer without end": CHUNKED + b"0\r\nA: " + b"x" * 70_000,
 }
-
-
-INTERIM = [
-    b"HTTP/1.1 104 X\r\nContent-Length: 500\r\n\r\n",
-    b"HTTP/1.1 104 X\r\nTransfer-Encoding: chunked\r\n\r\n",
-    b"HTTP/1.1 104 X\r\nConnection: close\r\n\r\n",
-    b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n",
-    b"HTTP/1.1 102 Processing\r\nConnection: close\r\n\r\n",
-    b"HTTP/1.0 100 Continue\r\n\r\n",
-    b"HTTP/1.0 103 X\r\n\r\n",
-]
 
 
 def feed(pieces: list[bytes]) -> ResponseParser:
@@ -137,29 +95,6 @@ def test_a_connection_on_which_more_comes_is_not_used_again(name: str) -> None:
     raw, expected, _ = ANSWERS[name]
     parser = feed([raw + b"H"])
     assert parser.response() == expected
-    assert not parser.reusable
-
-
-@pytest.mark.parametrize("interim", INTERIM)
-def test_an_interim_response_has_no_body_and_does_not_end_the_connection(interim: bytes) -> None:
-    raw = interim + b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx"
-    for pieces in ([raw], [raw[i : i + 1] for i in range(len(raw))], [interim, raw[len(interim) :]]):
-        parser = feed(pieces)
-        assert parser.response() == Response(200, b"x", "")
-        assert parser.reusable
-
-
-def test_the_bytes_of_an_interim_body_are_never_in_the_answer() -> None:
-    for raw in (
-        b'HTTP/1.1 104 X\r\nContent-Length: 14\r\n\r\n{"progress":1}' + EMPTY,
-        b"HTTP/1.1 104 X\r\nContent-Length: 3\r\n\r\n[1,HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n2]",
-    ):
-        assert outcome([raw]) == outcome([raw[i : i + 1] for i in range(len(raw))]) == "malformed"
-
-
-def test_any_number_of_bytes_may_follow_a_complete_answer() -> None:
-    parser = feed([EMPTY + b"J" * 70_000])
-    assert parser.response() == Response(200, b"", "")
     assert not parser.reusable
 
 
@@ -224,30 +159,9 @@ def test_framing_without_end_has_a_limit(head: bytes, endless: bytes) -> None:
             assert not parser.feed(endless)
 
 
-def test_any_number_of_chunks_is_allowed() -> None:
-    assert feed([CHUNKED, b"1\r\na\r\n" * 50_000, b"0\r\n\r\n"]).response().body == b"a" * 50_000
-
-
-def test_a_trailer_changes_nothing() -> None:
-    trailer = b"Connection: close\r\nRetry-After: 7\r\nContent-Encoding: gzip\r\nX: y\r\n\r\n"
-    parser = feed([CHUNKED + b"1\r\na\r\n0\r\n" + trailer])
-    assert parser.response() == Response(200, b"a", "")
-    assert parser.reusable
-
-
-def test_an_error_of_a_callback_is_not_taken_for_one_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_body(self: object, data: bytes) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(http1._ResponseBuilder, "on_body", on_body)
-    with pytest.raises(HttpParserCallbackError) as caught:
-        feed([ANSWERS["length"][0]])
-    assert isinstance(caught.value.__context__, KeyError)
-
-
 def test_a_parser_is_freed_without_a_collector() -> None:
-    gc.collect()
     gc.disable()
+    gc.freeze()  # what other tests have left
     try:
         for raw, _, _ in ANSWERS.values():
             feed([raw])
@@ -258,36 +172,8 @@ def test_a_parser_is_freed_without_a_collector() -> None:
                 ResponseParser().feed(raw)
         assert gc.collect() == 0
     finally:
+        gc.unfreeze()
         gc.enable()
-
-
-def chunked(body: list[bytes]) -> bytes:
-    return b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in [*filter(None, body), b""])
-
-
-@st.composite
-def responses(draw: st.DrawFn) -> tuple[bytes, Response, bool]:
-    """A valid response: its bytes, what it says, and whether its end is that of the connection."""
-    status = draw(st.sampled_from([200, 200, 201, 204, 304, 400, 429, 500, 503]))
-    body = draw(st.lists(st.binary(max_size=30), max_size=4))
-    framing = draw(st.sampled_from(["length", "chunked", "close"]))
-    fields = draw(
-        st.lists(st.sampled_from([b"Server: uvicorn", b"X:", b"Date:  \t a, b ", b"A-b: \xc3\xa4"]), max_size=4)
-    )
-    retry_after = draw(st.sampled_from(["", "", "7", "Fri, 31 Dec 1999 23:59:59 GMT"]))
-    if retry_after:
-        fields.append(b"retry-after: " + retry_after.encode())
-    content = b"".join(body)
-    if framing == "length":
-        fields.append(b"Content-Length: %d" % len(content))
-    elif framing == "chunked":
-        fields.append(b"Transfer-Encoding: chunked")
-    head = b"\r\n".join([b"HTTP/1.1 %d Some reason" % status, *draw(st.permutations(fields)), b"", b""])
-    interim = b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" * draw(st.integers(0, 2))
-    if status in (204, 304):
-        return interim + head, Response(status, b"", retry_after), False
-    raw = interim + head + (chunked(body) if framing == "chunked" else content)
-    return raw, Response(status, content, retry_after), framing == "close"
 
 
 def outcome(pieces: list[bytes]) -> Response | str:
@@ -316,22 +202,8 @@ def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
     return raw
 
 
-@settings(max_examples=300, deadline=None)
-@given(responses(), st.data())
-def test_a_valid_response_is_the_same_however_it_is_split(
-    case: tuple[bytes, Response, bool], data: st.DataObject
-) -> None:
-    raw, expected, ends_at_close = case
-    parser = ResponseParser()
-    pieces = data.draw(splits(raw))
-    assert [parser.feed(piece) for piece in pieces] == [False] * (len(pieces) - 1) + [not ends_at_close]
-    assert parser.end() == ends_at_close
-    assert parser.reusable == (not ends_at_close)
-    assert parser.response() == expected
-
-
-@settings(max_examples=500, deadline=None)
-@given(responses(), st.data())
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(list(ANSWERS.values())), st.data())
 def test_a_damaged_response_has_one_outcome_and_one_kind_of_error(
     case: tuple[bytes, Response, bool], data: st.DataObject
 ) -> None:

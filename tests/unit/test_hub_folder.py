@@ -14,16 +14,12 @@ from datatrove_ckpt.output.hub import HubFolder
 @pytest.mark.parametrize(
     ("url", "folder"),
     [
-        ("hf://datasets/org/name", HubFolder("dataset", "org/name")),
         ("hf://datasets/org/name/a/b/", HubFolder("dataset", "org/name", path="a/b")),
-        ("hf://datasets/org/name@v1", HubFolder("dataset", "org/name", "v1")),
         ("hf://datasets/org/name@v1/a@b/c", HubFolder("dataset", "org/name", "v1", "a@b/c")),
         ("hf://datasets/org/name@refs/pr/3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
         ("hf://datasets/org/name@refs%2Fpr%2F3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
-        ("hf://datasets/org/name@try%2Fone/a", HubFolder("dataset", "org/name", "try/one", "a")),
         ("hf://datasets/org/name/a@b", HubFolder("dataset", "org/name", path="a@b")),
         ("hf://org/name/a", HubFolder("model", "org/name", path="a")),
-        ("hf://spaces/org/name", HubFolder("space", "org/name")),
         ("hf://buckets/org/name/a", HubFolder("bucket", "org/name", path="a")),
     ],
 )

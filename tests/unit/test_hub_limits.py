@@ -33,21 +33,6 @@ def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
     assert "112 (hub_commits_per_hour), and to 56 before they end, so a file waits about 1.8 h for its" in check.message
 
 
-def test_more_tasks_than_a_day_has_commits() -> None:
-    check = check_commits("output", 100, 10_000, CommitPace(3600))
-    assert check.state == "warning"
-    assert "Each of 10000 tasks makes one commit at least, which takes 3.7 d" in check.message
-
-
-def test_a_pace_beyond_that_of_a_free_account_is_named() -> None:
-    assert "The hub allows 128 to a free account" in check_commits("output", 1, 1, CommitPace(per_hour=1000)).message
-
-
-def test_a_commit_for_each_file_has_no_limit() -> None:
-    check = check_commits("output", 1, 1, CommitPace(0))
-    assert (check.state, check.message.split(":")[0]) == ("ok", "without a limit")
-
-
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(
         hub_limits, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
@@ -74,11 +59,6 @@ def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Pa
     assert "--documents-per-second" in check.message
 
 
-def test_without_a_document_nothing_is_estimated(tmp_path: Path) -> None:
-    check = check_refusals("checkpoints", tmp_path, Sample(), None, ranks=1, rate=Rate(None))
-    assert "no document could be read" in check.message
-
-
 def stats(folder: Path, name: str, inference: Any, documents: Any) -> None:
     (folder / "stats").mkdir(exist_ok=True)
     found = {"documents": documents} | ({} if inference is None else {"inference_time": inference})
@@ -92,10 +72,6 @@ def test_the_rate_is_that_of_finished_tasks(tmp_path: Path) -> None:
     stats(tmp_path, "00002.json", None, 7)
     (tmp_path / "stats" / "other.json").write_text("[1]")
     assert observed_rate(get_datafolder(str(tmp_path))) == Rate(20.0, "as the stats of 2 finished tasks say")
-
-
-def test_there_is_no_rate_before_a_task_has_finished(tmp_path: Path) -> None:
-    assert observed_rate(get_datafolder(str(tmp_path))) == Rate(None)
 
 
 IN_A_FOLDER = "more than 10000 in a folder. Set records_per_chunk to 3400 or more"

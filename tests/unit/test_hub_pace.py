@@ -17,30 +17,15 @@ def made(ages: list[float], ranks: int = 1) -> History:
     return History(0.0, tuple(MadeCommit(f"{n}", -age, titles[n]) for n, age in enumerate(ages)))
 
 
-def test_nobody_waits_below_the_number() -> None:
-    assert CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR + 1, HOUR + 2])) == 0
-
-
 def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old() -> None:
     for _ in range(20):
         assert 600 <= CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600])) <= 602
-
-
-def test_beyond_the_number_as_many_more_must_become_old() -> None:
-    # Somebody else has committed, too.
-    assert 700 <= CommitPace(per_hour=4).seconds_until_turn(made([0, 1, HOUR - 700, HOUR - 600])) <= 702 + HOUR
-    assert 700 <= CommitPace(per_hour=6).seconds_until_turn(made([0, 1, HOUR - 700, HOUR - 600])) <= 702
 
 
 def test_ranks_wait_for_different_turns() -> None:
     ages = [HOUR - 10.0 * n for n in range(4, 0, -1)]
     waits = {round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1) for _ in range(200)}
     assert waits == {10, 20, 30}
-
-
-def test_commits_of_others_are_one_competitor() -> None:
-    others = tuple(MadeCommit(f"{n}", 10.0 * n - HOUR, f"Update the card {n}") for n in range(4, 0, -1))
-    assert {round(CommitPace(per_hour=8).seconds_until_turn(History(0.0, others)), -1) for _ in range(50)} == {10}
 
 
 def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together() -> None:
@@ -64,7 +49,8 @@ def test_numbers_that_cannot_be(seconds: float, per_hour: int, message: str) -> 
         CommitPace(seconds, per_hour)
 
 
-@pytest.mark.parametrize("ranks", [1, 30, 100, 300])
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [30, 1, 300])
 def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_all_of_it(ranks: int) -> None:
     # Ten hours, in which each rank always has a file to commit.
     random.seed(ranks)

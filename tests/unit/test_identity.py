@@ -11,24 +11,20 @@ import shutil
 import subprocess
 import sys
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
 import dill
-import orjson
 import pytest
-import xxhash
 from datatrove.data import Document
 from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt import InferenceRunner, redaction
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.fields import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_values, code_walk, syntax
 from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity
-from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
@@ -108,19 +104,15 @@ OBJECT = ("rollout = make(1)", "rollout = Asker(1)")
 DECORATED = ("rollout = make(1)", "rollout = twice")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("before", "change", "field"),
     [
         ([], ("* times", "* times + '.'"), "rollout_fn code"),
-        ([], ("make(1)", "make(2)"), "rollout_fn.times"),
-        ([], ('style="plain"', 'style="fancy"'), "rollout_fn code"),
         ([], ("return PROMPT + text", "return text + PROMPT"), "uses.helper code"),
         ([], ('"Rewrite: "', '"Shorten: "'), "uses.PROMPT"),
         ([PARTIAL], ("style='a'", "style='b'"), "rollout_fn.style"),
-        ([PARTIAL], ("* times", "* times + '.'"), "rollout_fn code"),
-        ([OBJECT], ("Asker(1)", "Asker(2)"), "rollout_fn.words"),
         ([OBJECT], ("[: self.words]", "[self.words :]"), "uses.Asker code"),
-        ([DECORATED], ("document.text\n\nrollout", "document.id\n\nrollout"), "rollout_fn code"),
         ([DECORATED], ("[await function(*args), await", "[await"), "uses.repeated code"),
     ],
 )
@@ -135,21 +127,6 @@ def test_another_rollout_is_another_run(
         runner(tmp_path, server, first).run(documents(1))
         with pytest.raises(CheckpointMismatch, match=f"  {field}: "):
             runner(tmp_path, server, second).run(documents(1))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("    async def rollout", "    # asks\n    async def rollout"),
-        ("helper(document.text) * times", "(helper(\n            document.text\n        ) * times)"),
-        ("seen = 0", "seen = 7"),
-        ("import json\n", "import json, os\n"),
-        ("class Asker:", "def unused():\n    return 1\n\nclass Asker:"),
-    ],
-)
-def test_comments_layout_counters_and_unused_code_do_not_count(tmp_path: Path, change: tuple[str, str]) -> None:
-    first, second = load_changed(tmp_path, "first"), load_changed(tmp_path, "second", change)
-    assert code_identity(first.rollout, None).fields == code_identity(second.rollout, None).fields
 
 
 def test_a_rollout_of_this_package_is_described_by_its_settings_alone() -> None:
@@ -184,84 +161,22 @@ def tree_hash(source: str) -> str:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("x = 1", "x = True"),
-        ("x = 1", "x = 1.0"),
         ("x = 1", "x = '1'"),
         ("x = 0.0", "x = -0.0"),
-        ("x = 'a'", "x = b'a'"),
-        ("x = 'a', 'b'", "x = 'a,b',"),
         ("x = a", "x = 'a'"),
         ("x = {**a}", "x = {a}"),
-        ("x = {**a}", "x = {None: a}"),
         (r"x = '\U0001F600'", r"x = '\ud83d\ude00'"),
-        ("x[1:]", "x[:1]"),
-        ("a + b - c", "a + (b - c)"),
-        ("f'{x}y'", "f'{y}x'"),
-        ("f'{x}'", "'{x}'"),
         ("f'{x}'", "f'{{x}}'"),
         ("f'{x=}'", "f'{x}'"),
         ("def f(): return", "def f(): return None"),
-        ("def f(): 'Say it.'", "def f(): f'Say it.'"),
         ("def f():\n '''If:\n   A\n    B'''", "def f():\n '''If:\n   A\n   B'''"),
-        ("class A:\n '''- A\n   - B\n - C'''", "class A:\n '''- A\n - B\n - C'''"),
-        ("def f():\n '''A\n\n '''", "def f():\n '''A'''"),
         ("def f(*, a): pass", "def f(*, a=None): pass"),
         ("def f(*, a=1, b): pass", "def f(*, a, b=1): pass"),
-        ("def f(a, /, b): pass", "def f(a, b): pass"),
-        ("def f(a: int): pass", "def f(a): pass"),
-        ("match x:\n case None: y", "match x:\n case True: y"),
         ("from . import a", "from .. import a"),
     ],
 )
 def test_other_code_has_another_hash(one: str, other: str) -> None:
     assert tree_hash(one) != tree_hash(other)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("x = 'a'", 'x = "a"  # comment'),
-        ("x = 'ab'", "x = ('a'\n     'b')"),
-        ("x = u'a'", "x = 'a'"),
-        ("x = f'a'", "x = 'a'"),
-        ("x = 1_000", "x = 0x3E8"),
-        ("x = f'{y:}'", "x = f'{y}'"),
-        ("x = f'{y}' 'a' f'b{z}'", "x = f'{y}ab{z}'"),
-        ("x = f'{a[1]}' f'{b}'", 'x = f"{a[1]}{b}"'),
-        ("x = (a)", "x = a"),
-        (
-            "def f():\n    '''One.\n\n    Two.\n    '''",
-            "class A:\n    def f():\n        '''One.\n\n        Two.\n        '''",
-        ),
-        ("def f():\n '''One.\n   Two.\n Three.\n '''", "def f():\n\t'''One.\n\t  Two.\n\tThree.\n\t'''"),
-        ("def f():\n '''One.\n '''", "def f():\n    '''One.\n    '''"),
-    ],
-)
-def test_another_way_to_write_the_same_code_has_the_same_hash(one: str, other: str) -> None:
-    trees = [ast.walk(ast.parse(source)) for source in (one, other)]
-    nodes = [next(node for node in tree if not isinstance(node, ast.Module | ast.ClassDef)) for tree in trees]
-    assert syntax.write_tree(nodes[0]) == syntax.write_tree(nodes[1])
-
-
-def test_a_long_chain_of_operators_is_hashed() -> None:
-    assert tree_hash("x" + " + x" * 900) != tree_hash("x" + " + x" * 901)
-
-
-def test_a_lambda_in_a_call_is_hashed_without_the_rest_of_the_call(tmp_path: Path) -> None:
-    source = """
-def call(**settings):
-    return settings["rollout"]
-
-rollout = call(
-    rollout=lambda document, generate: generate({"prompt": document.text}),
-    timeout=10,
-)
-"""
-    first = load_changed(tmp_path, "first", source=source).rollout
-    slower = load_changed(tmp_path, "slower", ("timeout=10", "timeout=20"), source=source).rollout
-    other = load_changed(tmp_path, "other", ("document.text", "document.id"), source=source).rollout
-    assert code_of(first) == code_of(slower)
-    assert code_of(first) != code_of(other)
 
 
 def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path: Path) -> None:
@@ -275,15 +190,6 @@ def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path: Path) -> Non
     assert wrapped("return f()", "own/a.py") != wrapped("return f() or None", "own/b.py")
 
 
-def test_a_warning_as_an_error_does_not_hide_the_source(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rollout = load_changed(tmp_path, "first", ('"Rewrite: "', r'"Rewrite\: "')).rollout
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert code_of(rollout).startswith("source ")
-
-
 def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_path: Path) -> None:
     rollout = load_changed(tmp_path, "first").rollout
     before = code_of(rollout)
@@ -292,49 +198,6 @@ def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_p
     assert code_of(rollout) == before
     load_changed(tmp_path, "first", ("* times", "* times + '.'"))  # in the same line
     assert code_of(rollout).startswith("bytecode ")
-
-
-def test_a_type_has_one_name_on_all_python_versions() -> None:
-    def of_module(module: str, name: str) -> type:
-        return types.new_class(name, exec_body=lambda namespace: namespace.update(__module__=module))
-
-    assert code_values.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
-    assert code_values.type_name(of_module("_thread", "lock")) == "_thread.lock"
-    assert code_values.type_name(of_module("typing", "_UnionGenericAlias")) == "typing.Union"
-    assert code_values.type_name(of_module("types", "UnionType")) == "typing.Union"
-
-
-def test_classes_of_two_private_modules_of_a_user_have_two_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = "proj"
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").touch()
-    monkeypatch.setitem(sys.modules, package, load(tmp_path / package / "__init__.py", package))
-    styles = []
-    for name in ("_formal", "_casual"):
-        path = tmp_path / package / f"{name}.py"
-        path.write_text("class Style:\n    pass\n")
-        styles.append(load(path, f"{package}.{name}").Style())
-    identities = [code_identity(load, {"style": style}).fields["shared_context.style"] for style in styles]
-    assert identities == [f"<{package}._formal.Style>", f"<{package}._casual.Style>"]
-
-
-def test_a_variable_of_the_enclosing_function_that_is_read_under_no_name_counts(tmp_path: Path) -> None:
-    source = "def make(p):\n def r(d, g):\n  if 0: p\n  return locals()\n return r\nrollout = make('old')"
-    old = load_changed(tmp_path, "first", source=source).rollout
-    new = load_changed(tmp_path, "second", ("'old'", "'new'"), source=source).rollout
-    assert code_identity(old, None).fields["rollout_fn.p"] != code_identity(new, None).fields["rollout_fn.p"]
-
-
-def test_a_refusal_shows_the_two_values_of_a_list_and_no_hash_of_its_types(tmp_path: Path) -> None:
-    source = MODULE.replace("rollout = make(1)", "rollout = functools.partial(make(1), style=['a', 'b'])")
-    with FakeServer() as server:
-        runner(tmp_path, server, load_changed(tmp_path, "first", source=source).rollout).run(documents(1))
-        changed = load_changed(tmp_path, "second", ("['a', 'b']", "['a', 'b', 'c']"), source=source).rollout
-        with pytest.raises(CheckpointMismatch, match=r"rollout_fn\.style: .*c") as refused:
-            runner(tmp_path, server, changed).run(documents(1))
-    assert " form:" not in str(refused.value)
 
 
 # every Python version ------------------------------------------------------------------------------------------------
@@ -401,10 +264,7 @@ PYTHONS = {minor: path for minor in range(11, 16) if (path := python(minor))}
 """The interpreters that this machine has. The golden digest holds the others to the same values."""
 
 
-def test_the_interpreter_of_the_tests_is_among_those_that_are_compared() -> None:
-    assert sys.version_info[1] in PYTHONS
-
-
+@pytest.mark.matrix
 @pytest.mark.parametrize("minor", PYTHONS)
 def test_code_has_the_same_hash_on_every_python(minor: int) -> None:
     path = PYTHONS[minor]
@@ -424,7 +284,7 @@ def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_
             text=True,
             check=True,
         ).stdout
-        for seed in range(4)
+        for seed in range(2)
     }
     assert len(found) == 1
     assert found.pop().startswith(f"bytecode {sys.implementation.cache_tag} ")
@@ -458,46 +318,21 @@ def fields_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")}
 
 
-def restore_0_1_0(folder: Path, kind: str = "function") -> Path:
-    """A checkpoint that 0.1.0 made, with its output folder moved: ``run.json`` holds the path.
-
-    The function's checkpoint holds a committed chunk, a journal, and an answer of a document that is not finished; the
-    others hold nothing but ``run.json``.
-    """
-    if kind == "function":
-        shutil.copytree(RELEASE_0_1_0 / "checkpoints", folder / "checkpoints")
-        shutil.copytree(RELEASE_0_1_0 / "output", folder / "output")
-    else:
-        run_json(folder).parent.mkdir(parents=True)
-        shutil.copy(RELEASE_0_1_0 / f"run_{kind}.json", run_json(folder))
+def test_the_code_of_an_earlier_version_is_not_compared_once(tmp_path: Path, log: list[str]) -> None:
+    """Its checkpoint holds a committed chunk, a journal, and an answer of a document that is not finished."""
+    folder = tmp_path / "job"
+    for part in ("checkpoints", "output"):
+        shutil.copytree(RELEASE_0_1_0 / part, folder / part)
     text = run_json(folder).read_text()
     run_json(folder).write_text(text.replace('"OUTPUT"', json.dumps(str(folder / "output"))))
-    return folder
-
-
-def rollout_0_1_0(kind: str, path: Path = RELEASE_0_1_0 / "rollouts.py") -> Any:
-    return PromptRollout("Rewrite: {text}") if kind == "prompt" else getattr(load(path, "rollouts_of_0_1_0"), kind)
-
-
-def output(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
-
-
-KINDS = ["function", "partial", "instance", "prompt"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_code_of_an_earlier_version_is_not_compared_once(tmp_path: Path, log: list[str], kind: str) -> None:
-    folder = restore_0_1_0(tmp_path / "job", kind)
-    with (run_json(folder).parent / "chunk_00001.jsonl").open("ab") as journal:
-        journal.write(b"torn")  # a folder that holds nothing would take any identity
+    rollout = load(RELEASE_0_1_0 / "rollouts.py", "rollouts_of_0_1_0").function
     kept = run_json(folder).read_bytes()
     with FakeServer() as server:
         with pytest.raises(CheckpointMismatch, match="  metadata_key: "):
-            runner(folder, server, rollout_0_1_0(kind), metadata_key="other").run(documents(5))
+            runner(folder, server, rollout, metadata_key="other").run(documents(5))
         assert run_json(folder).read_bytes() == kept
         log.clear()
-        runner(folder, server, rollout_0_1_0(kind)).run(documents(5))
+        runner(folder, server, rollout).run(documents(5))
         assert sum(f"{run_json(folder)}: another version" in line for line in log) == 1
         log.clear()
         with pytest.raises(CheckpointMismatch):
@@ -546,13 +381,10 @@ def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_
         assert copy.shared_context == SECRETS
 
 
-@pytest.mark.parametrize("as_kept", ["plain", "fast hash", "slow hash"])
-def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
-    tmp_path: Path, as_kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(tmp_path: Path, is_hashed: bool) -> None:
     job = run_json(tmp_path).parent.parent / "job.json"
-    if as_kept == "slow hash":
-        monkeypatch.setenv("DATATROVE_CKPT_MIRROR_KEY", "k" * 32)
     with FakeServer() as server:
         step = secret_runner(tmp_path, server)
         step.run(documents(2))
@@ -560,13 +392,8 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
         secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
         secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
         secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
-        if as_kept != "plain":
-            with monkeypatch.context() as patch:
-                fast = lambda name, value: f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps(value))}"  # noqa: E731
-                if as_kept == "fast hash":
-                    patch.setattr(redaction, "hashed", fast)
-                patch.delenv("DATATROVE_CKPT_MIRROR_KEY", raising=False)
-                secrets = fields_without_secrets(secrets)
+        if is_hashed:
+            secrets = fields_without_secrets(secrets)
         old = {"format": 1, **step.identity(1).fields, **secrets}
         run_json(tmp_path).write_text(json.dumps(old))
         job.write_text(json.dumps(old))
@@ -581,34 +408,12 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
 
 
-def test_verify_does_not_compare_the_code_of_ranks_that_different_releases_ran(tmp_path: Path) -> None:
-    folder = restore_0_1_0(tmp_path)
-    old = json.loads(run_json(folder).read_bytes()) | {"tasks": 2}
-    with FakeServer() as server:
-        for rank in range(2):
-            run_json(folder).write_text(json.dumps(old))
-            runner(folder, server, rollout_0_1_0("function")).run(documents(5), rank, 2)
-    assert verify(folder / "checkpoints").problems == []
-    run_json(folder).write_text(json.dumps(old))
-    assert verify(folder / "checkpoints").problems == []
-    run_json(folder).write_text(json.dumps(old | {"model": "other", "rollout_fn.times": 7}))
-    (problem,) = verify(folder / "checkpoints").problems
-    assert 'model: "other" -> "fake".' in problem.message or 'model: "fake" -> "other".' in problem.message
-
-
 # steps that are pickled ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "old", [{"rollout_fn code": "0"}, {"fields": {}, "fields_0_1": {}, "bytecode": {}, "process": ""}]
-)
-def test_a_step_that_an_earlier_version_pickled_runs_and_its_code_is_not_compared(
-    tmp_path: Path, old: dict[str, Any]
-) -> None:
-    made: Any = old
-    if "fields" in old:
-        made = CodeIdentity.__new__(CodeIdentity)
-        made.__setstate__(old)
+def test_a_step_that_an_earlier_version_pickled_runs_and_its_code_is_not_compared(tmp_path: Path) -> None:
+    made: Any = CodeIdentity.__new__(CodeIdentity)
+    made.__setstate__({"fields": {}, "fields_0_1": {}, "bytecode": {}, "process": ""})
     rollout = load_changed(tmp_path, "first").rollout
     with FakeServer() as server:
         runner(tmp_path, server, rollout).run(documents(1))

@@ -8,8 +8,6 @@ import gzip
 import io
 import json
 import lzma
-import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from datatrove.data import Document
-from fsspec.compression import compr
-from fsspec.utils import compressions
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, DocumentNotSerializable, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     IpcReader,
@@ -32,7 +28,6 @@ from datatrove_ckpt.readers import (
     Reading,
     SeekingReader,
     position_state,
-    retries,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
 
@@ -94,8 +89,6 @@ def read_in(reading: Reading, reader: SeekingReader) -> list[Document]:
             id="wrong text_key",
         ),
         pytest.param(json.dumps([{"text": "a"}]).encode(), {}, r"JSON array\. Write one object per line", id="array"),
-        pytest.param(json.dumps([{"text": "a"}], indent=1).encode(), {}, r"JSON array", id="indented array"),
-        pytest.param(b'[\n{"text": "a"},\n{"text": "b"}\n]\n', {}, r"JSON array", id="array of lines"),
         pytest.param(b"Once upon a time\n", {}, r"begins with 'Once upon a time'", id="plain text"),
         pytest.param(b"id,text\n1,a\n", {}, r"begins with 'id,text'. .*another reader", id="CSV"),
         pytest.param(gzip.compress(LINES[0]), {}, r"compressed with gzip.*end in .gz", id="gzip by another name"),
@@ -116,33 +109,21 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
         list(JsonlReader(tmp_path.as_posix(), **options).run())
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows"])
-@pytest.mark.parametrize("metadata", [True, False])
-def test_a_table_without_the_text_column_is_an_error_that_names_its_columns(
-    tmp_path: Path, kind: str, metadata: bool
-) -> None:
-    table = pa.table({"content": ["a", "b"], "lang": ["en", "de"]})
-    if kind == "parquet":
-        pq.write_table(table, tmp_path / "a.parquet")
-        reader: SeekingReader = ParquetReader(tmp_path.as_posix(), read_metadata=metadata)
-    else:
-        with (pa.ipc.new_stream if kind == "arrows" else pa.ipc.new_file)(tmp_path / "a.arrow", table.schema) as writer:
-            writer.write_table(table)
-        reader = IpcReader(tmp_path.as_posix())
+def test_a_table_without_the_text_column_is_an_error_that_names_its_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"content": ["a", "b"], "lang": ["en", "de"]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"):
-        list(reader.run())
+        list(ParquetReader(tmp_path.as_posix()).run())
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b'{"text": "", "id": 1}\n{"text": null}\n'])
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2", ".xz"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suffix: str) -> None:
     compress = COMPRESS.get(suffix[1:], bytes) if content else bytes
     (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(content))
     assert texts(JsonlReader(tmp_path.as_posix())) == []
 
 
-@pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(("suffix", "seed"), [("", 1), (".gz", None)])
 def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
     tmp_path: Path, suffix: str, seed: int | None
 ) -> None:
@@ -163,32 +144,17 @@ def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
         assert texts(resumed) == found[done:]
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        pytest.param(b'[{"text": "b"}, {"text": "c"}]\n', id="one line"),
-        pytest.param(b'[{"text": "b"},\n{"text": "c"}]\n', id="begins with its first element"),
-        pytest.param(b'{"text": "b"}\n[{"text": "c"}]', id="a later line"),
-    ],
-)
-def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_damaged_line(
-    tmp_path: Path, array: bytes
-) -> None:
+def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_damaged_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'[]\n["c"]\n[1,\n')
-    (tmp_path / "b.jsonl").write_bytes(array)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "b"}\n[{"text": "c"}]')
     with pytest.raises(InputError, match=r"'b.jsonl' in .* holds a JSON array\. Write one object per line"):
         list(JsonlReader(str(tmp_path)).run())
     (tmp_path / "b.jsonl").unlink()
     assert len(list(JsonlReader(str(tmp_path)).run())) == 1
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_a_table_for_a_reader_of_lines_is_named_with_and_without_pyarrow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_a_table_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    if not installed:
-        monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"):
         texts(JsonlReader(str(tmp_path)))
 
@@ -199,41 +165,19 @@ def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_pa
         texts(JsonlReader(str(tmp_path)))
 
 
-def test_one_document_among_a_million_bad_lines_is_enough_and_so_is_a_document_that_skip_passes(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"bad\n" * 3 + LINES[0])
-    (tmp_path / "b.txt").write_bytes(b"a stray file\n")
-    assert texts(JsonlReader(tmp_path.as_posix())) == ["0"]
-    assert texts(JsonlReader(tmp_path.as_posix(), skip=1)) == []
-    assert texts(JsonlReader(tmp_path.as_posix(), limit=0)) == []
-
-
-def test_a_rank_of_stray_files_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(LINES[0])
-    (tmp_path / "b.txt").write_bytes(b"a stray file\n")
-    with pytest.raises(InputError, match=r"'b.txt'.*'a stray file'.*move the file out of the folder"):
-        list(JsonlReader(tmp_path.as_posix()).run(None, 1, 2))
-
-
 # Damaged files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
+def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
     whole = COMPRESS[suffix](b"".join(LINES))
-    for size in (len(whole) // 2, len(whole) - 1):
-        (tmp_path / f"a.jsonl.{suffix}").write_bytes(whole[:size])
+    changed = bytearray(whole)
+    changed[len(changed) // 2] ^= 255
+    changed[4:6] = b"\xff\xff" if suffix == "zst" else changed[4:6]
+    for content in (whole[: len(whole) // 2], whole[:-1], changed):
+        (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
         with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: "):
             list(JsonlReader(tmp_path.as_posix()).run())
-
-
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_with_other_bytes_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
-    content = bytearray(COMPRESS[suffix](b"".join(LINES)))
-    content[len(content) // 2] ^= 255
-    content[4:6] = b"\xff\xff" if suffix == "zst" else content[4:6]
-    (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
-    with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: "):
-        list(JsonlReader(tmp_path.as_posix()).run())
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -274,14 +218,14 @@ def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_a
             list(JsonlReader(tmp_path.as_posix()).run())
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows"])
+@pytest.mark.parametrize("kind", ["parquet", "arrows"])
 def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
     table = pa.table({"text": [str(i) for i in range(1000)]})
     path = tmp_path / f"a.{kind}"
     if kind == "parquet":
         pq.write_table(table, path)
     else:
-        with (pa.ipc.new_stream if kind == "arrows" else pa.ipc.new_file)(path, table.schema) as writer:
+        with pa.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=100)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -329,20 +273,6 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path: Path, siz
     assert texts(reader) == ["5"]
 
 
-def test_without_zstandard_a_zstd_file_is_an_error_that_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As fsspec is when neither zstandard nor another library for zstd is installed."""
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(LINES[0]))
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.delitem(compr, "zstd")
-    monkeypatch.delitem(compressions, "zst")
-    with pytest.raises(
-        ConfigError, match=r"'a.jsonl.zst' is compressed with zstd.* pip install 'datatrove-ckpt\[zstd\]'"
-    ):
-        list(JsonlReader(tmp_path.as_posix()).run())
-
-
 def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"".join(LINES[:3]))
     state = json.loads(json.dumps(position_state(next(JsonlReader(tmp_path.as_posix()).run()))))
@@ -358,8 +288,7 @@ def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(t
 # Skipped lines are counted ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(("kind", "seed"), [("jsonl", None), ("jsonl.gz", 3), ("parquet", 3)])
 def test_skipped_lines_count_once_wherever_a_run_was_stopped(tmp_path: Path, kind: str, seed: int | None) -> None:
     rows = [{"text": "" if i % 3 == 0 else str(i), "id": str(i)} for i in range(30)]
     if kind == "parquet":
@@ -385,34 +314,3 @@ def test_skipped_lines_count_once_wherever_a_run_was_stopped(tmp_path: Path, kin
     old = Reading(state)
     read_in(old, reader)
     assert old.skipped.at_least
-
-
-def test_missing_credentials_of_s3_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoCredentialsError(Exception):
-        """As botocore has it, which is in an extra."""
-
-    NoCredentialsError.__module__ = "botocore.exceptions"
-
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise NoCredentialsError("Unable to locate credentials")
-
-    reader = JsonlReader("memory://bucket/docs")
-    monkeypatch.setattr(type(reader.data_folder), "get_shard", refuse)
-    with pytest.raises(InputError, match=r"/bucket/docs' cannot be read: NoCredentialsError: Unable.*AWS_PROFILE"):
-        list(reader.run(None, 0, 1))
-
-
-def test_what_is_asked_again_says_why_and_for_how_long(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    monkeypatch.setattr(retries, "_sleep", lambda seconds: None)
-    answers = iter([ConnectionError("connection refused by 127.0.0.1:9"), "listed"])
-
-    def ask() -> str:
-        if isinstance(answer := next(answers), Exception):
-            raise answer
-        return answer
-
-    assert retries.retrying(ask, "the dataset org/data") == "listed"
-    (said,) = log
-    assert re.search(
-        r"org/data: .*connection refused by 127\.0\.0\.1:9\. Again in .*, for (10|9\.\d+) min more\.", said
-    )

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint import files, job
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.job import compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
-from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -82,16 +82,6 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
     thread.join()
     assert [str(error).splitlines()[1] for error in errors] == ["  tasks: 3 -> 4"]
     assert json.loads((tmp_path / "job.json").read_bytes())["tasks"] == 3
-
-
-def test_a_rank_waits_for_job_lock_no_longer_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = files.Lock(tmp_path / "job.lock")
-    monkeypatch.setattr(job, "_GUARD_SECONDS", 0.05)
-    with pytest.raises(CheckpointLocked, match=r"job\.lock"):
-        Rank(tmp_path, 0).start(identity())
-    (tmp_path / "job.json").write_text(json.dumps(identity().fields | {"format": 1}))
-    Rank(tmp_path, 1).start(identity())
-    guard.release()
 
 
 def test_a_job_json_that_a_crash_left_refuses_nobody(tmp_path: Path) -> None:

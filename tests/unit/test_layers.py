@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -45,12 +46,19 @@ ROOMS = {
 }
 
 
+class Module(NamedTuple):
+    imports: set[str]
+    docstring: str | None
+
+
 @cache
-def modules() -> dict[str, ast.Module]:
+def modules() -> dict[str, Module]:
+    """Of each file what the tests need: its whole tree would stay in memory, and every collection would visit it."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
-        found[name] = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text())
+        found[name] = Module(imports(tree), ast.get_docstring(tree))
     return found
 
 
@@ -66,10 +74,11 @@ def imports(tree: ast.Module) -> set[str]:
     return names
 
 
+@cache
 def own_imports(name: str) -> set[str]:
     """The modules of ours that a module imports, by their names below the package."""
     prefix = "datatrove_ckpt."  # "torch" alone is not ours
-    found = {imported.removeprefix(prefix) for imported in imports(modules()[name]) if imported.startswith(prefix)}
+    found = {each.removeprefix(prefix) for each in modules()[name].imports if each.startswith(prefix)}
     return (found & set(modules())) - {name}
 
 
@@ -78,14 +87,9 @@ def room(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "inference" else parts[0]
 
 
-@pytest.mark.parametrize("name", sorted(name for name in modules() if name not in ("", "__main__", "inference")))
-def test_a_room_imports_only_what_its_row_names(name: str) -> None:
-    assert room(name) in ROOMS, f"{name} has no place in the house: add a row to ROOMS"
-    others = {room(imported) for imported in own_imports(name)} - {room(name)}
-    assert others <= set(ROOMS[room(name)].split())
-
-
-def test_rows_name_only_rooms_above_them_and_nothing_that_is_not_imported() -> None:
+def test_a_room_imports_what_its_row_names_and_rows_name_only_rooms_above_them() -> None:
+    rooms = {room(name) for name in modules() if name not in ("", "__main__", "inference")}
+    assert rooms <= set(ROOMS), "a module has no place in the house: add a row to ROOMS"
     above: set[str] = set()
     for name, row in ROOMS.items():
         assert set(row.split()) <= above, name
@@ -103,9 +107,8 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 
 def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_no_datatrove() -> None:
-    for name, tree in modules().items():
-        roots = {imported.split(".")[0] for imported in imports(tree)}
-        ours = imports(tree)
+    for name, (ours, _) in modules().items():
+        roots = {imported.split(".")[0] for imported in ours}
         if name.startswith("checkpoint"):
             assert not roots & {"datatrove", "aiohttp", "asyncio", "fsspec"}, name
             assert not any(imported.startswith("datatrove_ckpt.inference") for imported in ours), name
@@ -126,12 +129,11 @@ def test_the_public_names_are_there_and_no_others() -> None:
 
 
 def test_every_module_says_what_its_reader_needs() -> None:
-    assert [name for name, tree in modules().items() if not ast.get_docstring(tree)] == []
+    assert [name for name, module in modules().items() if not module.docstring] == []
 
 
-@pytest.mark.parametrize(
-    "module", ["", ".run_inference", ".types", ".inference.servers.dummy", ".inference.servers.llamacpp"]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("module", [".inference.servers.llamacpp", ".inference.servers.dummy", ".run_inference"])
 def test_servers_start_without_loading_datatrove(module: str) -> None:
     code = f"import datatrove_ckpt{module}, sys; sys.exit('datatrove' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

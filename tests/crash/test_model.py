@@ -587,7 +587,7 @@ def groups_of(number: int) -> Iterator[None]:
 @pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [(12, 15), pytest.param(40, 15, marks=pytest.mark.slow), pytest.param(150, 30, marks=pytest.mark.full)],
+    [(8, 15), pytest.param(40, 15, marks=pytest.mark.slow), pytest.param(150, 30, marks=pytest.mark.full)],
     ids=["few", "more", "many"],
 )
 def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path, examples: int, steps: int) -> None:

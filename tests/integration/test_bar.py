@@ -57,6 +57,7 @@ def write(folder: Path, server: FakeServer, tasks: int = 4) -> None:
     write_job(folder, text + "          drain_seconds: 0.1\n", *texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path, workers: int) -> None:
     with FakeServer(hold_after=7) as server, Terminal(COLUMNS) as terminal:

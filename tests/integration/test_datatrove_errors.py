@@ -92,6 +92,7 @@ ROLLOUTS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rollout", ROLLOUTS)
 def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_path: Path, rollout: Any) -> None:
     with FakeServer(status=reject("text 1")) as server:
@@ -101,6 +102,7 @@ def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_pa
     assert step.stats.stats["skipped_bad_requests"].total == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rollout", [raises_its_text_later, raises_its_own_without_it])
 def test_a_remembered_rejection_skips_its_document(tmp_path: Path, rollout: Any) -> None:
     with FakeServer(status=reject("text 1")) as server:
@@ -133,6 +135,7 @@ async def swallows_and_fails(document: Document, generate: Any) -> Any:
     raise ValueError("a bug")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rollout", "status"), [(ask, 503), (raises_its_text_later, 503), (asks_and_fails, None), (asks_and_fails, 503)]
 )
@@ -177,6 +180,7 @@ async def streams(document: Document, generate: Any) -> Any:
     return await asyncio.gather(one, return_exceptions=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rollout", "says"), [(sends_text, "a dict such as .*, and not a str"), (streams, "remove stream")]
 )
@@ -237,6 +241,7 @@ def test_a_failed_document_travels_to_another_process(tmp_path: Path) -> None:
     assert (there.document, there.payload) == (None, None)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("status", "kind"), [(503, errors.ServerUnavailable), (401, errors.ServerRefused), (404, errors.ServerRefused)]
 )

@@ -95,6 +95,7 @@ def test_a_model_that_the_endpoint_does_not_list(found: Doctor) -> None:
     assert "does not list the model 'other'; it lists fake. Correct model_name_or_path." in text
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("answer", "state", "says"),
     [
@@ -143,6 +144,7 @@ def write_input(**sizes: int) -> None:
         Path(f"documents/{name}.jsonl").write_text(row)
 
 
+@pytest.mark.slow
 def test_one_task_that_holds_most_of_the_input(found: Doctor) -> None:
     write_input(a=1000, b=1000, big=6000, c=1000, d=1000)
     at_once = ("--executor.tasks=5", "--executor.workers=5")
@@ -162,6 +164,7 @@ def test_one_task_that_holds_most_of_the_input(found: Doctor) -> None:
     assert found(*at_once)["input, shares"] == ("ok", "5 files for 5 tasks; the largest task holds 32 % of the bytes.")
 
 
+@pytest.mark.slow
 def test_another_number_of_tasks_is_named_if_it_divides_the_files_better(found: Doctor) -> None:
     write_input(a=5000, b=100, c=5000, d=100, e=5000, f=100, g=5000, h=100)  # of each source a large and a small file
     state, text = found("--executor.tasks=4", "--executor.workers=4")["input, shares"]
@@ -175,6 +178,7 @@ def test_another_number_of_tasks_is_named_if_it_divides_the_files_better(found: 
     assert "Set tasks to 5: then the largest holds 33 % of the bytes." in text
 
 
+@pytest.mark.slow
 def test_compressed_input_is_compared_by_what_it_holds(found: Doctor) -> None:
     write_input(a=3000, b=3000, c=3000)
     text = "".join(json.dumps({"text": os.urandom(300).hex(), "id": str(n)}) + "\n" for n in range(9))
@@ -186,6 +190,7 @@ def test_compressed_input_is_compared_by_what_it_holds(found: Doctor) -> None:
     assert "Split 'd.jsonl.gz' (" in held[1]
 
 
+@pytest.mark.slow
 def test_tasks_whose_files_are_empty_have_no_input(found: Doctor) -> None:
     write_input(a=100, b=0, c=100, d=0)
     state, text = found("--executor.tasks=4")["input, shares"]
@@ -198,6 +203,7 @@ def test_tasks_whose_files_are_empty_have_no_input(found: Doctor) -> None:
     assert text == ("1 of 2 tasks have no input: 4 files for 2 tasks, of which 2 are empty. Move the empty files away.")
 
 
+@pytest.mark.slow
 def test_a_list_of_files_is_measured_too(found: Doctor) -> None:
     write_input(a=100, b=100, big=9000)
     Path("list.txt").write_text("big.jsonl\na.jsonl\nb.jsonl\n")
@@ -223,6 +229,7 @@ def test_tasks_per_job_that_leaves_workers_without_work(
     assert workers_of(executor) <= -(-tasks // per_job)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -239,6 +246,7 @@ def test_input_that_yields_no_document_says_what_it_looks_like(found: Doctor, co
     assert says in text
 
 
+@pytest.mark.slow
 def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) -> None:
     for number in range(4):
         Path(f"documents/0{number}.jsonl").write_bytes(b"")
@@ -254,11 +262,13 @@ def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) ->
     assert "This task's input holds no document, although '1.csv'" in text
 
 
+@pytest.mark.slow
 def test_an_input_of_empty_files_is_a_warning(found: Doctor) -> None:
     Path("documents/a.jsonl").write_bytes(b"")
     assert found()["input, readable"][0] == "warning"
 
 
+@pytest.mark.slow
 def test_a_folder_without_files(found: Doctor) -> None:
     Path("documents/a.jsonl").unlink()
     assert "holds no documents for this reader: no file matches." in found()["input, readable"][1]
@@ -267,6 +277,7 @@ def test_a_folder_without_files(found: Doctor) -> None:
 # space ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_whole_output_is_estimated_from_the_input_and_compared_with_the_disk(
     found: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +319,7 @@ def test_a_limit_and_compressed_output_need_less(tmp_path: Path, server: FakeSer
 # folders, files, an earlier run --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
     state, text = found(f"--pipeline.1.config.max_concurrent_generations={2**31}")["server, open files"]
     assert state == "problem"
@@ -338,6 +350,7 @@ def test_what_has_changed_since_tasks_were_finished(found: Doctor, capfd: pytest
     assert "changed: 'a.jsonl' (had " in checks["input, of finished tasks"][1]
 
 
+@pytest.mark.slow
 def test_a_wrong_marker_is_named_and_kept(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
     run_once(capfd)
     Path("checkpoints/00000/lock").touch()
@@ -353,6 +366,7 @@ def test_two_steps_that_would_write_the_same_files(found: Doctor) -> None:
     assert "so the next start would take this output for input" in text
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("body", "state", "says"),
     [("raise OSError('no route')", "problem", "OSError: no route. Correct it"), ("pass", "ok", "writes a document")],

@@ -65,6 +65,7 @@ def gateway(
         thread.join()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("api", "given", "lists_models"),
     [
@@ -91,6 +92,7 @@ def test_an_endpoint_is_found_at_its_path(tmp_path: Path, api: str, given: str, 
         assert found.models == (["m"] if lists_models else None)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(

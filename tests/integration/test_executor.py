@@ -74,6 +74,7 @@ def completed(folder: Path) -> set[int]:
     return {int(path.name) for path in (folder / "logs" / "completions").glob("*")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path: Path, workers: int) -> None:
     executor = LocalPipelineExecutor([Step(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork")
@@ -100,6 +101,7 @@ def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
     assert sorted(attempts(tmp_path)) == [3, 5, 6]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("fails", "workers", "error"),
     [
@@ -153,6 +155,7 @@ def test_a_pipeline_without_our_step_is_not_checked(tmp_path: Path, monkeypatch:
     assert completed(tmp_path) == {0}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
 def test_what_it_depends_on_runs_first(tmp_path: Path, first: type[DatatroveExecutor]) -> None:
     (tmp_path / "first").mkdir()
@@ -219,6 +222,7 @@ def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkey
     assert reads.count("00000/commits.jsonl") == 3  # before the start, by the rank, and after the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
@@ -252,6 +256,7 @@ class DiesWhenMarked(Step):
         yield from super().run(data, rank, world_size)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tries", [1, 2])
 def test_a_rank_that_is_complete_counts_although_its_worker_died_before_it_said_so(tmp_path: Path, tries: int) -> None:
     class SlowToSaySo(LocalPipelineExecutor):
@@ -331,6 +336,7 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # three programs with workers
 def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
     write_inputs(tmp_path, 3)
@@ -344,6 +350,7 @@ def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_
         assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(tmp_path: Path) -> None:
     write_inputs(tmp_path, 3)
@@ -370,6 +377,7 @@ class Moves(Step):
         yield from super().run(data, rank, world_size)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_step_that_changes_the_working_directory_does_so_for_its_rank_only(tmp_path: Path, workers: int) -> None:
     here = str(Path.cwd())

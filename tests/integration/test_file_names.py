@@ -39,6 +39,7 @@ def about(number: int, **metadata: Any) -> Document:
 # rank and chunk are ours ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(
     tmp_path: Path, server: FakeServer, checkpoints: bool
@@ -76,6 +77,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lang", OUTSIDE, ids=ascii)
 def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_field(
     tmp_path: Path, server: FakeServer, lang: str
@@ -91,6 +93,7 @@ def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_fie
     assert all(name.startswith("a/b/checkpoints/") for name in outputs(tmp_path))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lang", ["../../x", "/x", ""])
 def test_without_checkpoints_a_name_that_leaves_the_folder_stops_the_rank(
     tmp_path: Path, server: FakeServer, lang: str

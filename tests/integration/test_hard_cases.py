@@ -23,7 +23,6 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     DocumentFailed,
     RequestPoisoned,
     TooManyDeadLetters,
@@ -113,43 +112,6 @@ def test_a_slow_disk_slows_the_run_and_fills_no_memory(
     assert ids(tmp_path) == [f"id {index}" for index in range(40)]
     one = 1600  # bytes, at most, of a document and its answer
     assert max(backlogs) <= 2 * 4 * one
-
-
-_model: Any = None
-
-
-async def loads_lazily(document: Document, generate: Any) -> Any:
-    global _model
-    if _model is None:
-        _model = "loaded"
-    return await ask(document, generate)
-
-
-class CountsItself:
-    def __init__(self, prompt: str) -> None:
-        self.prompt = prompt
-        self.calls = 0
-        self.client: Any = None
-
-    async def __call__(self, document: Document, generate: Any) -> Any:
-        self.calls += 1
-        self.client = object()
-        return await ask(document, generate)
-
-
-def test_a_cache_that_a_rollout_fills_is_no_other_run(tmp_path: Path, server: FakeServer) -> None:
-    global _model
-    runner(tmp_path / "a", server, loads_lazily).run(documents(3))
-    assert _model == "loaded"
-    _model = None
-    runner(tmp_path / "a", server, loads_lazily).run(documents(4))
-
-    step = runner(tmp_path / "b", server, CountsItself("say"))
-    step.run(documents(3))
-    step.run(documents(4))
-    runner(tmp_path / "b", server, CountsItself("say")).run(documents(5))
-    with pytest.raises(CheckpointMismatch, match='prompt: "say" -> "sing"'):
-        runner(tmp_path / "b", server, CountsItself("sing")).run(documents(5))
 
 
 def test_a_document_without_media_is_written(tmp_path: Path, server: FakeServer) -> None:

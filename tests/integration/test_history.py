@@ -151,6 +151,7 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, m
     assert second.last.total.errors == {"HTTP 503": 2}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
     tmp_path: Path, compression: Literal["gzip"] | None

@@ -76,6 +76,7 @@ def resumed(given: dict[str, Any], document: Document, rank: int = 0, tasks: int
     return reader.run(None, rank, tasks)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
 def test_documents_are_those_of_datatrove(hub: FakeHub, streaming: bool) -> None:
     hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
@@ -133,6 +134,7 @@ def test_another_revision_is_refused(hub: FakeHub) -> None:
     assert read(HuggingFaceDatasetReader, other) == documents
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming: bool) -> None:
     with pytest.raises(InputError, match=r"'org/data' cannot be opened.*HF_TOKEN"):
@@ -144,6 +146,7 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
         read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "test"}))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
@@ -237,6 +240,7 @@ def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
     return request.param
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("place", "advice"),
     [
@@ -251,6 +255,7 @@ def test_a_folder_that_is_not_there(kind: Any, place: str, advice: str) -> None:
     assert advice in said
 
 
+@pytest.mark.matrix
 def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", hub.expired_token)
     assert "The token is wrong, or has expired. Set HF_TOKEN to a valid one" in refused(
@@ -258,6 +263,7 @@ def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("request_kind", ["tree", "resolve"])
 def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -> None:
     hub.fail(request_kind, 403, times=None)
@@ -266,6 +272,7 @@ def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -
     assert "set HF_TOKEN to a token of an account that may read it" in said
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["file", "repository"])
 def test_what_vanishes_after_the_folder_was_listed(kind: Any, hub: FakeHub, what: str) -> None:
     reader = kind("hf://datasets/org/input/part")

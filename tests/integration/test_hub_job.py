@@ -113,6 +113,7 @@ class Runs:
         return process.returncode, log
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # three programs, one after the other
 @pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_output_is_that_of_the_commit_that_the_job_began_with(hub: FakeHub, tmp_path: Path, streaming: bool) -> None:
@@ -156,6 +157,7 @@ def job(
     return run
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     ["streaming: true, dataset_options: {split: train}", "streaming: false, dataset_options: {split: train}"],
@@ -174,6 +176,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
     assert "revision" in said
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("options", "found"),
     [
@@ -191,6 +194,7 @@ def test_the_doctor_reads_the_beginning_of_a_dataset(
     assert found in said
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -158,6 +158,7 @@ def test_a_commit_whose_answer_and_look_up_got_lost_is_not_made_again(
     assert committed(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("event", ["deleted", "made anew"])
 def test_files_that_vanish_during_the_run_are_missed_at_its_end(
     hub: FakeHub, server: FakeServer, tmp_path: Path, event: str
@@ -213,6 +214,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "fault"), FAULTS)
 def test_what_passes_is_tried_again_and_nothing_is_there_twice(
     hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any]
@@ -228,6 +230,7 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(
     assert committed(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lag", [1, 3])
 def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int
@@ -243,6 +246,7 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "fault", "message"),
     [
@@ -272,6 +276,7 @@ def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it
     assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
     hub: FakeHub, tmp_path: Path, chunk: int

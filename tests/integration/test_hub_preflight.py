@@ -50,6 +50,7 @@ def refused(folder: HubFolder = FOLDER, private: bool | None = None) -> str:
 # may the folder be written to ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("answers", [0, 1])
 def test_a_token_that_may_only_read(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     hub.create_repo("org/data")
@@ -81,6 +82,7 @@ def test_an_answer_that_quotes_the_token_does_not_show_it(hub: FakeHub) -> None:
 # a repository that is missing ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("private", [True, False])
 def test_a_writer_that_says_how_has_its_repository_made(hub: FakeHub, log: list[str], private: bool) -> None:
     check_access(FOLDER, private)
@@ -166,6 +168,7 @@ def run_rank(folder: Path, server: FakeServer, rank: int = 0, number: int = 4, *
     runner(folder, server, **changes).run(documents(number), rank=rank, world_size=2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("token", ["read_token", "expired_token"])
 def test_a_rank_that_may_not_write_asks_no_server(
     tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, token: str
@@ -264,6 +267,7 @@ def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub, capfd: 
     assert {request.kind for request in hub.requests} == {"auth-check", "tree"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["missing", "limited"])
 def test_the_doctor_finds_what_would_end_the_run(
     job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
@@ -282,6 +286,7 @@ def test_the_doctor_finds_what_would_end_the_run(
     assert not hub.asked("create", "commit")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rate", ["0", "-1", "many", "inf"])
 def test_a_rate_that_is_none_is_refused(job: Run, rate: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -297,6 +302,7 @@ def counted(hub: FakeHub) -> list[str]:
     return [request.kind for request in hub.requests if request.kind not in ("resolve", "lfs-upload")]
 
 
+@pytest.mark.slow
 def test_a_rank_starts_with_few_requests_however_many_files_there_are(
     tmp_path: Path, hub: FakeHub, server: FakeServer
 ) -> None:
@@ -321,6 +327,7 @@ async def fails_late(document: Document, generate: Any, commits: str) -> Any:
     return await ask(document, generate)
 
 
+@pytest.mark.slow
 def test_a_rank_that_resumes_looks_its_files_up_instead_of_listing_all(
     tmp_path: Path, hub: FakeHub, server: FakeServer
 ) -> None:
@@ -334,6 +341,7 @@ def test_a_rank_that_resumes_looks_its_files_up_instead_of_listing_all(
     assert counted(hub) == ["auth-check", "paths-info"]
 
 
+@pytest.mark.slow
 def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job: Run, hub: FakeHub) -> None:
     hub.create_repo("org/data")
     assert job("run") == 0
@@ -361,6 +369,7 @@ def from_hub(hub: FakeHub, files: int) -> None:
     Path("job.yaml").write_text(text.replace("hf://datasets/org/data/part", "output"))
 
 
+@pytest.mark.slow
 def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(job: Run, hub: FakeHub) -> None:
     from_hub(hub, files=30)
     assert job("run") == 0

@@ -33,6 +33,7 @@ IN_THIS_PROCESS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_below_a_parent_that_is_deaf_tests_of_signals_pass(workers: int) -> None:
     passes_below_a_deaf_parent(workers, *IN_THIS_PROCESS)
@@ -46,6 +47,7 @@ def passes_below_a_deaf_parent(workers: int, *chosen: str) -> None:
     assert "skipped" not in ended.stdout
 
 
+@pytest.mark.slow
 def test_what_nohup_ignores_is_still_ignored_and_not_inherited() -> None:
     """A closed terminal ends neither pytest nor its workers; the commands under test hear of it."""
     code = (

@@ -24,7 +24,6 @@ from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
-from tests.kept import content_of
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 JOB = job_yaml(ENDPOINT, tasks=3) + "          records_per_chunk: 2\n"
@@ -77,6 +76,7 @@ def written() -> list[str]:
     return sorted(json.loads(line)["id"] for line in lines)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "loss", [lambda: shutil.rmtree("checkpoints"), lambda: shutil.rmtree("checkpoints/00001")], ids=["all", "a rank"]
 )
@@ -90,6 +90,7 @@ def test_markers_without_checkpoints_are_refused(run: Command, loss: Callable[[]
     assert not run.server.asked
 
 
+@pytest.mark.slow
 def test_the_markers_of_another_job_are_refused(run: Command) -> None:
     run()
     error = run("--pipeline.1.checkpoints_local_dir=other", "--pipeline.1.output_writer.output_folder=others", code=1)
@@ -169,6 +170,7 @@ def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Command)
     assert 'model: "other" -> "fake"' in run(code=1)
 
 
+@pytest.mark.slow
 def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> None:
     finish_one_task(run)
     error = run("--executor.tasks=2", "--pipeline.1.accept_changes=true", code=1)
@@ -188,6 +190,7 @@ def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) ->
     assert "12 of 12 documents are in 5 files" in line
 
 
+@pytest.mark.slow
 def test_a_finished_task_without_documents_runs_again_with_other_settings(run: Command) -> None:
     """With another number of tasks, it may have something to do."""
     for name in ("0", "1"):
@@ -211,6 +214,7 @@ def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(ru
     assert "9 of 9 documents" in run(*settings)
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_folder_compares_what_the_mirror_holds(run: Command) -> None:
     mirrored = f"--pipeline.1.checkpoints_remote_dir={Path('mirror').absolute()}"
     run(mirrored)
@@ -230,6 +234,7 @@ def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Command) 
     run(none)
 
 
+@pytest.mark.slow
 def test_a_folder_without_job_json_is_compared_too(run: Command) -> None:
     run()
     Path("checkpoints/job.json").unlink()
@@ -237,6 +242,7 @@ def test_a_folder_without_job_json_is_compared_too(run: Command) -> None:
     assert "12 of 12 documents" in run()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int) -> None:
     error = run(f"--executor.tasks={number}", code=2)
@@ -309,6 +315,7 @@ def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:
     assert "For the dead letters alone, --retry-dead-letters takes the new settings." in error
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -371,6 +378,7 @@ def two_files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("then", "now", "shown"),
     [
@@ -398,21 +406,7 @@ def test_other_plain_functions_are_refused_for_finished_ranks(
     executor_of(two_files, server, *then).run()
 
 
-def test_other_plain_functions_are_refused_for_documents_of_no_file_and_after_another_executor(
-    two_files: Path, server: FakeServer
-) -> None:
-    def executor(*steps: Any, depends: OurExecutor | None = None) -> OurExecutor:
-        pipeline = [documents(4), *steps, runner(two_files, server)]
-        return OurExecutor(pipeline, workers=1, logging_dir=str(two_files / "logs"), depends=depends)
-
-    first = OurExecutor([documents(1)], workers=1, logging_dir=str(two_files / "first"))
-    executor(drop_odd, depends=first).run()
-    executor(drop_odd, depends=first).run()
-    for depends in (first, None):
-        with pytest.raises(CheckpointMismatch, match="then: documents -> drop_odd\n  now: documents\n"):
-            executor(depends=depends).run()
-
-
+@pytest.mark.slow
 def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer) -> None:
     """A step that returns the documents as they are is seen by no rank."""
     for steps in ([passes_on], [Hidden(), passes_on, drop_odd, KEEPS_ALL]):
@@ -425,17 +419,7 @@ def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer) -
         shutil.rmtree(two_files / "logs")
 
 
-def test_ranks_that_finished_before_the_functions_were_recorded_are_left_alone(
-    two_files: Path, server: FakeServer
-) -> None:
-    executor_of(two_files, server, drop_odd).run()
-    for path in two_files.glob("checkpoints/*/shard.json"):
-        content = content_of(path) | {"version": 1}
-        del content["pipeline"]
-        path.write_text(json.dumps(content))
-    executor_of(two_files, server).run()
-
-
+@pytest.mark.slow
 def test_what_datatroves_executor_skips_is_checked_before_it(two_files: Path, server: FakeServer) -> None:
     def executor() -> LocalPipelineExecutor:
         steps = [JsonlReader(str(two_files / "input")), runner(two_files, server)]

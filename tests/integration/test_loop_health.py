@@ -140,9 +140,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-BY_DEFAULT = ("publishing zstd, reading gzip", "documents of 200 kB")
-
-
 def keeps_the_loop_free(run: Callable[[], Result]) -> None:
     """What takes long because of how it is made takes long each time; what a busy machine does, does not."""
     for last in (False, False, True):
@@ -153,9 +150,8 @@ def keeps_the_loop_free(run: Callable[[], Result]) -> None:
     assert loop["gil_ms"] <= LIMIT_MS, loop["callbacks"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_keeps_the_event_loop_from_its_work(name: str, run: Callable[..., Result]) -> None:
     keeps_the_loop_free(partial(run, **CASES[name]))
 

@@ -34,6 +34,7 @@ def forget_documents(job: Path) -> None:
     path.write_text(json.dumps(shard))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lines", [0, 2])
 @pytest.mark.parametrize(
     ("forget", "proof"),
@@ -59,6 +60,7 @@ def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
     assert call("verify", "checkpoints", "--full")[0] == 0
 
 
+@pytest.mark.slow
 def test_where_nothing_proves_the_number_of_commits_files_are_to_be_kept(
     job: Path, call: Call, capfd: pytest.CaptureFixture[str]
 ) -> None:

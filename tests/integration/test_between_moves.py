@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, last_chunk_file, rank_folder
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.generation.job_check import check_job
@@ -84,19 +84,6 @@ def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
     job.check_finished()
 
 
-@pytest.mark.slow
-def test_shares_for_another_number_of_tasks_are_refused_though_no_rank_tells(job: Job) -> None:
-    dealt_out_anew(job, 1, 4)
-    for path in [*job.checkpoints.glob("0*"), job.checkpoints / "last_chunk", job.folder / "output"]:
-        shutil.rmtree(path)
-    (job.checkpoints / JOB).unlink()
-    for start in (lambda: job.executor(1).run(), lambda: run_rank(job, 0, 1)):
-        with pytest.raises(CkptError, match=r"(?s)shares\.json deals the input out to another.*tasks: 4 -> 1"):
-            start()
-    job.executor(4).run()
-    job.check_finished()
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("older", [False, True], ids=["missing", "older"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -167,26 +154,6 @@ def test_a_task_that_is_gone_for_good_is_dealt_out_again(job: Job, tasks: int) -
     job.check_finished()
 
 
-@pytest.mark.slow
-def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dealt_out_anew(job, 4, 2)
-    other = elsewhere(job, "checkpoints", "output")
-    move_away(other, 3)
-    last_chunk_file(other.checkpoints, 3).unlink()
-    command = ["relocate", str(other.checkpoints), "--output", str(other.folder / "output")]
-    assert main(command) == 1
-    assert "00003 is missing" in capsys.readouterr().out
-    for part in ("checkpoints", "output"):
-        shutil.copytree(job.folder / part, other.folder / part, dirs_exist_ok=True)
-    assert main(command) == 0
-    shutil.rmtree(job.checkpoints)
-    shutil.rmtree(job.folder / "output")
-    other.executor(2).run()
-    other.check_finished()
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("when", "part"), [("middle", ""), ("middle", SHARES), ("after", "00000"), ("after", "00003")], ids=str
@@ -234,55 +201,6 @@ def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, 
     path.write_bytes(b"x\n" + path.read_bytes())
     with pytest.raises(CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "):
         check_before_run(job.executor(2))
-
-
-@pytest.mark.slow
-def test_a_mirror_of_before_is_refused_before_anything_is_restored_from_it(job: Job) -> None:
-    job.changes = mirrored(job)
-    job.stop_in_the_middle(4, some(job, 3))
-    job.changes = {}
-    job.reshard(4, 2)
-    folder = rank_folder(job.checkpoints, 3).rename(job.folder / "00003")
-    job.changes = mirrored(job)
-    for _ in range(2):
-        with pytest.raises(CkptError, match="holds this run as it was before `datatrove-ckpt reshard`"):
-            job.executor(2).run()
-    folder.rename(rank_folder(job.checkpoints, 3))
-    job.changes = {}
-    job.finish(2)
-
-
-def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(job: Job) -> None:
-    """Also if the first upload of a task was killed after its empty first version."""
-    job.write_input((3, 2, 4))
-    executor = job.executor(3)
-    for rank in (0, 1):
-        executor._run_for_rank(rank)
-    job.changes = mirrored(job)
-    check_before_run(job.executor(3))
-    first, *others = sorted((job.folder / "mirror/00001").glob("generation-*"))
-    for path in others:
-        path.unlink()
-    assert first.name.startswith("generation-00000001-")
-    check_before_run(job.executor(3))
-    asked = job.server.asked.copy()
-    job.stop_in_the_middle(3, {"text 2-3"}, ranks=[2])
-    shutil.rmtree(job.checkpoints)
-    job.executor(3).run()
-    assert {question: job.server.asked[question] for question in asked} == asked
-    job.check_finished()
-
-
-@pytest.mark.slow
-def test_a_mirror_without_tasks_gives_no_shares(job: Job) -> None:
-    dealt_out_anew(job, 4, 2)
-    (job.folder / "mirror").mkdir()
-    shutil.copy(job.checkpoints / SHARES, job.folder / "mirror")
-    shutil.rmtree(job.checkpoints)
-    job.changes = mirrored(job)
-    for start in (lambda: check_before_run(job.executor(2)), lambda: run_rank(job, 0, 2)):
-        with pytest.raises(CkptError, match="no task is on this mirror"):
-            start()
 
 
 def test_edited_shares_are_a_problem_of_verify(job: Job) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -126,15 +125,6 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(
         assert "task 1: its worker process was ended by SIGKILL" in str(caught.value)
 
 
-def test_how_often_a_rank_is_tried_can_be_chosen(tmp_path: Path) -> None:
-    executor = LocalPipelineExecutor(
-        [Step(tmp_path, "kill")], 2, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=4
-    )
-    with pytest.raises(WorkerDied):
-        executor.run()
-    assert len(attempts(tmp_path)[1]) == 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -240,37 +230,6 @@ def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
     assert len(completed(tmp_path)) == 3
 
 
-class DiesWhenMarked(Step):
-    """Its process is killed as soon as rank 1 is marked as complete: nobody hears of its end."""
-
-    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        marker = Path(self.folder, "logs", "completions", "00001")
-
-        def kill() -> None:
-            while not marker.exists():
-                time.sleep(0.0005)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if rank == 1:
-            threading.Thread(target=kill, daemon=True).start()
-        yield from super().run(data, rank, world_size)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("tries", [1, 2])
-def test_a_rank_that_is_complete_counts_although_its_worker_died_before_it_said_so(tmp_path: Path, tries: int) -> None:
-    class SlowToSaySo(LocalPipelineExecutor):
-        def mark_rank_as_completed(self, rank: int) -> None:
-            super().mark_rank_as_completed(rank)
-            time.sleep(600 if rank == 1 else 0)  # until it is killed
-
-    SlowToSaySo(
-        [DiesWhenMarked(tmp_path)], 3, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=tries
-    ).run()
-    assert json.loads((tmp_path / "logs" / "stats.json").read_text())[0]["stats"]["ranks"] == 3
-    assert len(attempts(tmp_path)[1]) == 1
-
-
 def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalPipelineExecutor, "mark_rank_as_completed", lambda self, rank: None, raising=False)
     with pytest.raises(CkptError, match="3 of 3 tasks have ended, but are not marked as complete; task 0 is the first"):
@@ -337,20 +296,6 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # three programs with workers
-def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
-    write_inputs(tmp_path, 3)
-    (tmp_path / "script.py").write_text(OTHER_CODE)
-    (tmp_path / "prompts.py").write_text(PROMPTS)
-    with FakeServer() as server:
-        for workers, method in (("3", "spawn"), ("1", "spawn"), ("2", "fork")):
-            done = run_script(tmp_path, server.url, "decorated", workers, "default", method)
-            assert done.returncode == 0, done.stderr
-            (tmp_path / "logs" / "completions" / "00001").unlink()
-        assert set(server.asked.values()) == {1}
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(tmp_path: Path) -> None:
     write_inputs(tmp_path, 3)
@@ -366,21 +311,3 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
         done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")
         assert done.returncode == 0, done.stderr
         assert all(question.startswith("of the command line") for question in server.asked)
-
-
-class Moves(Step):
-    """Changes the working directory."""
-
-    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        Path(self.folder, f"was in {rank}").write_text(str(Path.cwd()))
-        os.chdir("/")
-        yield from super().run(data, rank, world_size)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_step_that_changes_the_working_directory_does_so_for_its_rank_only(tmp_path: Path, workers: int) -> None:
-    here = str(Path.cwd())
-    LocalPipelineExecutor([Moves(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork").run()
-    assert {path.read_text() for path in tmp_path.glob("was in *")} == {here}
-    assert str(Path.cwd()) == here

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.testing import FakeServer
@@ -69,21 +68,6 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
             server.plan["text 2"] = nulls[:]  # what the server gives from now on changes nothing
         with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
             runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
-
-
-def test_without_the_setting_kept_answers_that_were_believed_are_asked_again(tmp_path: Path) -> None:
-    async def two_requests(document: Document, generate: Any) -> Any:
-        first = await generate({"messages": [{"role": "user", "content": "first"}]})
-        await generate({"messages": [{"role": "user", "content": "second"}]})
-        return first
-
-    with Server({"first": [None]}) as server:
-        with pytest.raises(ServerRefused, match="accept_null_finish_reason"):
-            runner(tmp_path, server, two_requests, config=ACCEPTS).run(documents(1))
-        assert server.asked == {"first": 1, "second": 1}
-        runner(tmp_path, server, two_requests, config=ONE_BY_ONE, accept_changes=True).run(documents(1))
-        assert server.asked == {"first": 2, "second": 1}
-    assert texts(tmp_path) == ["whole"]
 
 
 def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.jobs import documents, writer
 from tests.make_release import run
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-from .test_releases import NEWEST, VERSIONS, kept, restored
+from .test_releases import NEWEST, kept, restored
 
 DOCUMENTS = 7
 
@@ -215,16 +215,6 @@ def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, serve
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("number", "said"), [(8, "7 documents, and this one has more"), (6, "7 documents, not 6")])
-def test_an_input_of_another_length_is_refused(number: int, said: str, tmp_path: Path, server: FakeServer) -> None:
-    start(tmp_path / "old", server, TwoSteps("Shorter"))
-    assert fork(tmp_path / "old", tmp_path / "new") == 0
-    with pytest.raises(CheckpointMismatch, match=f"it had {said}"):
-        start(tmp_path / "new", server, TwoSteps("Longer"), number=number)
-    start(tmp_path / "new", server, TwoSteps("Longer"))
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -317,18 +307,6 @@ def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
     assert main(["verify", str(new / "checkpoints"), "--full"]) == 0
 
 
-@pytest.mark.parametrize(
-    "name", [NEWEST, *(pytest.param(name, marks=pytest.mark.slow) for name in VERSIONS if name != NEWEST)]
-)
-def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
-    old, new = restored(name, tmp_path / "old"), tmp_path / "new"
-    assert fork(old, new) == 0
-    shutil.copytree(old / "input", new / "input")
-    with FakeServer() as server:
-        run(new, server.url, 1)  # the same prompt: each answer that is kept is used
-        assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
-
-
 def test_a_mirror_is_forked_and_a_fork_has_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
     assert main(["fork", str(old / "mirror"), str(new / "checkpoints")]) == 0
@@ -384,22 +362,6 @@ def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
     assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
 
 
-@pytest.mark.slow
-def test_with_a_mirror_the_tasks_of_the_new_run_may_start_on_other_nodes(
-    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mirror = f"--pipeline.1.checkpoints_remote_dir={yaml.parent}/mirror"
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, mirror]) == 0
-    assert f"Made {yaml.parent}/new/checkpoints and {yaml.parent}/mirror." in capsys.readouterr().out
-    shutil.rmtree("new")
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, mirror]) == 2
-    assert "mirror holds a checkpoint already" in capsys.readouterr().err
-    assert main(["run", "job.yaml", *NEW, mirror]) == 0
-    assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
-    content = json.loads(Path("new/checkpoints/00000/run.json").read_bytes())
-    assert content["forked"]["documents"] == 3
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "code", "said"),
@@ -423,7 +385,6 @@ def test_what_does_not_fit_is_said_before_anything_is_made(
 # runs that are no plain ones ------------------------------------------------------------------------------------------
 
 A, B = ({"model_kwargs": {"revision": name}} for name in "AB")
-REVISION = '--pipeline.1.config.model_kwargs={"revision": "%s"}'
 KEEP = "--pipeline.1.keep_answers=true"
 
 
@@ -435,98 +396,12 @@ def stop(folder: Path, server: FakeServer, config: dict[str, Any], at: str = "id
     server.asked.clear()
 
 
-def cached(new: Path, rank: int = 0) -> int:
-    """The number of answers that a fork holds."""
-    copy = shutil.copytree(new / "checkpoints" / f"{rank:05d}", new.with_name("copy"))
-    cache = RequestCache(copy / "replay.sqlite3")
-    try:
-        return sum(len(cache.answers(ordinal)) for ordinal in cache.ordinals())
-    finally:
-        cache.close()
-        shutil.rmtree(copy)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("finished", [True, False])
-def test_answers_of_two_model_revisions_in_one_task_are_not_used(
-    finished: bool, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    stop(old, server, A, keep_answers=True)
-    if finished:
-        start(old, server, TwoSteps("Shorter"), config=B, keep_answers=True, accept_changes=True)
-    else:
-        stop(old, server, B, keep_answers=True, accept_changes=True)
-    assert list(read_answers(old / "checkpoints" / "00000" / "answers.jsonl"))
-    server.asked.clear()
-    assert fork(old, new) == 0
-    said = capsys.readouterr().out
-    assert "answers: none can be used: model_kwargs changed in the middle of this run\n" in said
-    assert cached(new) == 0
-    start(new, server, TwoSteps("Shorter"), config=A)  # nothing binds it to either revision
-    assert sum(server.asked.values()) == 2 * DOCUMENTS
-    server.asked.clear()
-    assert fork(new, tmp_path / "third") == 0
-    assert "model_kwargs changed" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_of_each_task_those_answers_are_used_that_are_of_the_new_runs_settings(
-    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree("checkpoints")
-    shutil.rmtree("output")
-    shutil.rmtree("logs")
-    two = ["--executor.tasks=2", KEEP]
-    run_rank(yaml, 0, REVISION % "A", *two)
-    run_rank(yaml, 1, REVISION % "B", *two, "--pipeline.1.accept_changes=true")
-    server.asked.clear()
-    for name, asked in (("A", {"Say c"}), ("B", {"Say a", "Say b"})):
-        shutil.rmtree("new", ignore_errors=True)
-        changed = [*NEW[1:], *two, REVISION % name]
-        capsys.readouterr()
-        assert main(["fork", "job.yaml", "job.yaml", *changed]) == 0
-        said = capsys.readouterr().out
-        assert "answers of 1 of 2 tasks cannot be used: model_kwargs changed\n" in said
-        server.asked.clear()
-        assert main(["run", "job.yaml", *changed]) == 0
-        assert set(server.asked) == asked
-    # A script has no file to compare with: what is kept is what the job's last settings allow, and no task is refused.
-    assert main(["fork", "job.yaml", "third", *two]) == 0
-    runs = [json.loads(Path(f"third/{rank:05d}/run.json").read_bytes()) for rank in (0, 1)]
-    assert [run.get("model_kwargs") for run in runs] == [None, {"revision": "B"}]
-
-
 def run_rank(yaml: Path, rank: int, *overrides: str) -> None:
     """Runs one task of a file's job."""
     executor = make_executor(argparse.Namespace(config=str(yaml), overrides=list(overrides)))
     documents: Any = None
     for step in executor.pipeline:
         documents = step(documents, rank, executor.world_size)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("command", ["verify", "repair"])
-def test_a_fork_that_has_not_started_has_no_output_yet(
-    command: str, yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-    capsys.readouterr()
-    assert main([command, "new/checkpoints"]) == 2
-    assert "error: new/checkpoints is a fork that has not started, so it has no output yet." in capsys.readouterr().err
-    assert main([command, "job.yaml", *NEW]) == (3 if command == "verify" else 0)
-    said = capsys.readouterr().out
-    assert f"of {yaml.parent}/new/output" in said if command == "verify" else "There is nothing to repair." in said
-
-
-def test_the_old_runs_output_folder_is_refused_by_any_name(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("link").symlink_to("output")
-    for name in ("link", "new/../output", f"{yaml.parent}/output"):
-        capsys.readouterr()
-        same = f"--pipeline.1.output_writer.output_folder={name}"
-        assert main(["fork", "checkpoints", "job.yaml", *NEW, same]) == 2
-        assert "is that of checkpoints. Choose another one" in capsys.readouterr().err
-        assert not Path("new/checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, config, documents, runner
 
 
 def ids(folder: Path) -> list[str]:
@@ -114,11 +114,6 @@ def test_a_slow_disk_slows_the_run_and_fills_no_memory(
     assert max(backlogs) <= 2 * 4 * one
 
 
-def test_a_document_without_media_is_written(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run([Document("text", "id 0", media=None)])  # type: ignore[arg-type]
-    assert ids(tmp_path) == ["id 0"]
-
-
 def test_max_dead_letters_counts_those_of_earlier_attempts(tmp_path: Path, server: FakeServer) -> None:
     async def fails(document: Document, generate: Any) -> Any:
         raise RuntimeError("always")
@@ -168,22 +163,6 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
         InferenceRunner(poison, config(server), plain).run(documents(3))
     runner(tmp_path, server, poison).run(documents(3))
     assert ids(tmp_path) == ["id 0", "id 2"]
-
-
-def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id == "id 0":
-            other = JsonlWriter(str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None)
-            step = InferenceRunner(ask, config(server), other, checkpoints_local_dir=str(tmp_path / "other"))
-            await asyncio.to_thread(step.run, documents(2))
-        return await ask(document, generate)
-
-    runner(tmp_path, server, rollout, output_writer=writer(tmp_path)).run(documents(4))
-    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
-        "00000_chunk_00000.jsonl",
-        "00000_chunk_00001.jsonl",
-        "b_00000_00000.jsonl",
-    ]
 
 
 def test_a_blocked_reader_keeps_no_failed_process_alive(tmp_path: Path, server: FakeServer) -> None:

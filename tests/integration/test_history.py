@@ -11,7 +11,6 @@ from typing import Any, Literal
 import orjson
 import pytest
 from datatrove.data import Document
-from loguru import logger
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import read_commits
@@ -177,24 +176,3 @@ def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
     assert first.last.position.share == pytest.approx(0.5, abs=0.02)
     assert second.progress[0].position == first.last.position, "what the attempt before knew last"
     assert second.last.position == InputPosition(size, size, "bytes")
-
-
-def test_an_input_of_unknown_size_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_history, "MINUTE_SECONDS", 0.01)
-    said: list[str] = []
-    handler = logger.add(said.append, level="INFO", format="{message}")
-
-    async def until_noted(document: Document, generate: Any) -> Any:
-        while sum(isinstance(record, Progress) for record in history_of(tmp_path).records) < 4:
-            await asyncio.sleep(0.01)
-        return await ask(document, generate)
-
-    try:
-        with FakeServer() as server:
-            runner(tmp_path, server, until_noted).run(iter(documents(3)))
-    finally:
-        logger.remove(handler)
-    (line,) = [line for line in said if "without percent" in line]
-    assert "give them no position" in line or "gives them no position" in line
-    last = history_of(tmp_path).last
-    assert last.position == InputPosition()

@@ -222,33 +222,6 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     assert kept(tmp_path)["skipped"] == [3, 2]
 
 
-@pytest.mark.slow
-def test_files_without_a_document_beside_good_ones_are_named_once_over_all_attempts(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "documents"
-    for number, name in enumerate(["00.csv", "README", "3.txt", "4", f"sub/{'x' * 60}"]):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("id,text\n" * (number + 1))
-    (folder / "5.jsonl").write_text('{"content": "a"}\n' * 12)
-    (folder / "6.jsonl").write_text("\n")
-    (folder / "9.jsonl.gz").write_bytes(gzip.compress(lines(8, 9).encode())[:-4])
-    for _ in range(2):
-        assert job(tasks=1) == 1
-    (folder / "9.jsonl.gz").write_bytes(gzip.compress(lines(8, 9).encode()))
-    capsys.readouterr()
-    assert job(tasks=1) == 0
-    skipped = (
-        "Skipped: 15 damaged lines and 12 rows without text; 6 files gave no document: 00.csv, 3.txt, 4 and 3 more."
-    )
-    assert skipped in capsys.readouterr().out
-    log = (tmp_path / "logs/logs/task_00000.log").read_text()
-    assert "The input file 'README' gave no document" in log
-    assert skipped in log
-    assert job(tasks=1) == 0
-    assert skipped in capsys.readouterr().out
-
-
 # The input of a finished run -------------------------------------------------------------------------------------
 
 
@@ -314,31 +287,6 @@ KEEP: Any = {"class_path": "tests.integration.test_input.Keep"}
 
 
 @pytest.mark.slow
-def test_other_default_metadata_is_refused_for_finished_ranks(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"}) == 0
-    assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
-    assert job(default_metadata={"b": [1], "a": 1, "api_key": "other"}) == 0
-    assert job(default_metadata={"a": 2, "b": [1]}) == 1
-    assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in capsys.readouterr().err
-
-
-def test_a_retry_is_refused_over_another_input_but_not_if_that_is_gone(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert job(steps=({"class_path": "tests.integration.test_job_check.Hidden"},)) == 0
-    assert job(text_key="id", retry=True) == 1
-    assert "text_key: 'text' -> 'id'" in capsys.readouterr().err
-    (tmp_path / "documents/4.jsonl").write_text(lines(9))
-    assert job(retry=True) == 1
-    assert "'4.jsonl'" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "documents")
-    assert job(retry=True) == 0
-    assert "8 of 8 documents" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_file_list_is_compared_by_the_files_that_it_names(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,55 +318,6 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
     assert job() == 0
     assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
-
-
-@pytest.mark.slow
-def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert job() == 0
-    shutil.rmtree(tmp_path / "logs")
-    (tmp_path / "documents/4.jsonl").write_text(lines(8))
-    assert job() == 0
-    assert "9 of 9 documents" in capsys.readouterr().out
-    rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
-    shutil.rmtree(tmp_path / "logs")
-    assert job() == 1
-    assert "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in capsys.readouterr().err
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("limit", [-1, 4])
-def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
-    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: int
-) -> None:
-    """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5. Document 8 is appended to one."""
-    grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
-    parse = JsonlReader._parse
-
-    def grow(self: JsonlReader, line: bytes, name: str, id_in_file: int | str) -> Any:
-        if name == grown.name and id_in_file == 0:
-            with grown.open("a") as file:
-                file.write(lines(8))
-        return parse(self, line, name, id_in_file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonlReader, "_parse", grow)
-        assert job(limit=limit) == 0
-    found = outputs(tmp_path)
-    assert job(limit=limit) == 0  # nothing has changed since it was read
-    (tmp_path / "logs/completions/00000").unlink()
-    assert job(limit=limit) == 0
-    assert outputs(tmp_path) == found
-    record = kept(tmp_path)["readers"][0]["files"]
-    assert [file[:2] for file in record] == [
-        [f"{n}.jsonl", (tmp_path / f"documents/{n}.jsonl").stat().st_size] for n in (0, 2)
-    ]
-    capsys.readouterr()
-    with grown.open("a") as file:
-        file.write(lines(9))
-    assert job(limit=limit) == 1
-    assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in capsys.readouterr().err
 
 
 def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:

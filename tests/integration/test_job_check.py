@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,13 +16,12 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.generation.job_check import check_job
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
+from tests.jobs import runner
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 JOB = job_yaml(ENDPOINT, tasks=3) + "          records_per_chunk: 2\n"
@@ -183,27 +181,6 @@ def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> Non
     assert "12 of 12 documents" in run()
 
 
-def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) -> None:
-    run("--pipeline.1.rollout_fn.prompt=Deny {text}", code=1)
-    assert Path("checkpoints/00000/run.json").exists()
-    line = run("--executor.tasks=2", "--pipeline.1.records_per_chunk=3")
-    assert "12 of 12 documents are in 5 files" in line
-
-
-@pytest.mark.slow
-def test_a_finished_task_without_documents_runs_again_with_other_settings(run: Command) -> None:
-    """With another number of tasks, it may have something to do."""
-    for name in ("0", "1"):
-        Path(f"input/{name}.jsonl").write_text("\n")
-    Path("input/2.jsonl").write_text('{"id": "id 7", "text": "forbidden"}')
-    run(code=1)
-    assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000", "00001"]
-    for index, name in enumerate(("0", "1", "2")):
-        Path(f"input/{name}.jsonl").write_text(f'{{"id": "id {index}", "text": "text {index}"}}')
-    assert "3 of 3 documents" in run("--executor.tasks=2")
-    assert written() == ["id 0", "id 1", "id 2"]
-
-
 def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run: Command) -> None:
     settings = ("--pipeline.1.skip_bad_requests=true",)
     Path("input/1.jsonl").write_text('{"id": "id 4", "text": "refused"}')
@@ -232,14 +209,6 @@ def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Command) 
     run(none)
     assert "tasks: 3 -> 2" in run(none, "--executor.tasks=2", code=1)
     run(none)
-
-
-@pytest.mark.slow
-def test_a_folder_without_job_json_is_compared_too(run: Command) -> None:
-    run()
-    Path("checkpoints/job.json").unlink()
-    assert "tasks: 3 -> 2" in run("--executor.tasks=2", code=1)
-    assert "12 of 12 documents" in run()
 
 
 @pytest.mark.matrix
@@ -272,38 +241,6 @@ def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(
     assert run().count("12 of 12 documents") == 2  # finished, and compared with the steps since the runner before
 
 
-def test_check_job_refuses_a_step_that_would_get_no_documents(tmp_path: Path, server: FakeServer) -> None:
-    class Own(PipelineStep):
-        name, type = "Own", "test"
-
-        def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-            yield from data
-
-    class NeedsNothing(Own):
-        def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
-            return data
-
-    class Replaced(Own):
-        run = NeedsNothing.run
-
-    steps = [documents(1), runner(tmp_path, server)]
-    for later in ([NeedsNothing()], [Replaced(), Own()], [lambda data, rank, world_size: None]):
-        check_job(LocalPipelineExecutor([*steps, *later], logging_dir=str(tmp_path / "logs")))
-    executor = LocalPipelineExecutor([*steps, Own()], logging_dir=str(tmp_path / "logs"))
-    with pytest.raises(ConfigError, match=r"pipeline\[2\] Own would get no documents"):
-        check_job(executor)
-    with pytest.raises(ConfigError, match=r"pipeline\[2\] Own would get no documents"):
-        check_job(LocalPipelineExecutor([NeedsNothing()], logging_dir=str(tmp_path / "2"), depends=executor))
-
-
-def test_the_command_in_the_last_line_works_as_printed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HERE", str(Path.cwd()))
-    line = run("--executor.tasks=1", "--pipeline.1.checkpoints_local_dir=$HERE/kept")
-    command = shlex.split(line.rpartition("To check the files: datatrove-ckpt ")[2])
-    assert command[1] == str(Path.cwd() / "kept")
-    assert main(command) == 0
-
-
 def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:
     assert run("--executor.tasks=1").endswith("To check the files: datatrove-ckpt verify checkpoints --full\n")
     Path("input/3.jsonl").write_text('{"id": "id 12", "text": "refused"}')
@@ -313,32 +250,6 @@ def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:
     assert line.endswith(f"To retry the dead letters: {command} --retry-dead-letters\n")
     error = run("--executor.tasks=1", "--pipeline.1.rollout_fn.prompt=Sing {text}", code=1)
     assert "For the dead letters alone, --retry-dead-letters takes the new settings." in error
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (OTHER_MODEL, 'model: "other" -> "fake"'),
-        ("--pipeline.0.data_folder=others", "is not what rank 0 and 2 other finished ranks have read"),
-    ],
-    ids=["model", "input"],
-)
-def test_a_different_run_that_finishes_all_tasks_in_between_is_noticed(
-    run: Command, monkeypatch: pytest.MonkeyPatch, other: str, message: str
-) -> None:
-    shutil.copytree("input", "others")
-    for path in Path("others").iterdir():
-        path.write_text(path.read_text().replace("text", "TEXT").replace('"TEXT":', '"text":'))
-    original = OurExecutor.run_ranks
-
-    def after_the_other(executor: OurExecutor) -> None:
-        monkeypatch.setattr(OurExecutor, "run_ranks", original)
-        assert main(["run", "job.yaml", other]) == 0
-        original(executor)
-
-    monkeypatch.setattr(OurExecutor, "run_ranks", after_the_other)
-    assert message in run(code=1)
 
 
 def drop_odd(data: Any, rank: int, world_size: int) -> Any:

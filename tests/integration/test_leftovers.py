@@ -188,19 +188,6 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
         another.wait()
 
 
-@pytest.mark.slow
-def test_where_proc_is_hidden_nothing_is_recorded_and_nothing_ended(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.kill()
-    (tmp_path / "proc").mkdir()
-    monkeypatch.setattr(leftovers, "_PROC", tmp_path / "proc")
-    assert ServerRecord.create("test") is None
-    end_leftovers()
-    assert run.alive() == {*OURS, "stranger"}
-    assert len(records()) == 1
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}'])
 def test_a_file_that_is_no_record_is_left_alone_until_it_is_old(content: bytes) -> None:
     path = leftovers._folder() / "x.json"

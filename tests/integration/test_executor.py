@@ -30,7 +30,6 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import runner
@@ -136,13 +135,6 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(
 def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), **arguments)
-
-
-def test_a_pipeline_without_our_step_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_run, "check_before_run", None)
-    monkeypatch.setattr(before_run, "check_after_run", None)
-    LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs")).run()
-    assert completed(tmp_path) == {0}
 
 
 @pytest.mark.matrix

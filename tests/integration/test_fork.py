@@ -385,7 +385,6 @@ def test_what_does_not_fit_is_said_before_anything_is_made(
 # runs that are no plain ones ------------------------------------------------------------------------------------------
 
 A, B = ({"model_kwargs": {"revision": name}} for name in "AB")
-KEEP = "--pipeline.1.keep_answers=true"
 
 
 def stop(folder: Path, server: FakeServer, config: dict[str, Any], at: str = "id 5", **settings: Any) -> None:
@@ -402,19 +401,6 @@ def run_rank(yaml: Path, rank: int, *overrides: str) -> None:
     documents: Any = None
     for step in executor.pipeline:
         documents = step(documents, rank, executor.world_size)
-
-
-@pytest.mark.slow
-def test_the_old_runs_logging_dir_is_refused(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("link").symlink_to("logs")
-    for name in ("logs", "link"):
-        for what in ("job.yaml", "checkpoints"):  # a folder does not tell its logging_dir; the markers in it do
-            capsys.readouterr()
-            assert main(["fork", what, "job.yaml", *NEW, f"--executor.logging_dir={name}"]) == 2
-            assert f"logging_dir: {yaml.parent}/{name} is another run's: datatrove skips" in capsys.readouterr().err
-    shutil.rmtree("logs/completions")
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, "--executor.logging_dir=logs"]) == 2
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
 
 
 # costs ----------------------------------------------------------------------------------------------------------------

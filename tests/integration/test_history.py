@@ -109,20 +109,6 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, mo
     assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
 
 
-def test_the_first_line_does_not_wait_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_history, "_FIRST_SECONDS", 0.01)
-
-    async def until_noted(document: Document, generate: Any) -> Any:
-        while sum(isinstance(record, Progress) for record in history_of(tmp_path).records) < 2:
-            await asyncio.sleep(0.01)
-        return await ask(document, generate)
-
-    with FakeServer() as server:
-        runner(tmp_path, server, until_noted, config=ONE_BY_ONE).run(documents(1))
-    (attempt,) = history_of(tmp_path).attempts
-    assert [(line.own.documents, line.position.total) for line in attempt.progress] == [(0, None), (0, 1), (1, 1)]
-
-
 def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_FIRST_BACKOFF", 0.01)
 

@@ -369,6 +369,7 @@ def test_a_drain_commits_what_is_uploaded(
     assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:

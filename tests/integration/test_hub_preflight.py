@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import sys
 from collections.abc import Callable
@@ -12,17 +11,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import DocumentFailed, OutputFailed
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output import hub_access
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
-from tests.jobs import ask, documents, runner
+from tests.jobs import documents, runner
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
@@ -234,33 +232,6 @@ def test_the_doctor_finds_what_would_end_the_run(
 def counted(hub: FakeHub) -> list[str]:
     """The kinds of the requests that count for the hub's limit of 1000 in 5 minutes."""
     return [request.kind for request in hub.requests if request.kind not in ("resolve", "lfs-upload")]
-
-
-def has_content(path: str) -> bool:
-    return Path(path).exists() and Path(path).stat().st_size > 0
-
-
-async def fails_late(document: Document, generate: Any, commits: str) -> Any:
-    """The third document fails, once the first chunk is committed."""
-    while document.id == "id 2":
-        if has_content(commits):
-            raise ValueError("on purpose")
-        await asyncio.sleep(0.01)
-    return await ask(document, generate)
-
-
-@pytest.mark.slow
-def test_a_rank_that_resumes_looks_its_files_up_instead_of_listing_all(
-    tmp_path: Path, hub: FakeHub, server: FakeServer
-) -> None:
-    hub.put("org/data", {f"part/{rank:05d}_{chunk:05d}.jsonl": b"{}" for rank in range(2, 102) for chunk in range(34)})
-    commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
-    changes = {"rollout": fails_late, "shared_context": {"commits": str(commits)}, "hub_commit_seconds": 0.0}
-    for _ in range(2):
-        hub.requests.clear()
-        with pytest.raises(DocumentFailed, match="on purpose"):
-            run_rank(tmp_path, server, **changes)
-    assert counted(hub) == ["auth-check", "paths-info"]
 
 
 @pytest.mark.slow

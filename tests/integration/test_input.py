@@ -43,21 +43,6 @@ class Drop(PipelineStep):
             yield from ()
 
 
-class Keep(PipelineStep):
-    """A filter that keeps every document, and counts them."""
-
-    name, type = "Keep", "test"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        for document in data:
-            self.seen += 1
-            yield document
-
-
 def lines(*numbers: int) -> str:
     return "".join(json.dumps({"text": f"text {number}", "id": f"id {number}"}) + "\n" for number in numbers)
 
@@ -184,15 +169,6 @@ def test_a_whole_input_of_empty_texts_is_no_success(
     assert "1 of 1" in capsys.readouterr().out
 
 
-def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
-    assert job("datatrove.pipeline.readers.CSVReader") == 1
-    assert "The input file '0.jsonl' in " in (said := capsys.readouterr().err)
-    assert "is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
-
-
 # What was skipped is said ----------------------------------------------------------------------------------------
 
 
@@ -281,9 +257,6 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(
     assert "limit: 1 -> -1" in capsys.readouterr().err
     (tmp_path / "documents/4.jsonl").write_text(lines(9))
     assert job(limit=1) == 0, "files behind the limit are not read"
-
-
-KEEP: Any = {"class_path": "tests.integration.test_input.Keep"}
 
 
 @pytest.mark.slow

@@ -211,12 +211,3 @@ def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytes
         assert not records()
 
     asyncio.run(play())
-
-
-def test_a_server_starts_where_no_record_can_be_written(log: list[str]) -> None:
-    folder = leftovers._folder()
-    folder.rmdir()
-    folder.touch()
-    assert ServerRecord.create("test") is None
-    end_leftovers()
-    assert len(log) == 2

@@ -76,17 +76,6 @@ async def _check_models_and_key(url: str, key: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_field_of_llama_cpp_can_be_set_and_a_wrong_one_is_named() -> None:
-    async def play(**kwargs: object) -> None:
-        async with make_server(config(model_kwargs={"threads": 1, **kwargs}), 0):
-            pass
-
-    asyncio.run(play(n_batch=64, parallel=1, cont_batching=False))
-    with pytest.raises(ServerStartFailed, match=r"(?s)does not know a flag.*--no-such-field=1"):
-        asyncio.run(play(no_such_field=1))
-
-
-@pytest.mark.slow
 def test_answers_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
     limits = {"why": {"type": "string", "maxLength": 8}, "answer": {"type": "integer", "minimum": 0, "maximum": 5}}
     schema = {"type": "object", "properties": limits, "required": ["why", "answer"]}

@@ -287,17 +287,6 @@ def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_not
     assert names(job) == before
 
 
-def test_plan_measures_a_remote_too(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "job.yaml", "--mtbf=2d", "--json", TO_MEMORY]) == 0
-    content = json.loads(capsys.readouterr().out)
-    (found,) = content["runners"]
-    assert content["mtbf"] == 2 * 86400
-    assert found["remote"] == "memory:///doctor/out"
-    assert [(upload["size"], upload["upload"]["number"]) for upload in found["uploads"]] == [(4096, 3), (8 * 2**20, 3)]
-    assert [table["setting"] for table in found["tables"]] == ["sync_seconds", "mirror_seconds"]
-    assert MemoryFileSystem().find("/doctor") == []
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
+from tests.jobs import documents, rows, runner
 from tests.unit.test_identity import load
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -29,9 +28,7 @@ BY_ID = [("id 0", "old"), ("id 1", "old"), ("id 2", "old"), ("id 3", "old"), ("i
 
 
 def versions(folder: Path) -> list[tuple[str, str]]:
-    lines = [line for path in sorted((folder / "output").glob("*.jsonl")) for line in path.read_text().splitlines()]
-    rows = [json.loads(line) for line in lines]
-    return [(row["id"], row["metadata"]["rollout_results"][0]["version"]) for row in rows]
+    return [(row["id"], row["metadata"]["rollout_results"][0]["version"]) for row in rows(folder)]
 
 
 def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt import CkptError, InferenceError, InferenceRunner, ServerError, errors
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, ask, config, documents, runner, writer
+from tests.jobs import STOPS_SOON, ask, config, documents, rows, runner, writer
 
 BAD = "BadRequestError"
 
@@ -26,8 +25,7 @@ def reject(*texts: str, status: int = 400) -> Callable[[dict[str, Any], int], in
 
 
 def read(folder: Path) -> list[str]:
-    files = sorted((folder / "output").glob("*.jsonl"))
-    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
+    return [row["id"] for row in rows(folder)]
 
 
 # what is skipped ------------------------------------------------------------------------------------------------------

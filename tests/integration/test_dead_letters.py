@@ -14,9 +14,7 @@ from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     ConfigError,
-    DocumentFailed,
     OutputMismatch,
     WorkerDied,
 )
@@ -26,7 +24,7 @@ from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 BAD = {"id 1", "id 4"}
@@ -46,8 +44,7 @@ def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
 
 
 def ids(folder: Path, pattern: str = "*.jsonl") -> list[str]:
-    files = sorted((folder / "output").glob(pattern))
-    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
+    return [row["id"] for row in rows(folder, pattern)]
 
 
 def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, server: FakeServer) -> None:
@@ -68,9 +65,9 @@ def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, s
 
 def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "input").mkdir()
-    rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(6)]
-    (tmp_path / "input" / "a.jsonl").write_text("".join(rows[:3]))
-    (tmp_path / "input" / "b.jsonl").write_text("".join(rows[3:]))
+    lines = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(6)]
+    (tmp_path / "input" / "a.jsonl").write_text("".join(lines[:3]))
+    (tmp_path / "input" / "b.jsonl").write_text("".join(lines[3:]))
     step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
     LocalPipelineExecutor([JsonlReader(str(tmp_path / "input")), step], logging_dir=str(tmp_path / "logs")).run()
     for letter, file, following in zip(letters(tmp_path), ("a.jsonl", "b.jsonl"), (2, 5), strict=True):
@@ -169,13 +166,6 @@ def test_a_document_that_a_chunk_and_a_retry_have_delivered_is_found_and_repaire
     assert ids(tmp_path) == before
     assert main(["verify", str(checkpoints), "--full"]) == 0
     check_output_of_run(again.output_writer, checkpoints, str(tmp_path / "logs"), 1)
-
-
-def test_a_rank_that_is_not_finished_is_not_retried(tmp_path: Path, server: FakeServer) -> None:
-    with pytest.raises(DocumentFailed):
-        runner(tmp_path, server, fails_on_bad).run(documents(6))
-    with pytest.raises(CheckpointMismatch, match="not finished"):
-        runner(tmp_path, server, fails_on_bad, retry_dead_letters=True).run([])
 
 
 def test_the_command_line_retries_finished_ranks_and_refuses_others(

@@ -186,22 +186,6 @@ def test_input_that_yields_no_document_says_what_it_looks_like(found: Doctor, co
     assert says in text
 
 
-@pytest.mark.slow
-def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) -> None:
-    for number in range(4):
-        Path(f"documents/0{number}.jsonl").write_bytes(b"")
-    for name in ("1.csv", "README"):
-        Path(f"documents/{name}").write_text("id,text\n")
-    checks = found()
-    assert checks["input, readable"][0] == "ok"
-    state, text = checks["input, files"]
-    assert state == "warning"
-    assert text.startswith("2 files will give no document: '1.csv', 'README'.")
-    state, text = found("--executor.tasks=7")["input, readable"]
-    assert state == "problem", "a task gets nothing but this file"
-    assert "This task's input holds no document, although '1.csv'" in text
-
-
 # space ---------------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
+from tests.jobs import documents, rows, runner
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -35,8 +34,7 @@ class Server(FakeServer):
 
 
 def texts(folder: Path) -> list[str]:
-    lines = [line for path in sorted((folder / "output").glob("*.jsonl")) for line in path.read_text().splitlines()]
-    return [json.loads(line)["metadata"]["rollout_results"][0]["text"] for line in lines]
+    return [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
 
 
 def test_a_resume_at_a_server_that_stops_believes_no_half_answer(tmp_path: Path) -> None:

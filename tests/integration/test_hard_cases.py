@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -29,12 +28,11 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner
+from tests.jobs import ask, config, documents, rows, runner
 
 
 def ids(folder: Path) -> list[str]:
-    files = sorted((folder / "output").glob("*.jsonl"))
-    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
+    return [row["id"] for row in rows(folder)]
 
 
 async def cancels_its_own_request(document: Document, generate: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ import pytest
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import probes
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
+from tests.jobs import rows
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
@@ -59,8 +59,9 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(
     hub.put("org/data", {"data/train-0.parquet": parquet(900, 40), "data/added.parquet": parquet(700, 3)})
     code, said = job("run")
     assert (code, "24 of 24 documents" in said) == (0, True)
-    texts = [json.loads(line)["text"] for data in outputs(Path("output")).values() for line in data.splitlines()]
-    assert sorted(texts) == sorted(f"text {100 * n + row}" for n in range(3) for row in range(8))
+    assert sorted(row["text"] for row in rows(Path())) == sorted(
+        f"text {100 * n + row}" for n in range(3) for row in range(8)
+    )
 
 
 @pytest.mark.matrix

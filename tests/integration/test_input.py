@@ -27,7 +27,7 @@ from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import ask, runner
+from tests.jobs import ask, rows, runner
 
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
 Run = Callable[..., int]
@@ -83,8 +83,7 @@ def job(tmp_path: Path) -> Iterator[Run]:
 
 def outputs(folder: Path) -> list[str]:
     """The texts in the output, in the order of the files' names."""
-    found = [path.read_text().splitlines() for path in sorted((folder / "output").glob("*.jsonl"))]
-    return [json.loads(line)["text"] for file in found for line in file]
+    return [row["text"] for row in rows(folder)]
 
 
 def completed(folder: Path) -> list[str]:
@@ -257,20 +256,6 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(
     assert "limit: 1 -> -1" in capsys.readouterr().err
     (tmp_path / "documents/4.jsonl").write_text(lines(9))
     assert job(limit=1) == 0, "files behind the limit are not read"
-
-
-@pytest.mark.slow
-def test_a_file_list_is_compared_by_the_files_that_it_names(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = tmp_path / "paths.txt"
-    paths.write_text("0.jsonl\n1.jsonl\n")
-    assert job(paths_file=str(paths)) == 0
-    (tmp_path / "documents/3.jsonl").unlink()
-    assert job(paths_file=str(paths)) == 0, "a file that is not in the list"
-    (tmp_path / "documents/1.jsonl").unlink()
-    assert job(paths_file=str(paths)) == 1
-    assert "removed: '1.jsonl'" in capsys.readouterr().err
 
 
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(

@@ -21,7 +21,7 @@ from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import runner
+from tests.jobs import rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 JOB = job_yaml(ENDPOINT, tasks=3) + "          records_per_chunk: 2\n"
@@ -70,8 +70,7 @@ def run(
 
 
 def written() -> list[str]:
-    lines = [line for path in Path("output").glob("*.jsonl") for line in path.read_text().splitlines()]
-    return sorted(json.loads(line)["id"] for line in lines)
+    return sorted(row["id"] for row in rows(Path()))
 
 
 @pytest.mark.matrix

@@ -136,19 +136,6 @@ def test_a_server_whose_runner_is_alive_is_not_touched(run: Run, log: list[str])
 
 
 @pytest.mark.slow
-def test_a_server_whose_guardian_is_alive_is_left_to_it(run: Run) -> None:
-    os.kill(run.pids["guardian"], signal.SIGSTOP)
-    run.runner.kill()
-    run.runner.wait()
-    lease()
-    assert run.alive() == {*OURS, "stranger", "guardian"}
-    os.kill(run.pids["guardian"], signal.SIGCONT)
-    until(lambda: not run.alive())
-    lease()
-    assert not records()
-
-
-@pytest.mark.slow
 def test_a_record_from_elsewhere_is_left_alone(run: Run) -> None:
     run.kill()
     (path,) = records()

@@ -154,10 +154,3 @@ def keeps_the_loop_free(run: Callable[[], Result]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_keeps_the_event_loop_from_its_work(name: str, run: Callable[..., Result]) -> None:
     keeps_the_loop_free(partial(run, **CASES[name]))
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("output", ["jsonl", "jsonl.gz", "parquet"])
-def test_publishing_100_000_documents_does_not_either(output: str, run: Callable[..., Result]) -> None:
-    keeps_the_loop_free(partial(run, 120_000, chunk=100_000, output=output))

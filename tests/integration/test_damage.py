@@ -268,7 +268,7 @@ def test_some_damage_is_refused_or_does_not_matter(
 def test_all_damage_is_refused_or_does_not_matter(
     half: Half, server: FakeServer, said: Callable[..., tuple[int, str]]
 ) -> None:
-    judge_all(half, server, said, mutations(half, 30, 0))
+    judge_all(half, server, said, mutations(half, 20, 0))
 
 
 @pytest.mark.matrix

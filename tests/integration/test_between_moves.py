@@ -84,7 +84,7 @@ def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
     job.check_finished()
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True], ids=["missing", "older"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: Job, when: str, older: bool) -> None:
@@ -192,7 +192,7 @@ def test_a_node_that_lost_the_shares_gets_them_from_the_mirror(job: Job) -> None
     job.check_finished()
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [RUN, COMMITS])
 def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, name: str) -> None:
     job.changes = mirrored(job)
@@ -203,6 +203,7 @@ def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, 
         check_before_run(job.executor(2))
 
 
+@pytest.mark.slow
 def test_edited_shares_are_a_problem_of_verify(job: Job) -> None:
     dealt_out_anew(job, 4, 2)
     edit(job.checkpoints / SHARES, ranks={})

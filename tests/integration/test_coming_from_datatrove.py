@@ -33,7 +33,7 @@ from tests.pages import ROOT, pages, table_rows
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.real_process
 @pytest.mark.parametrize("module", ["datatrove_ckpt", "datatrove_ckpt.run_inference"])
 def test_the_import_line_of_a_script_works_with_another_module(module: str) -> None:
@@ -222,6 +222,7 @@ def test_progress_is_a_line(tmp_path: Path, log: list[str]) -> None:
     assert "0 documents done, 0 of them in this run, 0 requests, 0.0 doc/s, 0.0 req/s, 0 tok/s" in shown
 
 
+@pytest.mark.slow
 def test_server_logs_have_the_rank_in_their_names(tmp_path: Path) -> None:
     settings = InferenceConfig("dummy", "m", server_log_folder=str(tmp_path / "logs"), reuse_servers=False)
     step = InferenceRunner(ask, settings, writer(tmp_path))

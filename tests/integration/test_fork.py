@@ -288,6 +288,7 @@ def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_pa
     print(f"fork was killed at {number} effects")
 
 
+@pytest.mark.slow
 def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

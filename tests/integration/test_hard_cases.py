@@ -76,6 +76,7 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
     assert ids(tmp_path) == [f"id {index}" for index in range(6)]
 
 
+@pytest.mark.slow
 def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +94,7 @@ def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
     assert all(total <= written + 2 for written, total in enumerate(asked)), "one may be past the look already"
 
 
+@pytest.mark.slow
 def test_a_slow_disk_slows_the_run_and_fills_no_memory(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
     assert ids(tmp_path) == ["id 0", "id 2"]
 
 
+@pytest.mark.slow
 def test_a_blocked_reader_keeps_no_failed_process_alive(tmp_path: Path, server: FakeServer) -> None:
     code = f"""
 import sys, threading

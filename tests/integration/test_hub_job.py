@@ -83,7 +83,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
     assert "revision" in said
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "found"),
     [

@@ -125,7 +125,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
     assert "the rank has nothing else left to do." in said
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["deleted", "made anew"])
 def test_files_that_vanish_during_the_run_are_missed_at_its_end(
     hub: FakeHub, server: FakeServer, tmp_path: Path, event: str

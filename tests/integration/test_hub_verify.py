@@ -164,7 +164,7 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(
     assert len(server.payloads) == asked
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
     cli: Cli, hub: FakeHub, complete: bool
@@ -182,6 +182,7 @@ def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
     assert not hub.repos
 
 
+@pytest.mark.slow
 def test_a_repository_under_a_new_name_goes_on_with_that_name(cli: Cli, hub: FakeHub) -> None:
     assert cli("run", "job.yaml")[0] == 0
     hub.repos["dataset", "org/new"] = hub.repos.pop(("dataset", "org/data"))

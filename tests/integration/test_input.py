@@ -139,7 +139,7 @@ def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_p
     assert outputs(tmp_path) == ["text 0", "text 1"]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
 def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tmp_path: Path, reader: str) -> None:
     drop = {"class_path": f"{__name__}.Drop"}
@@ -153,6 +153,7 @@ def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tm
     assert outputs(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_whole_input_of_empty_texts_is_no_success(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,6 +238,7 @@ def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_
     assert outputs(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job() == 0
     assert job() == 0

@@ -167,6 +167,7 @@ def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Command)
     assert 'model: "other" -> "fake"' in run(code=1)
 
 
+@pytest.mark.slow
 def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run: Command) -> None:
     settings = ("--pipeline.1.skip_bad_requests=true",)
     Path("input/1.jsonl").write_text('{"id": "id 4", "text": "refused"}')
@@ -201,6 +202,7 @@ def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int)
     assert not Path("logs").exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run: Command) -> None:
     text = Path("job.yaml").read_text()
     reader = "      - class_path: JsonlReader\n        init_args: {data_folder: input}\n"

@@ -47,6 +47,7 @@ def config(**settings: object) -> InferenceConfig:
     return InferenceConfig("llamacpp", GGUF, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
     async def play() -> None:
         settings = config(server_log_folder=str(tmp_path), max_concurrent_generations=2, server_stop_timeout_sec=1200.0)

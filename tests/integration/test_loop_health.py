@@ -90,6 +90,7 @@ def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
     assert len(list((tmp_path / "output").glob("*.gz"))) == 10
 
 
+@pytest.mark.slow
 def test_the_watch_tells_computing_from_waiting_for_the_lock_and_from_sleeping() -> None:
     seen: dict[str, Any] = {}
 

@@ -291,21 +291,6 @@ def test_nothing_comes_twice_or_is_left_out(
     assert read == Counter(TEXTS)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_topology_gets_the_same_batches(folder: str, workers: int) -> None:
-    for rank in range(2):
-        one = loader(folder, workers, rank, 2)
-        one.dataset.set_epoch(2)
-        batches = iter(one)
-        for _ in range(3):
-            next(batches)
-        if rank == 0:
-            _, states = stopped(folder, 2, workers, 3)
-        other = loader(folder, workers, rank, 2)
-        restore(other, states)
-        assert texts(other) == texts(batches)
-
-
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -367,15 +352,6 @@ def test_states_are_gathered_with_torch_distributed(folder: str, tmp_path: Path)
 
 
 # Files, logs, earlier releases ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("indexed", [True, False])
-def test_there_is_no_line_for_each_file(folder: str, capfd: Any, indexed: bool) -> None:
-    logged: list[str] = []
-    sink = logger.add(logged.append, format="{message}", level="INFO")
-    list(loader(folder, 0, indexed=indexed))
-    logger.remove(sink)
-    assert [line for line in logged if ".parquet" in line] == []
 
 
 SEED_OF_EPOCH_0 = 4886006158694734  # which release 0.1 gave to the reader for shuffle_seed=1

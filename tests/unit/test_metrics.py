@@ -131,12 +131,6 @@ def test_a_histogram_has_every_value_below_its_ends() -> None:
     assert found["request_completion_tokens_bucket 8.0"] == 1
 
 
-def test_before_the_first_numbers_the_rank_is_there() -> None:
-    found = samples(exposition([labels().snapshot("starting", 5.0, None, None)]).decode())
-    assert found["rank_state starting"] == 1
-    assert "documents_total" not in found
-
-
 def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
     rows = snapshot(5)
     rows["values"] |= {f"{PREFIX}input_done_rows": [[[], 1]], f"{PREFIX}input_size_rows": [[[], 2]]}
@@ -155,20 +149,12 @@ def test_openmetrics_is_sent_to_who_asks_for_it() -> None:
     assert encoded([snapshot()], "")[1].startswith("text/plain")
 
 
-def test_names_of_runs_and_errors_cannot_break_the_text() -> None:
-    odd = 'a"b\\c\nd{}# 7'
-    found = snapshot(run=odd)
-    found["values"][f"{PREFIX}request_errors_total"] = [[[odd], 9]]
-    assert samples(exposition([found]).decode(), run=odd)[f"request_errors_total {odd}"] == 9
-
-
 # settings ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"metrics_port": 0}, "monitoring.metrics_port: must be from 1 to 65535; it is 0."),
         ({"metrics_port": 70000}, "monitoring.metrics_port: must be from 1 to 65535; it is 70000."),
         ({"metrics_file": "metrics.txt"}, "monitoring.metrics_file: must end in .prom"),
         ({"metrics_file_seconds": 0}, "monitoring.metrics_file_seconds: must be positive; it is 0."),
@@ -257,15 +243,6 @@ def test_files_of_the_killed_and_of_those_long_ended_are_removed(tmp_path: Path)
     assert left == {*(f"books_{number}.prom" for number in (2, 4, 5, 6)), "other_1.prom", "books_00007.prom"}
 
 
-def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
-    written: list[int] = []
-    file = MetricsFile(str(tmp_path / "gone/a.prom"), 0.01, 3, lambda: written.append(1) or snapshot())  # type: ignore[func-returns-value]
-    file.start()
-    waited_for(lambda: len(written) > 2)
-    file.end()
-    assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 1
-
-
 # the port ------------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +313,7 @@ with metrics_port.MetricsPort(sys.argv[1], PORT).shows(lambda: snapshot(1)):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_keeps_nothing(host: str, port: Callable[[], MetricsPort]) -> None:
     with subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT) as first:
         waited_for(lambda: ranks(host) == {"1"})
@@ -346,6 +324,7 @@ def test_a_process_that_was_killed_keeps_nothing(host: str, port: Callable[[], M
             waited_for(lambda: ranks(host) == {"2"})
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_left_out(
     host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +340,7 @@ def test_a_process_that_hangs_is_left_out(
                 other.kill()
 
 
+@pytest.mark.slow
 def test_a_port_of_another_program_is_said_once_and_taken_when_it_is_free(
     host: str, port: Callable[[], MetricsPort], log: list[str]
 ) -> None:
@@ -389,6 +369,7 @@ def test_a_rank_that_has_ended_is_shown_for_a_while_and_once(host: str, port: Ca
         assert samples(found)["rank_state running"] == 1
 
 
+@pytest.mark.slow
 def test_when_nothing_is_left_to_show_the_port_is_free(
     host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +382,7 @@ def test_when_nothing_is_left_to_show_the_port_is_free(
         waited_for(lambda: ranks(host) == {"2"})
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_keep_the_port(host: str) -> None:
     code = f"""
 import os, sys
@@ -427,6 +409,7 @@ with metrics_port({host!r}, PORT).shows(lambda: snapshot(1)):
             mine.listen()
 
 
+@pytest.mark.slow
 def test_other_paths_say_where_the_metrics_are(host: str, port: Callable[[], MetricsPort]) -> None:
     with port().shows(lambda: snapshot(1)):
         waited_for(lambda: ranks(host))

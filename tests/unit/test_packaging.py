@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
+
+import pytest
 
 import datatrove_ckpt
 
@@ -30,6 +33,7 @@ def declared() -> set[str]:
     return {normalized(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
 
 
+@functools.cache
 def imported() -> set[str]:
     """The top-level packages that the package imports, anywhere in it."""
     found: set[str] = set()
@@ -42,6 +46,7 @@ def imported() -> set[str]:
     return found - sys.stdlib_module_names - {"datatrove_ckpt"}
 
 
+@pytest.mark.slow
 def test_every_package_that_is_imported_is_declared() -> None:
     distributions = packages_distributions()
     missing = {
@@ -52,6 +57,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert missing == set()
 
 
+@pytest.mark.slow
 def test_a_plain_dependency_is_imported_and_an_extra_is_not_needed_to_import_the_package() -> None:
     plain = {normalized(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["dependencies"]}  # type: ignore[index]
     distributions = packages_distributions()
@@ -60,11 +66,10 @@ def test_a_plain_dependency_is_imported_and_an_extra_is_not_needed_to_import_the
 
 
 def test_the_version_is_the_installed_one() -> None:
-    code = "from importlib.metadata import version; print(version('datatrove-ckpt'))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.strip() == datatrove_ckpt.__version__
+    assert version("datatrove-ckpt") == datatrove_ckpt.__version__
 
 
+@pytest.mark.slow
 def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "from datatrove_ckpt import InferenceConfig\nreveal_type(InferenceConfig('dummy'))\n"

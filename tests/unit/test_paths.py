@@ -92,7 +92,8 @@ def test_a_path_that_nothing_expands_is_an_error_and_no_folder(
     assert not (folder.parent / "scratch").exists()
 
 
-@pytest.mark.parametrize("checkpoints", ["$SCRATCH/checkpoints", "${SCRATCH}/checkpoints", "~/checkpoints"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("checkpoints", ["$SCRATCH/checkpoints", "~/checkpoints"])
 def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints(
     folder: Path, capsys: pytest.CaptureFixture[str], checkpoints: str
 ) -> None:
@@ -103,6 +104,7 @@ def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints
     assert odd_names(folder.parent) == []
 
 
+@pytest.mark.slow
 def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder: Path) -> None:
     home = folder.parent / "home"
     (folder / "documents").rename(home / "documents")

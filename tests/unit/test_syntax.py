@@ -21,6 +21,7 @@ def test_no_other_module_parses_code() -> None:
     parsing = [
         str(path.relative_to(PACKAGE))
         for path in sorted(PACKAGE.rglob("*.py"))
+        if "parse" in path.read_text()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "ast.parse"
     ]

@@ -92,33 +92,3 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypa
     monkeypatch.undo()
     assert len(folder.list_files()) == 1
     folder.rm_file(folder.list_files()[0])
-
-
-def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    folders = {"bucket"}
-
-    def pipe(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
-        if self._parent(path).lstrip("/") not in folders:
-            raise FileNotFoundError(path)
-        with self.open(path, "wb") as file:
-            file.write(value)
-
-    def makedirs(self: MemoryFileSystem, path: str, exist_ok: bool = False) -> None:
-        made.append(path)
-        folders.add(path.lstrip("/"))
-
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe)
-    monkeypatch.setattr(MemoryFileSystem, "makedirs", makedirs)
-    monkeypatch.setattr(MemoryFileSystem, "exists", lambda self, path: path.lstrip("/") in folders)
-    monkeypatch.setattr(MemoryFileSystem, "rmdir", lambda self, path: folders.discard(path.lstrip("/")))
-    with (
-        pytest.raises(RemoteFailed, match="could not be written"),
-        probe_object(get_datafolder("memory://missing/deep/er")) as upload,
-    ):
-        upload(b"1234")
-    assert made == []
-    with probe_object(get_datafolder("memory://bucket/deep")) as upload:
-        upload(b"1234")
-    assert made == ["/bucket/deep"]
-    assert folders == {"bucket"}

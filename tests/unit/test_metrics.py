@@ -325,22 +325,6 @@ def test_a_process_that_was_killed_keeps_nothing(host: str, port: Callable[[], M
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_left_out(
-    host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", 0.5)
-    with port().shows(lambda: snapshot(2)):
-        waited_for(lambda: ranks(host) == {"2"})
-        with subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT) as other:
-            waited_for(lambda: ranks(host) == {"1", "2"})
-            other.send_signal(signal.SIGSTOP)
-            try:
-                waited_for(lambda: ranks(host) == {"2"})
-            finally:
-                other.kill()
-
-
-@pytest.mark.slow
 def test_a_port_of_another_program_is_said_once_and_taken_when_it_is_free(
     host: str, port: Callable[[], MetricsPort], log: list[str]
 ) -> None:
@@ -370,19 +354,6 @@ def test_a_rank_that_has_ended_is_shown_for_a_while_and_once(host: str, port: Ca
 
 
 @pytest.mark.slow
-def test_when_nothing_is_left_to_show_the_port_is_free(
-    host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_port, "_KEEP_ENDED_SECONDS", 0.0)
-    one = port()
-    with one.shows(lambda: snapshot(1)):
-        waited_for(lambda: ranks(host) == {"1"})
-    waited_for(lambda: not get(host))
-    with one.shows(lambda: snapshot(2)):
-        waited_for(lambda: ranks(host) == {"2"})
-
-
-@pytest.mark.slow
 def test_a_fork_does_not_keep_the_port(host: str) -> None:
     code = f"""
 import os, sys
@@ -407,16 +378,6 @@ with metrics_port({host!r}, PORT).shows(lambda: snapshot(1)):
             mine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             mine.bind((host, PORT))
             mine.listen()
-
-
-@pytest.mark.slow
-def test_other_paths_say_where_the_metrics_are(host: str, port: Callable[[], MetricsPort]) -> None:
-    with port().shows(lambda: snapshot(1)):
-        waited_for(lambda: ranks(host))
-        assert "/metrics" in get(host, "/")
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            get(host, "/etc/passwd")
-        assert samples(get(host, "/metrics?name[]=x"))["documents_total"] == 7
 
 
 def test_two_jobs_of_one_name_make_no_page_that_prometheus_refuses(log: list[str]) -> None:

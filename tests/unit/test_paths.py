@@ -43,7 +43,6 @@ PLACES = {
     "output": "output",
     "checkpoints": "checkpoints",
 }
-ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
 
 
 @pytest.fixture
@@ -74,12 +73,9 @@ def odd_names(folder: Path) -> list[str]:
     ("places", "message"),
     [
         ({"data": "$SCRATCH/in"}, "pipeline[0] JsonlReader: data_folder: '$SCRATCH/in' contains $SCRATCH"),
-        ({"data": "$SCRATCH/in", "reader": ORIGINAL}, "JsonlReader: data_folder: '$SCRATCH/in' contains $SCRATCH"),
         ({"output": "${SCRATCH}/out"}, "output_folder: '${SCRATCH}/out' contains ${SCRATCH}"),
-        ({"logs": "$SCRATCH/logs"}, "executor LocalPipelineExecutor: logging_dir: "),
         ({"logs": "a/~/logs"}, "only a ~ at the beginning"),
         ({"checkpoints": "$UNSET_HERE/checkpoints"}, "the environment variable UNSET_HERE is not set here"),
-        ({"checkpoints": "a/~/b"}, "only a ~ at the beginning"),
         ({"checkpoints": "~nobody-of-this-name/b"}, "there is no such home folder"),
     ],
 )

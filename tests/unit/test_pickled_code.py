@@ -111,14 +111,6 @@ def test_a_function_that_is_imported_by_name_is_what_is_imported(
     assert fields(loaded) != made
 
 
-def test_globals_of_the_program_that_loads_the_pickle_do_not_count(tmp_path: Path, another_process: Any) -> None:
-    source = "async def rollout(document, generate):\n    return document.main + document.limit\n"
-    step = step_of(tmp_path, load_changed(tmp_path, "script", source=source).rollout)
-    loaded = another_process(step)
-    loaded.rollout_fn.__globals__.update(main=load, limit=5)
-    assert fields(loaded) == fields(step)
-
-
 def test_a_rank_continues_after_its_script_was_edited(tmp_path: Path, another_process: Any) -> None:
     module = load_changed(tmp_path, "script", source=SOURCE)
     with FakeServer() as server:

@@ -27,15 +27,6 @@ from datatrove_ckpt.redaction import (
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["api_key", "apikey", "key", "token", "config.hf_token", "--auth-token", "aws_secret_access_key", "client_secret",
-     "Password", "db passwd", "sas_token", "credentials"],
-)  # fmt: skip
-def test_a_name_that_ends_like_a_secret_means_one(name: str) -> None:
-    assert names_secret(name)
-
-
-@pytest.mark.parametrize(
     "name", ["max_tokens", "tokenizer", "keyboard", "prompt", "monkey", "secretary", "tokens", "chars_per_token"]
 )
 def test_a_name_that_only_holds_such_a_word_does_not(name: str) -> None:
@@ -132,12 +123,6 @@ def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch
     note_sent({"extra_headers": {"Authorization": "Bearer s3cret-s3cret"}, "tools": [{"api_key": "t00l-t00l"}]})
     said = "quite-ordinary /quite/ordinary s3cret-s3cret t00l-t00l"
     assert redact(said) == "*** /quite/ordinary *** ***"
-
-
-def test_payloads_of_a_long_run_take_no_more_memory() -> None:
-    for number in range(500):
-        note_sent({"headers": {"X-Request-Id": f"{number:010}"}})
-    assert redact("0000000007 0000000499") == "0000000007 ***"
 
 
 def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own() -> None:

@@ -74,17 +74,3 @@ def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status: int, permanent: b
     left = called(wrapped)
     assert http_status(left) == status
     assert is_permanent(left) is permanent
-
-
-@pytest.mark.parametrize(
-    ("error", "permanent"),
-    [
-        (PermissionError(), True),
-        (botocore.exceptions.NoCredentialsError(), True),
-        (TypeError(), True),
-        (KeyError(), False),
-    ],
-    ids=lambda value: getattr(type(value), "__name__", str(value)),
-)
-def test_what_another_attempt_cannot_change_is_permanent(error: Exception, permanent: bool) -> None:
-    assert is_permanent(called(error)) is permanent

@@ -17,7 +17,6 @@ from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.page import page
 from datatrove_ckpt.maintenance.report.prices import Prices
 from datatrove_ckpt.maintenance.run_state import RankState, Rates, RunState, Totals
-from tests.unit.test_report_page import Reader
 from tests.unit.test_report_sums import write_commits
 
 T = 1_790_000_000.0
@@ -151,13 +150,6 @@ def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> N
     assert content.missing[1].startswith("1 damaged line of histories")
     assert content.ranks[1].documents == 600
     assert content.ranks[1].rate is None
-
-
-def test_nothing_that_ever_ran_makes_a_page(tmp_path: Path) -> None:
-    state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "00000", "unfinished")])
-    content = gather(state, Prices(1.0, (1.0, 2.0), 4), {})
-    assert content.timeline is None
-    Reader(page(content))
 
 
 def test_settings_are_shown_without_secrets(tmp_path: Path) -> None:

@@ -273,30 +273,6 @@ async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> 
     assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
 
-def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A second rank comes while the first one has locked one of its two GPUs."""
-    between: list[list[str] | None] = []
-    visible = ["a", "b", "c", "d"]
-    try_lock = gpu_slots._try_lock
-
-    def lock_two() -> list[str] | None:
-        locked = gpu_slots._try_lock_gpus(tmp_path, visible, 2)
-        return locked and [name for name, _ in locked]
-
-    def another_rank_comes(path: Path) -> int | None:
-        if path.name == "gpu_b.lock":
-            monkeypatch.setattr(gpu_slots, "_try_lock", try_lock)
-            between.append(lock_two())
-        return try_lock(path)
-
-    monkeypatch.setattr(gpu_slots, "_try_lock", another_rank_comes)
-    assert lock_two() == ["a", "b"]
-    assert between == [None]
-    assert lock_two() == ["c", "d"]
-
-
 def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     script = "import sys; print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
@@ -337,32 +313,6 @@ def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_aga
     assert asyncio.run(play()) == asyncio.run(play())
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: list[str]
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
-    asyncio.run(gpus())
-    assert "common cache folder" in log[0]
-
-
-async def _answer_all(tasks: list[asyncio.Task[Target]], made: Router) -> None:
-    for task in tasks:
-        made.release(await task)
-
-
-async def test_a_call_tells_when_a_request_could_be_sent_and_none_waits() -> None:
-    made = router(limit=2)
-    free: list[int] = []
-    made.on_free = lambda: free.append(made.capacity - made.in_flight)
-    tasks = [acquire(made) for _ in range(3)]
-    await settle()
-    made.release(await tasks[0])  # the third takes the place
-    assert free == [0]
-    await _answer_all(tasks[1:], made)
-    assert free == [0, 1, 2]
-
-
 def test_the_capacity_is_that_of_the_servers_that_are_up() -> None:
     made = router(targets=3, limit=100)
     assert made.capacity == 100
@@ -390,11 +340,6 @@ def test_metrics_of_all_engines_of_a_server_are_added_up() -> None:
     assert parse_metrics("vllm", VLLM_METRICS) == Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)
 
 
-def test_metrics_without_labels_are_read() -> None:
-    text = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
-    assert parse_metrics("llamacpp", text) == Metrics(4.0, 1.0, 12.0)
-
-
 def test_a_page_without_our_metrics_says_nothing() -> None:
     assert parse_metrics("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n") is None
 
@@ -413,9 +358,3 @@ def test_no_key_is_in_a_traceback_that_shows_all_values() -> None:
     logger.remove(handler)
     assert "***" in "".join(lines)
     assert "hush-hush" not in "".join(lines)
-
-
-def test_keys_are_equal_when_their_values_are() -> None:
-    assert Key("a") == Key.wrap("a") != Key("b")
-    assert len({Key("a"), Key("a")}) == 1
-    assert Key.wrap(None) is None

@@ -103,7 +103,7 @@ def test_seed_and_epoch_alone_define_the_order() -> None:
 FIRST_ROWS = [(3, 16), (7, 35), (7, 57), (5, 40)]
 
 
-@pytest.mark.parametrize(("skip", "limit"), [(0, -1), (0, 0), (3, -1), (3, 4), (5, 100), (100, 5), (4, 1)])
+@pytest.mark.parametrize(("skip", "limit"), [(0, 0), (3, -1), (3, 4), (5, 100), (100, 5)])
 def test_skip_and_limit_count_rows_of_the_whole_input(skip: int, limit: int) -> None:
     blocks = INPUTS["few files"]
     table = BlockTable(blocks, skip=skip, limit=limit)
@@ -127,7 +127,7 @@ def span_and_neighbours(rows: list[tuple[int, int]], per_file: int, files: int) 
     return span, float(near.mean())
 
 
-@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 1), (8, 1), (2, 32)])
+@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 32)])
 @pytest.mark.parametrize("window", [Window(rows=64_000, bytes=None), Window(bytes=2**26)], ids=str)
 def test_a_batch_spans_the_files_and_neighbours_are_far_apart(window: Window, workers: int, batch: int) -> None:
     table = BlockTable(TEN_FILES)
@@ -140,8 +140,8 @@ def test_a_batch_spans_the_files_and_neighbours_are_far_apart(window: Window, wo
         assert near < 0.08
 
 
-@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (4, 1), (2, 32)])
-@pytest.mark.parametrize("rows", [10_000, 100_000])
+@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 32)])
+@pytest.mark.parametrize("rows", [10_000])
 def test_files_that_cannot_be_entered_take_turns(rows: int, workers: int, batch: int) -> None:
     """Rows of one file within a window are near each other, and one of ten neighbours would be by chance."""
     table = BlockTable(TEN_FILES, streams=range(10))
@@ -163,47 +163,6 @@ def test_the_window_bounds_what_is_open() -> None:
     assert tiny.largest_window == 1_000_000, "one block"
 
 
-def test_workers_that_divide_the_shares_read_no_block_twice() -> None:
-    table = BlockTable(TEN_FILES)
-    order = order_by_rows(table, 1, 0, Window(bytes=2**28))
-    assert len(order.shares) == 6
-    for slots in (1, 2, 3, 6):
-        shares = [set(order.locate(np.arange(slot, 1000, slots))[0].tolist()) for slot in range(slots)]
-        assert sum(map(len, shares)) == 6
-
-
-def test_one_file_that_cannot_be_entered_mixes_within_the_window() -> None:
-    """What holds for a single compressed file: each window is uniform, and windows follow each other."""
-    blocks = blocks_of([1000] * 200)
-    table = BlockTable(blocks, streams=[0])
-    order = order_by_rows(table, 1, 0, Window(rows=50_000, bytes=None))
-    assert [len(order.shares), order.shares[0].windows] == [1, 4]
-    rows = [row for _, row in rows_in_order(table, order, np.arange(0, 200_000, 40))]
-    window = [row // 50_000 for row in rows]
-    assert window == sorted(window)
-    displacement = np.mean(np.abs(np.array(rows) - np.arange(0, 200_000, 40))) / 50_000
-    assert 0.3 < displacement < 0.37, "uniform in a window is 1/3"
-
-
-def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end() -> None:
-    table = BlockTable(blocks_of(*([100] * 30 for _ in range(40))), streams=range(40))
-    order = order_by_rows(table, 1, 0, Window(rows=3200, bytes=None))
-    read: Counter[int] = Counter()
-    seen: dict[int, set[int]] = {}
-    for number, share in enumerate(order.shares):
-        for window in range(share.windows):
-            pieces = share.window(window).pieces
-            for block in pieces.block:
-                file = int(table.file[block])
-                assert table.first[block] == read[file] * 100
-                read[file] += 1
-                seen.setdefault(file, set()).add(number)
-    assert set(read.values()) == {30}
-    assert {len(shares) for shares in seen.values()} == {1}
-    span, _ = span_and_neighbours(rows_in_order(table, order, np.arange(50_000, 53_200)), 3000, 40)
-    assert span > 12
-
-
 # Shares --------------------------------------------------------------------------------------------------------
 
 
@@ -219,9 +178,8 @@ TOPOLOGIES = [Topology(*key) for key in product((1, 2, 3, 4), (1, 2, 3), (1, 3))
 
 
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_each_position_is_dealt_once_and_evenly(topology: Topology, even: Even) -> None:
-    for rows in (0, 1, 5, 12, 37):
+def test_each_position_is_dealt_once_and_evenly(even: Even) -> None:
+    for topology, rows in product(TOPOLOGIES, (0, 1, 5, 37)):
         dealt, ranks = [], []
         for rank in range(topology.ranks):
             ranks.append(topology.of_rank(rows, rank, even))
@@ -297,21 +255,3 @@ def test_even_shares_stay_even_after_another_topology(even: Even) -> None:
         else:
             assert sorted(seen) == list(range(53))
             assert sum(seen.values()) < 53 + second.ranks
-
-
-def test_a_state_between_two_steps_is_a_prefix_if_the_batch_is_known() -> None:
-    topology = Topology(4, 2, 8)
-    counts = [24] * 4 + [16] * 4  # five steps: worker 0 gave three batches, worker 1 two
-    read, done = take(1000, [], topology, counts)
-    assert sorted(read) == list(range(5 * 4 * 8))
-    assert Remaining(1000, [done]).positions(np.arange(3)).tolist() == [160, 161, 162]
-    assert len(json.dumps(done.to_json())) < 40
-
-
-def test_the_rest_does_not_depend_on_who_read_what_came_before() -> None:
-    rests = []
-    for ranks, workers in product((1, 2, 4), (1, 2)):
-        topology = Topology(ranks, workers, 8 // ranks)
-        counts = [topology.batch * 6 // workers] * topology.slots
-        rests.append(Remaining(1000, [take(1000, [], topology, counts)[1]]).positions(np.arange(900)).tolist())
-    assert all(rest == rests[0] for rest in rests)

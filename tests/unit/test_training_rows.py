@@ -252,15 +252,6 @@ def test_other_content_of_the_same_size_is_noticed(tmp_path: Path, kind: str) ->
     merge([state])
 
 
-def test_another_skip_or_limit_is_named(tmp_path: Path) -> None:
-    reader = write(tmp_path / "input", "parquet")
-    (state,) = states_of(reader, (1, 1))
-    for changes in ({"skip": 2}, {"limit": 5}):
-        (name,) = changes
-        with pytest.raises(CheckpointMismatch, match=rf"with {name}=(0|-1), and this reader has {name}=\d"):
-            Index(ParquetReader((tmp_path / "input").as_posix(), **changes)).check(state["input"])
-
-
 def test_a_merged_state_says_whether_the_epoch_has_ended(parquet: SeekingReader) -> None:
     for samples, even in [(3, None), (10**6, None), (10**6, "drop"), (10**6, "repeat")]:
         merged = DatasetState.from_json(merge(states_of(parquet, (4, 1), samples, even=even)))
@@ -396,20 +387,6 @@ def test_a_shuffled_window_is_not_held_twice(tmp_path: Path, kind: str) -> None:
         read = RowSource(index, order, ["ids"]).samples(*order.locate(np.arange(1000)))
     assert len({int(row["ids"][0]) for row in read if row}) == 1000
     assert table.nbytes < pool.max_memory() < 1.4 * table.nbytes
-
-
-@pytest.mark.parametrize("columns", [None, ["text"]])
-@pytest.mark.parametrize("seed", [None, 1])
-def test_texts_that_pyarrow_cannot_take_are_read(tmp_path: Path, seed: int | None, columns: list[str] | None) -> None:
-    """Polars writes string views, of which pyarrow takes none."""
-    texts = [f"text {number}" * 5 for number in range(60)]
-    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string_view())])) as file:
-        for first in range(0, 60, 20):
-            file.write_batch(pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())}))
-    reader = IpcReader(tmp_path.as_posix())
-    ranks = [epoch(reader, Slot(rank, 2, 0, 1), columns=columns, seed=seed) for rank in range(2)]
-    found = [one["text"] if columns else one.text for rank in ranks for one in rank]
-    assert sorted(found) == sorted(texts)
 
 
 @pytest.mark.parametrize("seed", [None, 1])

@@ -112,36 +112,11 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Pa
     assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
 
 
-@pytest.mark.slow
-def test_a_worker_that_dies_while_it_sends_is_noticed_although_a_fork_of_it_holds_the_pipe_open(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> bytes:
-        if not (tmp_path / "died").exists():
-            (tmp_path / "died").touch()
-            if (fork := os.fork()) == 0:
-                time.sleep(600)
-                os._exit(0)
-            (tmp_path / "fork").write_text(str(fork))
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            os.write = lambda *_: time.sleep(600)  # type: ignore[assignment,return-value]
-        return b"result"
-
-    with group(run, 1) as workers:
-        assert dict(workers.run([7])) == {7: b"result"}
-    os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
-
-
-class Stubborn(Exception):
-    def __init__(self, first: str, second: str) -> None:  # so it cannot be unpickled
-        super().__init__(first)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
         (ValueError("no such key"), ValueError, "no such key"),
-        (CkptError("a setting"), CkptError, "a setting"),
-        (Stubborn("first", "second"), CkptError, "Task 1 failed with Stubborn: first"),
         (SystemExit(0), UnexpectedExit, r"A step of task 1 called sys.exit\(0\)"),
         (KeyboardInterrupt(), UnexpectedExit, "A step of task 1 raised KeyboardInterrupt"),
     ],
@@ -165,30 +140,6 @@ def test_the_first_error_is_raised_once_the_others_have_drained(
         assert list(workers.run(range(6))) == [(0, 0)]
     assert "in run\n" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])]) or kind is UnexpectedExit
     assert not (tmp_path / "5").exists()
-
-
-def test_the_others_drain_at_once_when_no_replacement_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(slot: int, task: int) -> int:
-        if task == 1:
-            until_there(tmp_path / "started")
-            os.kill(os.getpid(), signal.SIGKILL)
-        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "drained").touch())
-        (tmp_path / "started").touch()
-        until_there(tmp_path / "drained")
-        return task
-
-    class Third(module._Process):
-        def __init__(self, context: Any, *others: Any) -> None:
-            if (tmp_path / "started").exists():
-                raise ConnectionError
-            super().__init__(context, *others)
-
-    monkeypatch.setattr(module, "_Process", Third)
-    with pytest.raises(WorkerDied, match="the process that starts them has ended"), group(run) as workers:
-        list(workers.run(range(2)))
-    assert (tmp_path / "drained").exists()
 
 
 @pytest.mark.slow
@@ -441,67 +392,6 @@ def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with group(run) as workers:
         assert dict(workers.run(range(4))) == {0: 0, 1: 1, 2: 2, 3: 3}
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_still_being_started_holds_up_no_stop(tmp_path: Path) -> None:
-    thread = in_thread(
-        lambda: until_there(tmp_path / "loads"),
-        lambda: os.kill(os.getpid(), signal.SIGTERM),
-    )
-    began = time.monotonic()
-    with group(LoadsForever(tmp_path / "loads"), method="spawn") as workers, pytest.raises(Stopped):
-        list(workers.run([1]))
-    thread.join()
-    assert time.monotonic() - began < 400
-
-
-class LoadsForever:
-    def __init__(self, started: Path) -> None:
-        self.started = started
-
-    def __call__(self, slot: int, task: int) -> None: ...
-
-    def __reduce__(self) -> Any:
-        return load_forever, (self.started,)
-
-
-def load_forever(started: Path) -> None:
-    started.touch()
-    time.sleep(600)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("end", ["returns", "sys.exit", "raises"])
-def test_a_fork_that_falls_out_of_its_task_says_nothing_in_the_name_of_its_parent(tmp_path: Path, end: str) -> None:
-    def run(slot: int, task: int) -> str:
-        if task == 0 and os.fork() == 0:
-            until_there(tmp_path / "second task")
-            if end == "sys.exit":
-                sys.exit(0)
-            if end == "raises":
-                raise ValueError("of the fork")
-            return "of the fork"
-        if task == 1:
-            (tmp_path / "second task").touch()
-            time.sleep(0.3)
-        return f"of {task}"
-
-    with group(run, 1) as workers:
-        assert dict(workers.run(range(3))) == {task: f"of {task}" for task in range(3)}
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> None:
-        (tmp_path / "started").touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    thread = in_thread(lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    context, work = multiprocess.get_context("fork"), Work(run, nothing)
-    with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers, pytest.raises(Stopped):
-        list(workers.run([0]))
-    thread.join()
 
 
 def environment(slot: int, task: int) -> str:

@@ -17,7 +17,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(VALUES)
 def test_any_value_comes_back(value: Any) -> None:
     assert read_value(dump(value)) == value

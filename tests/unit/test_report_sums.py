@@ -233,29 +233,6 @@ def test_gpus_are_those_of_the_yaml_file() -> None:
 # reading -------------------------------------------------------------------------------------------------------------
 
 
-def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> None:
-    records: list[Record] = [start(1, 0)]
-    for number in range(1, 4):
-        records += [start(number, 1000 * number), server(number, 1000 * number + 5, "ready")]
-        for minute in range(300):
-            records.append(line(number, 1000 * number + 10 + minute, 300 * number + minute))
-            if minute % 10 == 9:
-                spread = Spread(at=T + 1000 * number + 10 + minute, attempt=number)
-                for _ in range(minute):
-                    spread.milliseconds.count(5)
-                records.append(spread)
-    data = b"".join(record.to_line() for record in records)
-    log = parse_log(data, 30)
-    assert [attempt.number for attempt in log.attempts] == [1, 2, 3]
-    assert sum(len(attempt.minutes) for attempt in log.attempts) <= 30 + 8
-    for attempt in log.attempts:
-        first = 300 * attempt.number
-        assert [attempt.minutes[0].documents, attempt.minutes[-1].documents] == [first, first + 299]
-        assert attempt.spread is not None
-        assert attempt.spread.milliseconds == {int(4 * 2.3219280948) + 1: 299}
-    assert log.last == parse_log(data).last
-
-
 def test_torn_and_damaged_lines_cost_themselves_only() -> None:
     data = b"".join(record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)])
     lines = data.splitlines(keepends=True)

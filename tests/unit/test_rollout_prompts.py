@@ -150,10 +150,6 @@ def test_auto_is_what_the_context_leaves(words: str) -> None:
     fitted: Any = for_config(rollout, given)
     assert fitted.prompt_tokens == 100 - 26 - 64
     assert content(fitted, document("x" * 99)) == "x" * 10
-    own: Any = for_config(
-        PromptRollout(max_prompt_tokens="auto", chars_per_token=1, generation_params={"max_tokens": 30}), given
-    )
-    assert own.prompt_tokens == 6
     plain: Any = for_config(
         CompletionRollout(max_prompt_tokens="auto", tokenizer=words),
         config(model_max_context=100, use_chat=False, default_generation_params={"max_tokens": 98}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -82,17 +81,6 @@ def test_in_the_first_minute_the_rate_is_that_of_the_documents_that_were_finishe
     assert state.ranks[0].rates.completion_tokens == pytest.approx(100)
     assert state.totals.working_seconds == 20
     assert read_one(tmp_path, T + 2).rates.documents == 0
-
-
-@pytest.mark.parametrize(("seconds", "average"), [(40, 1.0), (0.1, 0.0)])
-def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_changed(
-    tmp_path: Path, seconds: float, average: float
-) -> None:
-    folder = write_rank(tmp_path, chunks=3, journal=10, history=[start(T, host=HERE), minute(T, 0)])
-    os.utime(folder / layout.COMMITS, (T, T))
-    os.utime(layout.journal_path(folder, 3), (T + seconds, T + seconds))
-    state = read(tmp_path, T + 100)
-    assert (state.ranks[0].state, state.totals.average.documents) == ("lost", average)
 
 
 def test_a_rank_that_failed_says_why(tmp_path: Path) -> None:

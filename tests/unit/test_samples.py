@@ -18,10 +18,8 @@ COLUMNS = {
     "int": pa.array([1, 2, 3, 4], pa.int32()),
     "with null": pa.array([1, None, 3, 4]),
     "float": pa.array([1.5, 2.5, float("inf"), 0.0]),
-    "half": pa.array([1.5, 2.5, 3.5, 4.5], pa.float16()),
     "bool": pa.array([True, False, True, True]),
     "text": pa.array(["a", "é", None, ""]),
-    "large text": pa.array(["a", "é", "x" * 100, ""], pa.large_string()),
     "binary": pa.array([b"a", b"\0", None, b""]),
     "time": pa.array([datetime.datetime(2026, 1, day) for day in range(1, 5)]),
     "dictionary": pa.array(["a", "b", "a", "b"]).dictionary_encode(),
@@ -29,8 +27,6 @@ COLUMNS = {
     "texts": pa.array([["a"], [], None, ["b", "c"]]),
     "nothing": pa.nulls(4),
     "view": pa.array(["a", "b" * 20, None, ""], pa.string_view()),
-    "binary view": pa.array([b"a", b"b" * 20, None, b""], pa.binary_view()),
-    "list of views": pa.array([["a"], [], None, ["b" * 20, None]], pa.list_(pa.string_view())),
     "view in a struct": pa.array([{"a": "x" * i} for i in range(4)], pa.struct([("a", pa.string_view())])),
     "run ends": pc.run_end_encode(pa.array([1, 1, 2, 2])),
     "list view": pa.array([[1], [], None, [2, 3]], pa.list_view(pa.int32())),
@@ -53,10 +49,10 @@ def sliced(array: Any) -> list[pa.Table]:
     return [pa.table({"a": column}) for column in (array, longer.slice(len(array), len(array)), chunks)]
 
 
-@pytest.mark.parametrize("name", COLUMNS)
-def test_values_are_those_of_pyarrow(name: str) -> None:
-    for table in sliced(COLUMNS[name]):
-        assert table_rows(table) == table.to_pylist()
+def test_values_are_those_of_pyarrow() -> None:
+    for name, column in COLUMNS.items():
+        for table in sliced(column):
+            assert table_rows(table) == table.to_pylist(), name
 
 
 @pytest.mark.parametrize("together", [0, 10**9])
@@ -126,9 +122,3 @@ def test_numbers_of_json_become_an_array_only_if_that_changes_none(values: list[
             assert made.dtype == dtype
             assert made.tolist() == values
             made += 0
-
-
-def test_truth_values_of_a_batch_are_an_array() -> None:
-    made = row_arrays([{"a": True}, {"a": False}])["a"]
-    assert (made.dtype, made.tolist()) == (np.bool_, [True, False])
-    assert row_arrays([{"a": True}, {"a": 2}])["a"] == [True, 2]

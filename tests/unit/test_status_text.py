@@ -41,10 +41,9 @@ def test_the_other_causes_of_dead_letters_are_one_number() -> None:
     assert line.endswith(": 8 cause 8, 7 cause 7, 6 cause 6, 5 cause 5, 4 cause 4, 56 others")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.0001, 0.3, 0.5, 0.9999, 1.0, 2.0])
-def test_a_bar_has_its_width(share: float) -> None:
-    for style in (PLAIN, ASCII):
-        assert len(style.bar(share, 10)) == 10
+def test_a_bar_has_its_width() -> None:
+    shares = (0.0, 0.0001, 0.3, 0.9999, 1.0, 2.0)
+    assert {len(style.bar(share, 10)) for style in (PLAIN, ASCII) for share in shares} == {10}
     assert ASCII.bar(0.5, 10) == "#####-----"
     assert PLAIN.bar(1.0, 10) == "█" * 10
 
@@ -80,8 +79,8 @@ def test_few_ranks_that_hold_most_of_what_is_left_are_said() -> None:
     assert uneven([0, 0]) == []
 
 
-@pytest.mark.parametrize("height", [4, 10, 24, 100])
-@pytest.mark.parametrize("number", [1, 8, 100])
+@pytest.mark.parametrize("height", [4, 24, 100])
+@pytest.mark.parametrize("number", [1, 100])
 def test_a_frame_fits_the_terminal(number: int, height: int) -> None:
     state = run_of(number, troubled=number // 2)
     lines = frame(state, 80, height, PLAIN)

@@ -14,7 +14,7 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.routing import Attempt, Death, Request, Router, Target
+from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots
 from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, leased_gpus, visible_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics
@@ -88,28 +88,6 @@ async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -
     granted.cancel()  # it has the slot, but has not run since
     await settle()
     assert made.targets[0].in_flight == 0
-
-
-async def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None:
-    made = router()
-    request = Request()
-    await made.acquire(request)
-
-    async def ask() -> Attempt:
-        attempt = made.targets[0].start_attempt(request)
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        assert not attempt.is_cancelled
-        attempt.end()
-        return attempt
-
-    asking = asyncio.create_task(ask())
-    await settle()
-    assert made.mark_dead(made.targets[0], "bang").in_flight == 1
-    assert (await asking).lost
-    assert not asking.cancelling()
-    assert [death.cause for death in request.deaths] == ["bang"]
-    assert not request.is_quarantined
 
 
 async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> None:

@@ -370,25 +370,6 @@ def counted() -> Iterator[Any]:
         pa.set_memory_pool(usual)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_shuffled_window_is_not_held_twice(tmp_path: Path, kind: str) -> None:
-    numbers = np.arange(160_000 * 64, dtype=np.int32)
-    table = pa.table({"ids": pa.ListArray.from_arrays(np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers)})
-    if kind == "parquet":
-        pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
-    else:
-        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
-            file.write_table(table, max_chunksize=20_000)
-    index = index_of((ParquetReader if kind == "parquet" else IpcReader)(tmp_path.as_posix()))
-    order = make_order(index.table, settings(window=parse_window("1GB")), 0, 0)
-    assert [share.windows for share in order.shares] == [1]
-    with counted() as pool:
-        read = RowSource(index, order, ["ids"]).samples(*order.locate(np.arange(1000)))
-    assert len({int(row["ids"][0]) for row in read if row}) == 1000
-    assert table.nbytes < pool.max_memory() < 1.4 * table.nbytes
-
-
 @pytest.mark.parametrize("seed", [None, 1])
 def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path: Path, seed: int | None) -> None:
     for number, (kind, count) in enumerate(((pa.int64(), 10), (pa.int32(), 200))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +148,6 @@ def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Pat
     with open_place("job.yaml", config(str(local), remote)) as place:
         assert place.is_copy
         assert place.what == remote
-
-
-def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path: Path) -> None:
-    assert "NO_SUCH_VARIABLE" not in os.environ
-    mirror(f"{tmp_path}/remote/00000")
-    with open_place("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
-        assert place.is_copy
-    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set here"):
-        open_place("job.yaml", config("$NO_SUCH_VARIABLE/c")).__enter__()
 
 
 def test_without_the_network_the_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,21 +209,6 @@ def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: st
     assert len(builder.as_dataset("train")) == len(ONE[name][0])
 
 
-def test_a_first_file_without_values_is_said_by_all_its_columns(
-    tmp_path: Path, server: FakeServer, log: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(tmp_path, server, [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]])
-    said = "".join(log)
-    assert "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without" in said
-    assert "may not load as one, so the values of 'c.n' load as texts." in said
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
-    found = " ".join(capsys.readouterr().out.split())
-    second, first = "000_00000_chunk_00001.parquet", "000_00000_chunk_00000.parquet: column"
-    assert f"{second} loads as text after {first} 'c.n' is int64 there, and without a value in the first" in found
-    assert f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first" in found
-    assert "'c.t'" not in found
-
-
 def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path: Path, server: FakeServer) -> None:
     for _ in range(2):
         with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string there, and int64 in the chunks"):

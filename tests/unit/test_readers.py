@@ -784,14 +784,3 @@ def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path: Path) -> None
         assert list(JsonlReader(f"{tmp_path}/a").run()) == []
     with pytest.raises(CheckpointMismatch, match="reader 2 of the pipeline"):
         _ = reading.resumed
-
-
-def test_one_step_runs_several_ranks_without_mixing_them_up(tmp_path: Path) -> None:
-    ours, *_ = three_folders(tmp_path)
-    first, second = list(ours.run(None, 0, 2)), list(ours.run(None, 1, 2))
-    with Reading(state_of(first[0])):
-        assert plain(ours.run(None, 0, 2)) == plain(first[1:])
-    with Reading(state_of(second[1])):
-        assert plain(ours.run(None, 1, 2)) == plain(second[2:])
-    with Reading():
-        assert plain(ours.run(None, 0, 2)) == plain(first)

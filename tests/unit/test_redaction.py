@@ -48,8 +48,7 @@ def test_messages_hide_every_name_that_holds_such_a_word() -> None:
 
 H, R = "hidden", "refused"  # what is refused is hidden, too
 VERDICTS: list[tuple[str, Any, str | None]] = [
-    ("password", "correct", R), ("passwd", "hunter2", R), ("pwd", "hunter2", R), ("passphrase", "hunter2", R),
-    ("db.pwd", "hunter2", R), ("hf_token", "abcd1234", R), ("hf_tokens", "abcd1234", R), ("api_key", "s3cret", R),
+    ("password", "correct", R), ("db.pwd", "hunter2", R), ("passphrase", "hunter2", R), ("hf_tokens", "abcd1234", R),
     ("x-api-key", "s3cret", R), ("apikey", "s3cret", R), ("authorization", "s3cret", R), ("credentials", "s3cret", R),
     ("client_secret", "s3cret", R), ("aws_secret_access_key", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", R),
     ("anything", "sk-proj-abcdefghijklmnopqrstuvwxyzABCDEFGHIJK1234", R), ("anything", "AKIAIOSFODNN7EXAMPLE", R),
@@ -120,12 +119,8 @@ def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own() 
     "value",
     [
         {"openai_api_key": "s3cret"},
-        {"cfg": [{"nested": {"password": "s3cret"}}]},
         {"extra_headers": {"Authorization": "s3cret", "X-Team": "s3cret"}},
-        {"authorization": "s3cret"},
-        {"hftoken": "s3cret-s3cret"},
         {"client": "sk-s3crets3cret12"},
-        {"client": "hf_s3crets3cret12"},
         {"client": "Authorization: Bearer s3crets3cret"},
         {"proxy": "https://me:s3cret@host/"},
     ],

@@ -130,17 +130,6 @@ def test_what_happened_is_put_on_one_axis(found: Content) -> None:
     assert [one.value for one in found.causes] == [4, 2]
 
 
-def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> None:
-    ranks = [rank(tmp_path, number) for number in range(3)]
-    (ranks[1].folder / HISTORY).unlink()
-    (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
-    content = gather(run(ranks), Prices(), {})
-    assert content.missing[0].startswith("1 of 3 ranks has no history")
-    assert content.missing[1].startswith("1 damaged line of histories")
-    assert content.ranks[1].documents == 600
-    assert content.ranks[1].rate is None
-
-
 def test_settings_are_shown_without_secrets(tmp_path: Path) -> None:
     settings = {"model_name_or_path": "m", "metadata_key": "answers"}
     settings |= {"hf_token": "hf_abcdefghijklmnop", "endpoint_url": "http://u:pass@host/v1"}

@@ -73,16 +73,6 @@ def test_a_rank_that_runs(tmp_path: Path, hold: Hold) -> None:
     assert rank.last_word == T + 8 * MIN
 
 
-def test_in_the_first_minute_the_rate_is_that_of_the_documents_that_were_finished(tmp_path: Path, hold: Hold) -> None:
-    folder = write_rank(tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), minute(T, 35)])
-    hold(folder)
-    state = read(tmp_path, T + 20)
-    assert state.ranks[0].rates.documents == pytest.approx((75 - 35) / 20)
-    assert state.ranks[0].rates.completion_tokens == pytest.approx(100)
-    assert state.totals.working_seconds == 20
-    assert read_one(tmp_path, T + 2).rates.documents == 0
-
-
 def test_a_rank_that_failed_says_why(tmp_path: Path) -> None:
     end = failed(T + 5 * MIN, "ServerUnavailable: no answer for 600 s")
     write_rank(tmp_path, history=[start(T), *minutes(T, 5, 1), end])
@@ -273,14 +263,6 @@ def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
     assert totals.work.requests == (100 + 60 + 60) * 2
     assert (totals.in_flight, totals.attempts) == (8, 3)
     assert state.newest == T + 11 * MIN
-
-
-def test_the_last_rank_decides_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
-    for number, per_minute in enumerate((60, 6)):
-        history = [start(T, host=HERE), *minutes(T, 6, per_minute, 3600)]
-        hold(write_rank(tmp_path, number, history))
-    state = read(tmp_path, T + 6 * MIN)
-    assert state.totals.time_left == pytest.approx((3600 - 36) / 0.1)
 
 
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path: Path) -> None:

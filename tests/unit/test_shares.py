@@ -170,14 +170,6 @@ def test_a_pipeline_without_one_reader_of_ours_is_refused(tmp_path: Path) -> Non
         reading.check_share()
 
 
-def test_nothing_lies_before_a_share_that_begins_inside_a_file() -> None:
-    parts = [Part("a", begin=(5,), bytes=9), Part("b", bytes=9)]
-    assert between(parts, Place(0, ()), Place(0, ())) == []
-    assert between(parts, Place(0, ()), Place(1, ())) == parts[:1]
-    assert between(parts, Place(0, ()), Place(1, (3,))) == [parts[0], Part("b", end=(3,), bytes=9)]
-    assert after(parts, Place(0, ())) == parts
-
-
 PARTS = {
     0: [Part("a", bytes=3), Part("b", (), (6, 7), 100, "hash", 9)],
     1: [Part("b", (6, 7), (9, 0), 100, "hash", 2), Part("b", (9, 0), None, 100, "hash", 4)],

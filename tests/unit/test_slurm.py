@@ -177,24 +177,6 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
 
 
-@pytest.mark.slow
-def test_tasks_of_one_job_are_submitted_as_one_element_and_finished_ones_are_left_out(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mark_as_finished(3, tasks=30)
-    several = ("--executor.tasks=30", "--executor.tasks_per_job=4")
-    assert run("--dry-run", *several) == 0
-    assert directives(scripted(capsys.readouterr().out))["array"] == "0-6%20"
-    assert run(*several, "--executor.max_array_size=5") == 0
-    assert capsys.readouterr().out.startswith(
-        "Submitted job 7,8 for 27 of 30 tasks, in 7 array elements of up to 4 tasks. Logs: "
-    )
-    assert [directives(Path(f"submitted/{job}").read_text())["array"] for job in (7, 8)] == ["0-4%20", "0-4%20"]
-    assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == list(range(3, 30))
-    assert run("--executor.tasks=30", "--executor.tasks_per_job=1") == 0, "it may change from one to the next"
-    assert "Submitted job 10 for 27 of 30 tasks. " in capsys.readouterr().out
-
-
 def test_markers_of_another_job_are_refused_before_anything_is_submitted(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,26 +106,6 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> N
     await normal
 
 
-async def run_quarantined(made: Router, requests: list[Request]) -> list[list[Request]]:
-    """Answers all quarantined requests, all that are in flight at once in each round; the requests of each round."""
-    waiting = {request: acquire(made, request) for request in requests}
-    rounds: list[list[Request]] = []
-    while waiting:
-        await settle()
-        rounds.append([request for request, task in waiting.items() if task.done()])
-        for request in rounds[-1]:
-            made.release(waiting.pop(request).result())
-    return rounds
-
-
-async def test_many_quarantined_requests_run_in_growing_groups() -> None:
-    rounds = await run_quarantined(router(), [quarantined(n) for n in range(256)])
-    sizes = [len(together) for together in rounds]
-    assert sizes[:4] == [1, 2, 4, 8]
-    assert max(sizes) == 16  # the square root: what one more death may cost
-    assert len(sizes) <= 20
-
-
 async def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
     made = router()
     requests = [quarantined(n) for n in range(100)]
@@ -209,17 +189,14 @@ async def gpus(**settings: Any) -> list[tuple[str, ...]]:
         return [lease.gpus for lease in leases]
 
 
-def test_a_machine_without_gpus_divides_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_are_counted_and_a_machine_without_divides_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert asyncio.run(gpus(replicas=3)) == [(), (), ()]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(gpu_slots, "_DEV", tmp_path)
     assert visible_gpus() == []
-
-
-def test_gpus_are_counted_by_their_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpu_slots, "_DEV", tmp_path)
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus() == ["0", "1"]

@@ -224,22 +224,3 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     assert tracked.work(everything=True) == "ok"
     assert run.closed == 2
     assert [point.values["documents"] for point in run.points][-1] == 2
-
-
-def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:
-    attempts: list[float] = []
-    run = Run()
-
-    def maker(first_at: float) -> Run:
-        attempts.append(first_at)
-        if len(attempts) == 1:
-            raise OSError("no route")
-        return run
-
-    tracked = Tracker(JobSettings(str(tmp_path), "id", "run", 1), [maker], lambda file: False)
-    write(tmp_path, 0, start(600), progress(610, 1))
-    now.append(665)
-    assert tracked.work(everything=False) == "failed: OSError: no route"
-    assert tracked.work(everything=False) == "ok", "although no line is new"
-    assert attempts == [600, 600]
-    assert [point.at for point in run.points] == [660]

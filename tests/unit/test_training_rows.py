@@ -313,21 +313,6 @@ def test_other_settings_are_refused(name: str, value: Any) -> None:
         settings(**{name: value})
 
 
-@pytest.mark.slow
-def test_a_state_of_many_workers_and_files_is_small(tmp_path: Path) -> None:
-    for number in range(70):
-        (tmp_path / f"{'a long name ' * 9}{number}.jsonl").write_text(f'{{"text": "{number}"}}\n' * 20)
-    reader = JsonlReader(tmp_path.as_posix())
-    state: Any = None
-    for ranks, workers in ((16, 4), (3, 5), (2, 2), (64, 2)):
-        states = []
-        for slot in slots(ranks, workers):
-            plan = Plan(index_of(reader).table, settings(), slot, 0, DatasetState.from_json(state) if state else None)
-            states.append(plan.state(min(plan.samples, 2 - (slot.worker > 1)), index_of(reader).state).to_json())
-        assert max(len(json.dumps(one)) for one in states) < 1000
-        state = merge(states)
-
-
 @pytest.mark.parametrize(
     ("sizes", "count", "by", "files"),
     [
@@ -368,19 +353,6 @@ def counted() -> Iterator[Any]:
         yield _POOLS[-1]
     finally:
         pa.set_memory_pool(usual)
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path: Path, seed: int | None) -> None:
-    for number, (kind, count) in enumerate(((pa.int64(), 10), (pa.int32(), 200))):
-        column = pa.array([[row, row] for row in range(count)], pa.list_(kind))
-        pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
-    index = Index(ParquetReader(tmp_path.as_posix()))
-    index.blocks.unify(["x"])
-    order = make_order(index.table, settings(seed=seed, window=parse_window(40)), 0, 0)
-    for first in range(0, 200, 10):
-        source = RowSource(index, order, ["x"])  # as after a resume
-        assert source.table(*order.locate(np.arange(first, first + 10))).schema.field("x").type == pa.list_(pa.int64())
 
 
 @pytest.mark.matrix

@@ -330,20 +330,6 @@ def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} >= {f"closed {pid}" for pid in pids}
 
 
-@pytest.mark.slow
-def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TO_EXIT", 0.2)
-
-    def run(slot: int, task: int) -> int:
-        threading.Thread(target=time.sleep, args=(600,)).start()
-        return task
-
-    began = time.monotonic()
-    with group(run) as workers:
-        assert dict(workers.run([1])) == {1: 1}
-    assert time.monotonic() - began < 200
-
-
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     def run(slot: int, task: int) -> None:
         (tmp_path / str(slot)).write_text(str(os.getpid()))

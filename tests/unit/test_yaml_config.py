@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.cli.yaml_text import read_value
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.rollouts import PromptRollout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -92,18 +89,6 @@ def test_every_config_builds_and_begins_with_the_command_that_runs_it(path: Path
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
 
 
-def test_the_quickstart_builds_what_it_says() -> None:
-    executor = build(load(CONFIGS / "quickstart.yaml"))
-    reader, runner = executor.pipeline
-    assert type(executor) is LocalPipelineExecutor
-    assert (type(reader), reader.glob_pattern) == (JsonlReader, "quickstart_documents.jsonl")
-    assert (type(runner.config), runner.config.server_type) == (InferenceConfig, "llamacpp")
-    assert (type(runner.output_writer), runner.output_writer.compression) == (JsonlWriter, None)
-    assert (runner.records_per_chunk, runner.config.default_generation_params["temperature"]) == (8, 0)
-    prompt = "Rewrite this text in simple words, in one short paragraph.\n\n{text}"
-    assert runner.rollout_fn == PromptRollout(prompt=prompt)
-
-
 def test_a_number_of_seconds_may_be_auto(job: Build) -> None:
     for text, value in (("auto", "auto"), ("2", 2.0), ("0.5", 0.5)):
         built = job(("checkpoints_local_dir: checkpoints", f"sync_seconds: {text}"))
@@ -148,15 +133,6 @@ def test_a_class_of_mine_gets_its_further_arguments(job: Build) -> None:
 def test_a_folder_may_come_with_storage_options(job: Build) -> None:
     reader = job(("data_folder: documents", "data_folder: [memory://d, {skip_instance_cache: true}]")).pipeline[0]
     assert not reader.data_folder.is_local()
-
-
-@pytest.mark.parametrize("key", ["logging_dir: logs", "data_folder: documents", "output_folder: out"])
-def test_secrets_among_storage_options_are_refused_and_not_repeated(job: Build, key: str) -> None:
-    name = key.partition(":")[0]
-    message = mistake(job, (key, f"{name}: [s3://b/x, {{client_kwargs: {{aws_secret_access_key: hunter2}}}}]"))
-    assert f"{name}: the storage option 'aws_secret_access_key' is a secret" in message
-    assert "AWS_SECRET_ACCESS_KEY" in message
-    assert "hunter2" not in message
 
 
 def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(job: Build) -> None:

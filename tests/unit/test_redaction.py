@@ -108,6 +108,12 @@ def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch
     assert redact(said) == "*** /quite/ordinary *** ***"
 
 
+def test_payloads_of_a_long_run_take_no_more_memory() -> None:
+    for number in range(500):
+        note_sent({"headers": {"X-Request-Id": f"{number:010}"}})
+    assert redact("0000000007 0000000499") == "0000000007 ***"
+
+
 def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own() -> None:
     text = "a\r\n2026-01-01 | ERROR | b\x1b]0;c\x07\x1b[2J\x9b1m\u202ed\u2028e\rf\x7f\t\ud800é"
     assert log_text(text) == (

@@ -112,11 +112,17 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Pa
     assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
 
 
+class Stubborn(Exception):
+    def __init__(self, first: str, second: str) -> None:  # so it cannot be unpickled
+        super().__init__(first)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
         (ValueError("no such key"), ValueError, "no such key"),
+        (Stubborn("first", "second"), CkptError, "Task 1 failed with Stubborn: first"),
         (SystemExit(0), UnexpectedExit, r"A step of task 1 called sys.exit\(0\)"),
         (KeyboardInterrupt(), UnexpectedExit, "A step of task 1 raised KeyboardInterrupt"),
     ],

@@ -95,6 +95,15 @@ def test_complete_ranks_count_whole(clock: Clock) -> None:
     assert progress.share == 1.0
 
 
+def test_empty_inputs_divide_by_nothing(clock: Clock) -> None:
+    progress = RunProgress(ranks=2, clock=clock)
+    progress.update(0, rank(0, 0, 0))
+    assert progress.share == 0.5
+    progress.complete(0)
+    progress.update(1, rank(0, 0, 0))
+    assert progress.share == 1.0
+
+
 def test_a_bar_is_shorter_than_its_terminal(clock: Clock) -> None:
     progress = RunProgress(ranks=8, clock=clock)
     progress.update(0, rank(123, 40))
@@ -125,6 +134,29 @@ def test_a_line_has_everything(clock: Clock) -> None:
     )
 
 
+def test_a_rank_that_reads_nothing_yet_has_not_begun(clock: Clock) -> None:
+    progress = RunProgress(ranks=2, clock=clock)
+    progress.update(0, rank(5, 50, finished=0))
+    progress.update(1, RankProgress(1, 70, state="waiting for the server"))
+    assert (progress.share, progress.is_estimated) == (0.25, True)
+    clock.now += 10
+    progress.update(1, RankProgress(1, 70, done=70, total=100, unit="bytes"))
+    assert (progress.share, progress.is_estimated) == (0.6, False)
+    assert progress.seconds_left is None  # the 70 were not done in these 10 seconds
+
+
+def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> None:
+    progress = RunProgress(clock=clock)
+    for _ in range(50):
+        clock.now += 1
+        progress.update(0, RankProgress(1, 0, done=0, total=100, unit="rows", state="waiting for the server"))
+        progress.sample()
+    clock.now += 5
+    progress.update(0, rank(10, 10))
+    assert progress.rates.documents == 2.0
+    assert progress.seconds_left == pytest.approx(45)
+
+
 @pytest.mark.parametrize("lasts", [0.5, 2.0])
 def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(clock: Clock, lasts: float) -> None:
     """A task of half a second reports where it begins and where it ends, and nothing between."""
@@ -137,3 +169,21 @@ def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(clock: Clock
         progress.complete(number)
         progress.sample()
     assert progress.seconds_left == pytest.approx(900 * lasts, rel=0.05)
+
+
+def test_a_slow_rank_alone_decides_when_the_run_ends(clock: Clock) -> None:
+    """It does not go faster when the others have finished, whose work of the last ten minutes is in the mean rate."""
+    progress = RunProgress(ranks=6, clock=clock)
+    for second in range(1, 101):
+        clock.now += 1
+        for number in range(5):
+            progress.update(number, rank(second, second))
+        progress.update(5, rank(second // 8, second // 8))
+        progress.sample()
+    for number in range(5):
+        progress.complete(number)
+    assert progress.seconds_left == pytest.approx(88 * 100 / 12, rel=0.1)
+    clock.now += 100  # it hangs
+    progress.update(5, rank(12, 12))
+    progress.sample()
+    assert progress.seconds_left == pytest.approx(88 * 200 / 12, rel=0.1)

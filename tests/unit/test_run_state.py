@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place
-from tests.rank_folders import HERE, commit, failed, minute, minutes, start, stopped, work, write_rank
+from tests.rank_folders import HERE, commit, counts, done, failed, minute, minutes, start, stopped, work, write_rank
 
 T = 1_800_000_000.0
 """When the attempts of these tests start."""
@@ -71,6 +72,35 @@ def test_a_rank_that_runs(tmp_path: Path, hold: Hold) -> None:
     assert rank.time_left == pytest.approx((960 - 96) / 0.2)
     assert (rank.in_flight, rank.waiting) == (4, 2)
     assert rank.last_word == T + 8 * MIN
+
+
+def test_the_rate_is_that_of_the_last_minutes(tmp_path: Path, hold: Hold) -> None:
+    lines = [*minutes(T, 60, 100), *(minute(T + 60 * MIN + MIN * n, 6000 + 30 * n) for n in range(1, 8))]
+    hold(write_rank(tmp_path, history=[start(T, host=HERE), *lines]))
+    assert read_one(tmp_path, T + 67 * MIN).rates.documents == pytest.approx(0.5)
+
+
+def test_in_the_first_minute_the_rate_is_that_of_the_documents_that_were_finished(tmp_path: Path, hold: Hold) -> None:
+    hold(write_rank(tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), minute(T, 35)]))
+    state = read(tmp_path, T + 20)
+    assert state.ranks[0].rates.documents == pytest.approx((75 - 35) / 20)
+    assert state.ranks[0].rates.completion_tokens == pytest.approx(100)
+    assert state.totals.working_seconds == 20
+    assert read_one(tmp_path, T + 2).rates.documents == 0
+
+
+def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_changed(tmp_path: Path) -> None:
+    folder = write_rank(tmp_path, chunks=3, journal=10, history=[start(T, host=HERE), minute(T, 0)])
+    os.utime(folder / layout.COMMITS, (T, T))
+    os.utime(layout.journal_path(folder, 3), (T + 40, T + 40))
+    state = read(tmp_path, T + 100)
+    assert (state.ranks[0].state, state.totals.average.documents) == ("lost", 1.0)
+
+
+def test_a_rank_is_not_called_slow_before_it_has_run_for_five_minutes(tmp_path: Path, hold: Hold) -> None:
+    for number, per_minute in enumerate((60, 61, 62, 63, 24, 60)):
+        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *minutes(T, 4, per_minute)]))
+    assert read(tmp_path, T + 4 * MIN).troubled == []
 
 
 def test_a_rank_that_failed_says_why(tmp_path: Path) -> None:
@@ -153,6 +183,20 @@ def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path: Path, hold: Hold
     assert not_yet.trouble is None
 
 
+def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path: Path, hold: Hold) -> None:
+    def line(number: int) -> Record:
+        errors = {"HTTP 429": 500, **({"timeout": number - 60} if number > 60 else {})}
+        done = min(number, 60) * 10
+        return minute(T + MIN * number, done, own=work(done, errors=errors))
+
+    hold(write_rank(tmp_path, history=[start(T, host=HERE), *map(line, range(241))]))
+    rank = read_one(tmp_path, T + 240 * MIN)
+    assert rank.trouble == "stuck"
+    assert rank.reason == (
+        "no answer and no document for 3 h: 4 requests in flight, 2 waiting; errors since then: 180 timeout"
+    )
+
+
 def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> None:
     death = ServerEvent(at=T + 2 * MIN, attempt=1, what="death", name="0", why="exit code 1")
     again = ServerEvent(at=T + 3 * MIN, attempt=1, what="restart", name="0")
@@ -192,6 +236,13 @@ def test_a_rank_whose_attempts_end_without_a_new_document_is_looping(
         )
 
 
+def test_a_looping_rank_tells_its_last_error(tmp_path: Path, hold: Hold) -> None:
+    history = crashes(3)
+    history.insert(-2, failed(T + 340, "ServerFailed: exit code 1", attempt=3))
+    hold(write_rank(tmp_path, history=history, chunks=1, per_chunk=100, attempts=4))
+    assert read_one(tmp_path, T + 360).reason.endswith("attempt 4 runs; the last error: ServerFailed: exit code 1")
+
+
 def test_a_rank_whose_servers_are_started_again_and_again_is_restarting(tmp_path: Path, hold: Hold) -> None:
     lines = [minute(T + n * MIN, 60 * n, own=work(60 * n, restarts=3 * n)) for n in range(21)]
     death = ServerEvent(at=T + 19 * MIN, attempt=1, what="death", name="0", why="exit code 137")
@@ -209,6 +260,26 @@ def test_a_rank_far_behind_the_median_is_slow(tmp_path: Path, hold: Hold) -> Non
     assert [rank.trouble for rank in state.ranks] == [None, None, None, None, "slow", None]
     assert state.ranks[4].reason == "0.4 documents/s; the median of 6 ranks is 1.01"
     assert [rank.rank for rank in state.troubled] == [4]
+
+
+def test_the_last_rank_of_a_run_is_compared_with_those_that_are_finished(tmp_path: Path, hold: Hold) -> None:
+    for number in range(9):
+        write_rank(tmp_path, number, [start(T), *minutes(T, 100, 60), done(T + 100 * MIN)], finished=True, tasks=10)
+    hold(write_rank(tmp_path, 9, [start(T, host=HERE), *minutes(T, 180, 6)], tasks=10))
+    state = read(tmp_path, T + 180 * MIN)
+    assert state.ranks[9].trouble == "slow"
+    assert state.ranks[9].reason == "0.1 documents/s; the median of 10 ranks (9 of them finished) is 1"
+
+
+def test_a_rank_with_long_documents_is_not_slow(tmp_path: Path, hold: Hold) -> None:
+    for number, per_minute in enumerate((60, 60, 60, 60, 6)):
+        lines = minutes(T, 6, per_minute)
+        if number == 4:
+            for line in lines:
+                line.own.completion_tokens *= 10
+                line.own.prompt_tokens *= 10
+        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *lines]))
+    assert read(tmp_path, T + 6 * MIN).troubled == []
 
 
 def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_path: Path) -> None:
@@ -265,6 +336,26 @@ def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
     assert state.newest == T + 11 * MIN
 
 
+def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path: Path, hold: Hold) -> None:
+    for number in range(100):
+        at = T + number // 2 * 4
+        history = [start(at), minute(at, 0, 10), minute(at + 4, 10, 10), done(at + 4)]
+        write_rank(tmp_path, number, history, chunks=1, finished=True, tasks=1000)
+    for number in (100, 101):
+        hold(write_rank(tmp_path, number, [start(T + 199, host=HERE), minute(T + 199, 0)], tasks=1000))
+    totals = read(tmp_path, T + 200).totals
+    assert (totals.rates.documents, totals.rates.requests) == pytest.approx((5.0, 10.0))
+    assert totals.time_left == pytest.approx(9000 / 5)
+
+
+def test_the_last_rank_that_runs_decides_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
+    for number, per_minute in enumerate((60, 6)):
+        hold(write_rank(tmp_path, number, [start(T, host=HERE), *minutes(T, 6, per_minute, 3600)]))
+    write_rank(tmp_path, 2, [start(T, host=HERE), *minutes(T, 5, 1, 3600), failed(T + 5 * MIN, "x")])
+    totals = read(tmp_path, T + 6 * MIN).totals
+    assert (totals.time_left, totals.halted) == (pytest.approx((3600 - 36) / 0.1), 1)
+
+
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path: Path) -> None:
     write_rank(tmp_path / "new", history=[start(T)], tasks=3)
     assert read(tmp_path / "new", tasks=5, config={"executor": {}}).totals.not_started == 2
@@ -310,6 +401,16 @@ def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path: Path)
     totals = read(tmp_path).totals
     assert totals.counts.dead == 4
     assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
+
+
+def test_of_large_journals_the_history_tells_the_number_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datatrove_ckpt.maintenance.read_state._JOURNAL_BYTES", 10)
+    write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 26)])
+    rank = read_one(tmp_path)
+    assert (rank.counts.read, rank.unfinished.read, rank.journals, rank.exact) == (20, 6, 1, False)
+    assert rank.unfinished == counts(6)
 
 
 IN_SEVERAL_PROCESSES = """

@@ -236,6 +236,15 @@ def test_files_of_the_killed_and_of_those_long_ended_are_removed(tmp_path: Path)
     assert left == {*(f"books_{number}.prom" for number in (2, 4, 5, 6)), "other_1.prom", "books_00007.prom"}
 
 
+def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
+    written: list[int] = []
+    file = MetricsFile(str(tmp_path / "gone/a.prom"), 0.01, 3, lambda: written.append(1) or snapshot())  # type: ignore[func-returns-value]
+    file.start()
+    waited_for(lambda: len(written) > 2)
+    file.end()
+    assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 1
+
+
 # the port ------------------------------------------------------------------------------------------------------------
 
 

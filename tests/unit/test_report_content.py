@@ -17,6 +17,7 @@ from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.page import page
 from datatrove_ckpt.maintenance.report.prices import Prices
 from datatrove_ckpt.maintenance.run_state import RankState, Rates, RunState, Totals
+from tests.unit.test_report_page import Reader
 from tests.unit.test_report_sums import write_commits
 
 T = 1_790_000_000.0
@@ -128,6 +129,24 @@ def test_what_happened_is_put_on_one_axis(found: Content) -> None:
     assert (killed.ranks, killed.away, killed.repeated, killed.place) == (4, 400.0, 16, "n1")
     assert [part.value for part in found.answers] == [2312, 100]
     assert [one.value for one in found.causes] == [4, 2]
+
+
+def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> None:
+    ranks = [rank(tmp_path, number) for number in range(3)]
+    (ranks[1].folder / HISTORY).unlink()
+    (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
+    content = gather(run(ranks), Prices(), {})
+    assert content.missing[0].startswith("1 of 3 ranks has no history")
+    assert content.missing[1].startswith("1 damaged line of histories")
+    assert content.ranks[1].documents == 600
+    assert content.ranks[1].rate is None
+
+
+def test_nothing_that_ever_ran_makes_a_page(tmp_path: Path) -> None:
+    state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "00000", "unfinished")])
+    content = gather(state, Prices(1.0, (1.0, 2.0), 4), {})
+    assert content.timeline is None
+    Reader(page(content))
 
 
 def test_settings_are_shown_without_secrets(tmp_path: Path) -> None:

@@ -176,3 +176,10 @@ def test_a_chart_of_odd_values_is_drawn(values: list[float | None]) -> None:
     odd = replace(odd, ranks=[replace(row, rate=None) for row in odd.ranks])
     assert "NaN" not in page(odd)
     assert "inf" not in Reader(page(odd)).text
+
+
+def test_interruptions_beyond_a_hundred_are_counted_and_the_longest_shown() -> None:
+    found = [Interruption(str(number), START + number, "killed", "n1", float(number)) for number in range(150)]
+    read = Reader(page(content(interruptions=found)))
+    assert "150 interruptions cost" in read.text
+    assert "These are the 100 longest of 150" in read.text

@@ -21,9 +21,10 @@ from datatrove_ckpt.checkpoint.history_records import (
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance.report import timeline
-from datatrove_ckpt.maintenance.report.content import Interruption
+from datatrove_ckpt.maintenance.report.content import Content, Interruption
 from datatrove_ckpt.maintenance.report.gather import chunk_runs, histograms
 from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
+from datatrove_ckpt.maintenance.report.page import page
 from datatrove_ckpt.maintenance.report.prices import Prices, costs, gpus_in
 from datatrove_ckpt.maintenance.report.rank_log import RankLog, parse_log
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
@@ -116,6 +117,14 @@ def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
     assert rates(440, 540) == {1.0}
 
 
+def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
+    history = log_of([line(1, 100, 10), line(1, 50, 20), line(2, 20, 5), line(2, 200, 40)])
+    found = axis(history)
+    times = timeline.rank_times(history, found)
+    assert (times.documents >= 0).all()
+    assert times.documents.sum() <= 40
+
+
 # interruptions -------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +150,17 @@ def test_an_attempt_that_still_runs_is_no_interruption_and_one_that_nothing_foll
     assert list(interruptions("0", history, is_running=True)) == []
     (found,) = interruptions("0", history, is_running=False)
     assert (found.away, found.starting, found.repeated) == (None, None, 3)
+
+
+def test_what_was_in_flight_when_an_attempt_was_killed_is_not_0_because_its_last_line_has_none() -> None:
+    idle, busy = log_of([start(1, 0), line(1, 0, 0)]), log_of([start(1, 0), line(1, 60, 5, in_flight=3)])
+    ended = log_of([start(1, 0), line(1, 60, 5), End(at=T + 60, attempt=1, why="stopped", what="SIGTERM")])
+    found = [next(interruptions(str(rank), log, is_running=False)) for rank, log in enumerate((idle, busy, ended))]
+    assert [one.repeated for one in found] == [None, 3, 0]
+    assert [one.repeated for one in together(found)] == [None, 0], "two were killed in one minute"
+    told = page(Content("folder", "", "lost", T, "1", interruptions=found))
+    assert "it is not known how many requests were sent again" in told
+    assert '<td class="n">not known</td>' in told
 
 
 def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None:
@@ -201,6 +221,14 @@ def test_chunks_are_runs_of_one_state(tmp_path: Path) -> None:
     assert chunk_runs(tmp_path) == expected
 
 
+def test_a_damaged_or_missing_log_leaves_the_rest(tmp_path: Path) -> None:
+    assert chunk_runs(tmp_path / "missing") == []
+    write_commits(tmp_path, {}, [0, 1])
+    path = tmp_path / "commits.jsonl"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert chunk_runs(tmp_path) == [(0, 1, "done")]
+
+
 # prices --------------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +256,29 @@ def test_gpus_are_those_of_the_yaml_file() -> None:
     assert gpus_in({}) is None
     (hours, *_) = costs(run_of(3600, 1), Prices(gpu_hour=1), config, 0)
     assert hours.value == pytest.approx(8)
+
+
+def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> None:
+    records: list[Record] = [start(1, 0)]
+    for number in range(1, 4):
+        records += [start(number, 1000 * number), server(number, 1000 * number + 5, "ready")]
+        for minute in range(300):
+            records.append(line(number, 1000 * number + 10 + minute, 300 * number + minute))
+            if minute % 10 == 9:
+                spread = Spread(at=T + 1000 * number + 10 + minute, attempt=number)
+                for _ in range(minute):
+                    spread.milliseconds.count(5)
+                records.append(spread)
+    data = b"".join(record.to_line() for record in records)
+    log = parse_log(data, 30)
+    assert [attempt.number for attempt in log.attempts] == [1, 2, 3]
+    assert sum(len(attempt.minutes) for attempt in log.attempts) <= 30 + 8
+    for attempt in log.attempts:
+        first = 300 * attempt.number
+        assert [attempt.minutes[0].documents, attempt.minutes[-1].documents] == [first, first + 299]
+        assert attempt.spread is not None
+        assert attempt.spread.milliseconds == {int(4 * 2.3219280948) + 1: 299}
+    assert log.last == parse_log(data).last
 
 
 # reading -------------------------------------------------------------------------------------------------------------

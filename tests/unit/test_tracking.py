@@ -11,7 +11,7 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder
-from datatrove_ckpt.generation.export import tracker
+from datatrove_ckpt.generation.export import job_points, tracker
 from datatrove_ckpt.generation.export.job_points import JobHistories, JobPoints, Point
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.generation.export.tracker import Tracker
@@ -78,6 +78,13 @@ def test_lines_that_were_not_sent_become_points_of_their_own_time() -> None:
     ]  # fmt: skip
 
 
+def test_a_line_that_comes_late_counts_in_the_next_point() -> None:
+    points = JobPoints(2)
+    added(points, [(0, start(600)), (0, progress(610, 1))], now=660)
+    (point,) = added(points, [(1, progress(630, 7)), (0, progress(670, 2))], now=720)
+    assert (point.at, point.values["documents"]) == (720, 9)
+
+
 def test_the_end_is_a_point_although_its_minute_is_not_over() -> None:
     points = JobPoints(1)
     added(points, [(0, start(600)), (0, progress(610, 1)), (0, progress(615, 3, in_flight=2)), (0, end(615))], now=616)
@@ -85,6 +92,13 @@ def test_the_end_is_a_point_although_its_minute_is_not_over() -> None:
     assert (point.at, point.values["documents"], point.values["ranks_done"]) == (615, 3, 1)
     assert point.values["requests_in_flight"] == 0, "of a rank that has ended"
     assert list(points.latest()) == []
+
+
+def test_a_rank_that_is_silent_does_not_run() -> None:
+    points = JobPoints(2)
+    records = [(0, start(600)), (0, progress(610, 1, 9)), (1, start(600)), (1, progress(960, 1, 4))]
+    point = added(points, records, now=1020)[-1]
+    assert (point.values["ranks_running"], point.values["requests_in_flight"]) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +118,19 @@ def test_the_status_is_that_of_the_job(ends: list[Any], status: str) -> None:
     records += [(rank, end(601, why)) for rank, why in enumerate(ends) if why is not None]
     added(points, records, now=602)
     assert points.status(602) == status
+
+
+def test_an_attempt_that_starts_again_runs() -> None:
+    points = JobPoints(1)
+    added(points, [(0, start(600)), (0, end(601, "error")), (0, start(602))], now=603)
+    assert points.status(603) == "RUNNING"
+
+
+def test_large_jobs_have_sums_only() -> None:
+    points = JobPoints(100)
+    (point,) = added(points, [(0, start(600)), (0, progress(610, 1))], now=660)
+    assert not [name for name in point.values if "/" in name]
+    assert "input_done_ratio" not in point.values, "of 99 ranks it is not known"
 
 
 # histories -----------------------------------------------------------------------------------------------------------
@@ -130,6 +157,42 @@ def test_each_line_is_read_once(tmp_path: Path) -> None:
     assert histories.new_records() == []
     write(tmp_path, 0, progress(4, 1))
     assert times(histories.new_records()) == [(0, 4)]
+
+
+def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    histories = JobHistories(tmp_path)
+    write(tmp_path, 0, start(1))
+    line = progress(2, 1).to_line()
+    with (rank_folder(tmp_path, 0) / HISTORY).open("ab") as file:
+        file.write(line[:20])
+        file.flush()
+        assert times(histories.new_records()) == [(0, 1)]
+        file.write(line[20:])
+    assert times(histories.new_records()) == [(0, 2)]
+
+
+def test_old_lines_of_a_file_that_was_thinned_are_not_new(tmp_path: Path) -> None:
+    histories = JobHistories(tmp_path)
+    write(tmp_path, 0, *(progress(at, 1) for at in range(1, 10)))
+    histories.new_records()
+    new = tmp_path / "new"
+    new.write_bytes(progress(1, 1).to_line() + progress(9, 1).to_line() + progress(11, 1).to_line())
+    new.replace(rank_folder(tmp_path, 0) / HISTORY)
+    assert times(histories.new_records()) == [(0, 11)]
+
+
+def test_of_long_histories_the_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(progress(1000, 1).to_line())
+    monkeypatch.setattr(job_points, "_TAILS_BYTES", 0)
+    monkeypatch.setattr(job_points, "_LEAST_TAIL_BYTES", 10 * size + 5)
+    write(tmp_path, 0, *(progress(at, 1) for at in range(1000, 1100)))
+    write(tmp_path, 1, *(progress(at, 1) for at in range(1080, 1085)))
+    histories = JobHistories(tmp_path)
+    found = histories.new_records()
+    assert times(found) == [(0, at) for at in range(1090, 1100)] + [(1, at) for at in range(1080, 1085)]
+    assert histories.whole_from == 1090, "before that, sums would be too small"
+    write(tmp_path, 0, progress(1200, 1))
+    assert times(histories.new_records()) == [(0, 1200)]
 
 
 # the tracker ---------------------------------------------------------------------------------------------------------
@@ -224,3 +287,22 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     assert tracked.work(everything=True) == "ok"
     assert run.closed == 2
     assert [point.values["documents"] for point in run.points][-1] == 2
+
+
+def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:
+    attempts: list[float] = []
+    run = Run()
+
+    def maker(first_at: float) -> Run:
+        attempts.append(first_at)
+        if len(attempts) == 1:
+            raise OSError("no route")
+        return run
+
+    tracked = Tracker(JobSettings(str(tmp_path), "id", "run", 1), [maker], lambda file: False)
+    write(tmp_path, 0, start(600), progress(610, 1))
+    now.append(665)
+    assert tracked.work(everything=False) == "failed: OSError: no route"
+    assert tracked.work(everything=False) == "ok", "although no line is new"
+    assert attempts == [600, 600]
+    assert [point.at for point in run.points] == [660]

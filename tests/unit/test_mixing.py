@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -103,6 +104,25 @@ def test_packs_of_mixes_and_mixes_of_packs_resume(at_end: Any) -> None:
     for make in (packed_mix, mixed_packs):
         stops = range(1, len(list(make())) + 2)
         assert_resume_is_exact(make, stops, epochs=2, samples=lambda sample: [sample])
+
+
+def test_a_source_that_has_ended_is_not_asked_for_its_state() -> None:
+    class Restarting(Rows):
+        def _read(self, order: list[int]) -> Iterator[Any]:
+            """As some loaders: at the end, the state is the beginning of the next epoch."""
+            yield from super()._read(order)
+            self._at = 0
+
+    def make() -> Mix:
+        return Mix([Restarting(["a"]), Rows(["b"] * 9)], [1, 1], at_end="drop")
+
+    whole = list(make())
+    for stop in range(1, len(whole) + 1):
+        first = make()
+        assert list(itertools.islice(first, stop)) == whole[:stop]
+        resumed = make()
+        resumed.load_state_dict(first.state_dict())
+        assert list(resumed) == whole[stop:]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

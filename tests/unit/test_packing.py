@@ -100,6 +100,22 @@ def test_lists_arrays_and_plain_rows_give_the_same_integers() -> None:
     assert sample["input_ids"].dtype == np.int64
 
 
+def test_values_with_fractions_keep_their_type_through_a_state() -> None:
+    rows = [{"input_ids": [1, 2, 3], "weight": np.array([0.5, 1, 0.25], np.float32)}] * 3
+
+    def make() -> Pack:
+        return Pack(Rows(rows), 4, ["input_ids", "weight"])
+
+    whole = list(make())
+    pack = make()
+    next(iter(pack))
+    resumed = make()
+    resumed.load_state_dict(pack.state_dict())
+    (last,) = resumed
+    assert last["weight"].dtype == np.float32
+    assert last["weight"].tolist() == whole[1]["weight"].tolist()
+
+
 def test_a_state_holds_the_tokens_that_are_in_no_sample_in_few_bytes() -> None:
     pack = Pack(Rows(rows_of([5000, 5000], first=30_000)), 4096)
     next(iter(pack))
@@ -167,6 +183,18 @@ def test_states_of_another_setting_class_epoch_or_worker_are_refused() -> None:
     other.load_state_dict(state | {"worker": [1, 2]})
     with pytest.raises(CheckpointMismatch, match="worker 1 of 2, and this is worker 0 of 1"):
         iter(other)
+
+
+def test_there_is_no_state_where_nothing_was_read_but_the_one_that_was_loaded() -> None:
+    pack = Pack(Rows(rows_of([9])), 4)
+    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+        pack.state_dict()
+    iterator = iter(pack)
+    before = pack.state_dict()
+    assert len(list(iterator)) == 2
+    pack.load_state_dict(before)
+    assert pack.state_dict() == before
+    assert len(list(pack)) == 2
 
 
 def test_a_state_at_the_end_of_an_epoch_ends_it_and_the_next_epoch_is_whole() -> None:

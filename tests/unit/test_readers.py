@@ -539,6 +539,8 @@ def overwrite(path: Path, old: bytes, new: bytes) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (lambda f: (f / "f1.jsonl").unlink(), "'f1.jsonl'.* is gone"),
     "new": (lambda f: (f / "f1a.jsonl").write_text(""), "'f1a.jsonl' is new"),
+    "current gone": (lambda f: (f / "f3.jsonl").unlink(), "'f3.jsonl'.* is gone"),
+    "shrunk": (lambda f: (f / "f0.jsonl").write_text(""), "'f0.jsonl' had 48 bytes, and has 0"),
     "grown": (lambda f: overwrite(f / "f2.jsonl", b"2.1", b"2.11"), "'f2.jsonl' had 48 bytes, and has 49"),
     "renamed": (lambda f: (f / "f1.jsonl").rename(f / "f1b.jsonl"), "'f1.jsonl' is now 'f1b.jsonl'"),
     "current renamed": (lambda f: (f / "f3.jsonl").rename(f / "f3a.jsonl"), "'f3.jsonl'.*has another name"),

@@ -102,6 +102,44 @@ def test_another_order_and_other_batches_are_named() -> None:
         assert_resume_is_exact(lambda: Loader(size=next(sizes)), stops=[1])
 
 
+class Turning(Loader):
+    """A loader that gives each sample as ``before`` makes it, and after a resume as ``after`` does."""
+
+    def __init__(self, before: Any, after: Any) -> None:
+        super().__init__()
+        self.make = before
+        self.after = after
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield [{"text": name, "n": self.make()} for name in batch["text"]]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.make = self.after
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "types"),
+    [
+        (lambda: np.arange(3), lambda: np.arange(3, dtype=np.int32), ("int64", "int32")),
+        (lambda: np.arange(3), lambda: [0, 1, 2], ("int64", "list[int]")),
+        (lambda: np.float32(1), lambda: 1.0, ("float32", "float")),
+        (lambda: {"a": [np.arange(1), "x"]}, lambda: {"a": [np.int8([0]), "x"]}, ("[int64, str]}", "[int8, str]}")),
+    ],
+)
+def test_the_same_values_in_other_types_are_named(before: Any, after: Any, types: tuple[str, str]) -> None:
+    assert_resume_is_exact(lambda: Turning(before, before), stops=[1])
+    with pytest.raises(AssertionError) as caught:
+        assert_resume_is_exact(lambda: Turning(before, after), stops=[1])
+    [_, line] = str(caught.value).splitlines()
+    assert line.startswith("  the same values in other types: sample 3, {'text': '0/3', 'n': ")
+    had, has = types
+    assert f", has 'n': {'dict' * (has[0] == '[')}" in line
+    assert f"{has}, and without a stop 'n': " in line
+    assert line.endswith(had)
+
+
 def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_refused() -> None:
     with pytest.raises(TypeError, match="list has no state_dict"):
         assert_resume_is_exact(lambda: [1, 2])
@@ -116,6 +154,22 @@ def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_re
 
     with pytest.raises(ValueError, match="no batch"):
         assert_resume_is_exact(Empty)
+
+
+class Plain:
+    """A loader without a state of its own, as torch's, whose dataset has one."""
+
+    def __init__(self) -> None:
+        self.dataset = Loader()
+
+    def __iter__(self) -> Iterator[dict[str, list[str]]]:
+        return iter(self.dataset)
+
+
+def test_the_state_of_the_dataset_serves_where_the_loader_has_none() -> None:
+    assert_resume_is_exact(Plain, stops=[1, 2])
+    with pytest.raises(AssertionError, match="skipped in epoch 1"):
+        assert_resume_is_exact(Plain, stops=[4], epochs=2)
 
 
 def test_samples_of_the_usual_batches() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.readers.blocks import BlockInput
 from datatrove_ckpt.readers.line_blocks import LineBlocks
-from datatrove_ckpt.readers.row_counts import cache_folder
+from datatrove_ckpt.readers.row_counts import RowCounts, cache_folder
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +124,26 @@ def test_without_a_place_for_counts_each_start_counts(
     assert len(warned) == 2
 
 
+def test_one_process_counts_and_the_others_wait_for_it(folder: Path, cache: Path, counted: list[str]) -> None:
+    first = BlockInput(JsonlReader(folder.as_posix()))
+    counted.clear()
+    [kept] = cache.glob("*.json")
+    kept.unlink()
+    waits, found = threading.Event(), []
+    handler = logger.add(lambda message: waits.set() if "Another process counts" in message else None)
+    counts = RowCounts(first._inputs, first._kind)
+    with counts.counting():
+        other = threading.Thread(target=lambda: found.append(rows(folder)))
+        other.start()
+        assert waits.wait(120)
+        for number in range(3):
+            counts.put(number, first._index[number])
+    other.join(120)
+    logger.remove(handler)
+    assert found == [6]
+    assert counted == []
+
+
 def test_counts_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("DATATROVE_CKPT_CACHE")
@@ -131,3 +154,33 @@ def test_counts_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp
     assert cache_folder() == Path("/home/me/.cache/datatrove-ckpt/rows")
     monkeypatch.setenv("DATATROVE_CKPT_CACHE", "")
     assert cache_folder() is None
+
+
+@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
+def test_remote_tables_are_counted_once_and_local_ones_are_asked(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, reader: Any
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datatrove.io import DataFolder
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    memory = MemoryFileSystem()
+    memory.store.clear()
+    folder = DataFolder(f"/{tmp_path.name}", fs=memory)
+    table = pa.table({"text": ["a", "b", "c"]})
+    with folder.open("a.table", "wb") as file:
+        if reader is ParquetReader:
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+    found = BlockInput(reader(folder))
+    assert found.read(found[0]).to_pylist() == table.to_pylist()
+    [kept] = cache.glob("*.json")
+    assert json.loads(kept.read_bytes())["files"]["a.table"]["rows"] == [3]
+    monkeypatch.setattr(BlockInput, "_index_file", None)
+    again = BlockInput(reader(folder))
+    assert list(again) == list(found)
+    again.unify(["text"])  # the types are kept, too
+    assert again.read(again[0]).to_pylist() == table.to_pylist()

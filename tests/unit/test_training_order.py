@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import chain, product
 from typing import Any
 
@@ -160,6 +161,34 @@ def test_the_window_bounds_what_is_open() -> None:
     assert tiny.largest_window == 1_000_000, "one block"
 
 
+def test_workers_that_divide_the_shares_read_no_block_twice() -> None:
+    table = BlockTable(TEN_FILES)
+    order = order_by_rows(table, 1, 0, Window(bytes=2**28))
+    assert len(order.shares) == 6
+    for slots in (1, 2, 3, 6):
+        shares = [set(order.locate(np.arange(slot, 1000, slots))[0].tolist()) for slot in range(slots)]
+        assert sum(map(len, shares)) == 6
+
+
+def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end() -> None:
+    table = BlockTable(blocks_of(*([100] * 30 for _ in range(40))), streams=range(40))
+    order = order_by_rows(table, 1, 0, Window(rows=3200, bytes=None))
+    read: Counter[int] = Counter()
+    seen: dict[int, set[int]] = {}
+    for number, share in enumerate(order.shares):
+        for window in range(share.windows):
+            pieces = share.window(window).pieces
+            for block in pieces.block:
+                file = int(table.file[block])
+                assert table.first[block] == read[file] * 100
+                read[file] += 1
+                seen.setdefault(file, set()).add(number)
+    assert set(read.values()) == {30}
+    assert {len(shares) for shares in seen.values()} == {1}
+    span, _ = span_and_neighbours(rows_in_order(table, order, np.arange(50_000, 53_200)), 3000, 40)
+    assert span > 12
+
+
 # Shares --------------------------------------------------------------------------------------------------------
 
 
@@ -238,3 +267,27 @@ def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(
         rounds.append(done)
     read += take(rows, rounds, last, [10**6] * last.slots)[0]
     assert sorted(read) == list(range(rows))
+
+
+@pytest.mark.parametrize("even", ["drop", "repeat"])
+def test_even_shares_stay_even_after_another_topology(even: Even) -> None:
+    for first, second, step in product(TOPOLOGIES[::5], TOPOLOGIES[::7], (0, 2, 4)):
+        read, done = take(53, [], first, [step] * first.slots, even)
+        rest, _ = take(53, [done], second, [10**6] * second.slots, even)
+        assert len(rest) % second.ranks == 0
+        seen = Counter(read + rest)
+        if even == "drop":
+            assert len(seen) > 53 - second.ranks
+            assert max(seen.values()) == 1
+        else:
+            assert sorted(seen) == list(range(53))
+            assert sum(seen.values()) < 53 + second.ranks
+
+
+def test_the_rest_does_not_depend_on_who_read_what_came_before() -> None:
+    rests = []
+    for ranks, workers in product((1, 2, 4), (1, 2)):
+        topology = Topology(ranks, workers, 8 // ranks)
+        counts = [topology.batch * 6 // workers] * topology.slots
+        rests.append(Remaining(1000, [take(1000, [], topology, counts)[1]]).positions(np.arange(900)).tolist())
+    assert all(rest == rests[0] for rest in rests)

@@ -236,6 +236,12 @@ def test_what_cannot_be_merged_is_named(parquet: SeekingReader) -> None:
     assert merge([{"loader": [states]}]) == merge(reversed(states)) == merge([merge(states)])
 
 
+def test_a_state_of_another_version_is_refused_by_its_number(parquet: SeekingReader) -> None:
+    (state,) = states_of(parquet, (1, 1))
+    with pytest.raises(CheckpointMismatch, match=r"version 9 .* reads version 2"):
+        DatasetState.from_json(state | {"version": 9})
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 def test_other_content_of_the_same_size_is_noticed(tmp_path: Path, kind: str) -> None:
     reader = write(tmp_path / "input", kind)
@@ -250,6 +256,15 @@ def test_other_content_of_the_same_size_is_noticed(tmp_path: Path, kind: str) ->
     del state["input"]["content"]  # a state from before this was kept
     Index(reader).check(state["input"])
     merge([state])
+
+
+def test_another_skip_or_limit_is_named(tmp_path: Path) -> None:
+    reader = write(tmp_path / "input", "parquet")
+    (state,) = states_of(reader, (1, 1))
+    for changes in ({"skip": 2}, {"limit": 5}):
+        (name,) = changes
+        with pytest.raises(CheckpointMismatch, match=rf"with {name}=(0|-1), and this reader has {name}=\d"):
+            Index(ParquetReader((tmp_path / "input").as_posix(), **changes)).check(state["input"])
 
 
 def test_a_merged_state_says_whether_the_epoch_has_ended(parquet: SeekingReader) -> None:
@@ -313,6 +328,21 @@ def test_other_settings_are_refused(name: str, value: Any) -> None:
         settings(**{name: value})
 
 
+@pytest.mark.slow
+def test_a_state_of_many_workers_and_files_is_small(tmp_path: Path) -> None:
+    for number in range(70):
+        (tmp_path / f"{'a long name ' * 9}{number}.jsonl").write_text(f'{{"text": "{number}"}}\n' * 20)
+    reader = JsonlReader(tmp_path.as_posix())
+    state: Any = None
+    for ranks, workers in ((16, 4), (3, 5), (2, 2), (64, 2)):
+        states = []
+        for slot in slots(ranks, workers):
+            plan = Plan(index_of(reader).table, settings(), slot, 0, DatasetState.from_json(state) if state else None)
+            states.append(plan.state(min(plan.samples, 2 - (slot.worker > 1)), index_of(reader).state).to_json())
+        assert max(len(json.dumps(one)) for one in states) < 1000
+        state = merge(states)
+
+
 @pytest.mark.parametrize(
     ("sizes", "count", "by", "files"),
     [
@@ -353,6 +383,54 @@ def counted() -> Iterator[Any]:
         yield _POOLS[-1]
     finally:
         pa.set_memory_pool(usual)
+
+
+@pytest.mark.slow
+def test_a_shuffled_window_is_not_held_twice(tmp_path: Path) -> None:
+    numbers = np.arange(160_000 * 64, dtype=np.int32)
+    table = pa.table({"ids": pa.ListArray.from_arrays(np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers)})
+    pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    index = index_of(ParquetReader(tmp_path.as_posix()))
+    order = make_order(index.table, settings(window=parse_window("1GB")), 0, 0)
+    assert [share.windows for share in order.shares] == [1]
+    with counted() as pool:
+        read = RowSource(index, order, ["ids"]).samples(*order.locate(np.arange(1000)))
+    assert len({int(row["ids"][0]) for row in read if row}) == 1000
+    assert table.nbytes < pool.max_memory() < 1.4 * table.nbytes
+
+
+def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path: Path) -> None:
+    """Each row's place in the order takes memory, too."""
+    pq.write_table(pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000)
+    table = index_of(ParquetReader(tmp_path.as_posix())).table
+    [share] = make_order(table, settings(window=parse_window("1MB")), 0, 0).shares
+    assert share.rows / share.windows <= 2**20 / 64
+
+
+@pytest.mark.parametrize(("seed", "columns"), [(None, None), (1, None), (1, ["text"])])
+def test_texts_that_pyarrow_cannot_take_are_read(tmp_path: Path, seed: int | None, columns: list[str] | None) -> None:
+    """Polars writes string views, of which pyarrow takes none."""
+    texts = [f"text {number}" * 5 for number in range(60)]
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string_view())])) as file:
+        for first in range(0, 60, 20):
+            file.write_batch(pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())}))
+    reader = IpcReader(tmp_path.as_posix())
+    ranks = [epoch(reader, Slot(rank, 2, 0, 1), columns=columns, seed=seed) for rank in range(2)]
+    found = [one["text"] if columns else one.text for rank in ranks for one in rank]
+    assert sorted(found) == sorted(texts)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path: Path, seed: int | None) -> None:
+    for number, (kind, count) in enumerate(((pa.int64(), 10), (pa.int32(), 200))):
+        column = pa.array([[row, row] for row in range(count)], pa.list_(kind))
+        pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
+    index = Index(ParquetReader(tmp_path.as_posix()))
+    index.blocks.unify(["x"])
+    order = make_order(index.table, settings(seed=seed, window=parse_window(40)), 0, 0)
+    for first in range(0, 200, 10):
+        source = RowSource(index, order, ["x"])  # as after a resume
+        assert source.table(*order.locate(np.arange(first, first + 10))).schema.field("x").type == pa.list_(pa.int64())
 
 
 @pytest.mark.matrix

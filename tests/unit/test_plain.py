@@ -292,3 +292,24 @@ def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None
             assert set(tried) == {good}
 
         play(test, GOOD, host="several", connect_timeout=3.0)
+
+
+def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure() -> None:
+    async def test(server: RawServer, transport: PlainTransport) -> None:
+        loop = asyncio.get_running_loop()
+        plain, lookups = loop.getaddrinfo, 0
+
+        async def getaddrinfo(*arguments: Any, **settings: Any) -> Any:
+            nonlocal lookups
+            lookups += 1
+            if lookups == 1:
+                raise socket.gaierror("not yet")
+            return await plain(*arguments, **settings)
+
+        loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
+        with pytest.raises(socket.gaierror):
+            await transport.post(b"one")
+        await asyncio.gather(*(transport.post(b"two") for _ in range(20)))
+        assert lookups == 2
+
+    play(test, GOOD, host="localhost")

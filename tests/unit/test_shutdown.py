@@ -59,6 +59,17 @@ async def test_the_event_loop_is_woken_from_any_thread(change: Callable[[Shutdow
     assert await shutdown.wait_for(asyncio.sleep(0.05 if in_time else 600)) == in_time
 
 
+async def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed() -> None:
+    shutdown = Shutdown(600)
+    stopping = asyncio.create_task(shutdown.requested())
+    await asyncio.sleep(0)
+    assert not shutdown.is_unnoticed
+    shutdown.request("SIGTERM")
+    assert shutdown.is_unnoticed
+    await stopping
+    assert not shutdown.is_unnoticed
+
+
 @pytest.mark.parametrize(
     ("changes", "running", "draining"),
     [

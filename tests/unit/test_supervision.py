@@ -106,6 +106,21 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> N
     await normal
 
 
+async def test_many_quarantined_requests_run_in_growing_groups() -> None:
+    made = router()
+    waiting = {request: acquire(made, request) for request in (quarantined(n) for n in range(256))}
+    sizes: list[int] = []
+    while waiting:
+        await settle()
+        together = [request for request, task in waiting.items() if task.done()]
+        sizes.append(len(together))
+        for request in together:
+            made.release(waiting.pop(request).result())
+    assert sizes[:4] == [1, 2, 4, 8]
+    assert max(sizes) == 16  # the square root: what one more death may cost
+    assert len(sizes) <= 20
+
+
 async def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
     made = router()
     requests = [quarantined(n) for n in range(100)]
@@ -228,6 +243,30 @@ async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> 
     assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
 
+def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A second rank comes while the first one has locked one of its two GPUs."""
+    between: list[list[str] | None] = []
+    visible = ["a", "b", "c", "d"]
+    try_lock = gpu_slots._try_lock
+
+    def lock_two() -> list[str] | None:
+        locked = gpu_slots._try_lock_gpus(tmp_path, visible, 2)
+        return locked and [name for name, _ in locked]
+
+    def another_rank_comes(path: Path) -> int | None:
+        if path.name == "gpu_b.lock":
+            monkeypatch.setattr(gpu_slots, "_try_lock", try_lock)
+            between.append(lock_two())
+        return try_lock(path)
+
+    monkeypatch.setattr(gpu_slots, "_try_lock", another_rank_comes)
+    assert lock_two() == ["a", "b"]
+    assert between == [None]
+    assert lock_two() == ["c", "d"]
+
+
 def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     script = "import sys; print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
@@ -268,6 +307,15 @@ def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_aga
     assert asyncio.run(play()) == asyncio.run(play())
 
 
+def test_a_cache_folder_that_cannot_be_made_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
+    asyncio.run(gpus())
+    assert "common cache folder" in log[0]
+
+
 def test_the_capacity_is_that_of_the_servers_that_are_up() -> None:
     made = router(targets=3, limit=100)
     assert made.capacity == 100
@@ -293,6 +341,11 @@ vllm:num_preemptions_total{engine="1"} 1.0
 
 def test_metrics_of_all_engines_of_a_server_are_added_up() -> None:
     assert parse_metrics("vllm", VLLM_METRICS) == Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)
+
+
+def test_metrics_without_labels_are_read() -> None:
+    text = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
+    assert parse_metrics("llamacpp", text) == Metrics(4.0, 1.0, 12.0)
 
 
 def test_a_page_without_our_metrics_says_nothing() -> None:

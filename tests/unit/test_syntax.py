@@ -40,3 +40,19 @@ def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     with ThreadPoolExecutor(12) as pool:
         assert len(list(pool.map(syntax.parse, ["x = 1"] * 12))) == 12
     assert most == 1
+
+
+def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [SystemError("AST constructor recursion depth mismatch (before=139, after=79)")] * 3
+    real = ast.parse
+
+    def disturbed(*arguments: Any, **settings: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert ast.unparse(syntax.parse("x  =  1")) == "x = 1"
+    assert not left
+    with pytest.raises(SyntaxError):
+        syntax.parse("x =")

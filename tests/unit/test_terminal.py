@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import termios
+import threading
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
@@ -14,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.process import screen as screens
 from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
 from datatrove_ckpt.process.screen import LogLines, Screen, reporter, reporting_to
-from datatrove_ckpt.process.terminal import BarTerminal, has_terminal
+from datatrove_ckpt.process.terminal import BarTerminal, has_terminal, leave_terminal
 from tests.ptys import Terminal
 
 
@@ -56,6 +59,20 @@ def test_what_has_no_line_break_is_not_torn_apart(terminal: Terminal) -> None:
     assert terminal.read() == ["half a line and the other half", "the end"]
 
 
+def test_a_narrower_terminal_gets_a_shorter_bar(terminal: Terminal) -> None:
+    widths: list[int] = []
+
+    def note(columns: int) -> str:
+        widths.append(columns)
+        return ""
+
+    with terminal.streams(), BarTerminal(note) as bar:
+        bar.draw()
+        termios.tcsetwinsize(terminal.slave, (10, 33))
+        bar.draw()
+    assert widths == [60, 33]
+
+
 def test_handlers_of_loguru_write_above_and_afterwards_as_before(terminal: Terminal) -> None:
     with terminal.streams():
         before = logger.add(sys.stderr, format="{message}")
@@ -69,6 +86,42 @@ def test_handlers_of_loguru_write_above_and_afterwards_as_before(terminal: Termi
         assert isinstance(sys.stderr, TextIOWrapper)
         logger.remove(inside)
         logger.remove(before)
+
+
+def test_a_fork_draws_no_bar_and_waits_for_no_lock(terminal: Terminal, tmp_path: Path) -> None:
+    with terminal.streams(), BarTerminal(text) as bar:
+        bar.draw()
+        taken, free = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with bar._lock:
+                taken.set()
+                free.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        taken.wait()
+        pid = os.fork()
+        if pid == 0:
+            print("from the fork")
+            bar.draw()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        free.set()
+        thread.join()
+        assert terminal.read() == ["from the fork"]
+        bar.draw()
+        assert terminal.read() == ["from the fork", "the bar"]
+
+
+def test_a_process_that_ends_by_force_leaves_no_bar_behind(terminal: Terminal) -> None:
+    with terminal.streams(), BarTerminal(text) as bar:
+        bar.draw()
+        with bar._lock:  # another thread's
+            thread = threading.Thread(target=leave_terminal)
+            thread.start()
+            thread.join()
+        assert terminal.read() == []
 
 
 @pytest.mark.parametrize("stream", [None, "closed", "file", "dumb"])

@@ -20,7 +20,7 @@ from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
 from datatrove_ckpt.process.screen import Screen, reporter
-from datatrove_ckpt.process.worker import Work
+from datatrove_ckpt.process.worker import Inbox, Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from tests.patience import Patience, until
 
@@ -94,6 +94,11 @@ def test_no_more_processes_are_started_than_there_are_tasks(tmp_path: Path) -> N
         assert dict(workers.run([])) == {}
 
 
+def test_a_large_result_comes_whole(tmp_path: Path) -> None:
+    with group(lambda slot, task: b"x" * 3_000_000) as workers:
+        assert [len(value) for _, value in workers.run(range(3))] == [3_000_000] * 3
+
+
 def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Path) -> None:
     def run(slot: int, task: int) -> int:
         with (tmp_path / str(task)).open("a") as file:
@@ -110,6 +115,17 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Pa
     assert workers.lost == {1: "its worker process was ended by SIGKILL"}
     tried = {task: len((tmp_path / str(task)).read_text().splitlines()) for task in range(5)}
     assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
+
+
+def test_half_a_message_is_none() -> None:
+    ours, theirs = multiprocess.Pipe()
+    inbox = Inbox(ours)
+    assert list(inbox.messages()) == []
+    os.write(theirs.fileno(), (100).to_bytes(8) + b"only the start")
+    assert list(inbox.messages()) == []
+    theirs.close()
+    assert list(inbox.messages()) == []
+    assert inbox.is_closed
 
 
 class Stubborn(Exception):
@@ -336,6 +352,20 @@ def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} >= {f"closed {pid}" for pid in pids}
 
 
+@pytest.mark.slow
+def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TO_EXIT", 0.2)
+
+    def run(slot: int, task: int) -> int:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        return task
+
+    began = time.monotonic()
+    with group(run) as workers:
+        assert dict(workers.run([1])) == {1: 1}
+    assert time.monotonic() - began < 200
+
+
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     def run(slot: int, task: int) -> None:
         (tmp_path / str(slot)).write_text(str(os.getpid()))
@@ -384,6 +414,47 @@ def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with group(run) as workers:
         assert dict(workers.run(range(4))) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_still_being_started_holds_up_no_stop(tmp_path: Path) -> None:
+    thread = in_thread(
+        lambda: until_there(tmp_path / "loads"),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    began = time.monotonic()
+    with group(LoadsForever(tmp_path / "loads"), method="spawn") as workers, pytest.raises(Stopped):
+        list(workers.run([1]))
+    thread.join()
+    assert time.monotonic() - began < 400
+
+
+class LoadsForever:
+    def __init__(self, started: Path) -> None:
+        self.started = started
+
+    def __call__(self, slot: int, task: int) -> None: ...
+
+    def __reduce__(self) -> Any:
+        return load_forever, (self.started,)
+
+
+def load_forever(started: Path) -> None:
+    started.touch()
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> None:
+        (tmp_path / "started").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    thread = in_thread(lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    context, work = multiprocess.get_context("fork"), Work(run, nothing)
+    with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers, pytest.raises(Stopped):
+        list(workers.run([0]))
+    thread.join()
 
 
 def environment(slot: int, task: int) -> str:

@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.preflight.probes import (
+    NotDeleted,
     Quantiles,
     RemoteFailed,
     measure_disk,
@@ -55,7 +56,7 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: 
 # Remote folders ------------------------------------------------------------------------------------------------------
 
 
-def test_an_object_that_arrives_short_or_not_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = get_datafolder("memory://measures/refuses")
 
     def short(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
@@ -77,3 +78,47 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said(monkeypatch: pytest.
         probe_object(folder) as upload,
     ):
         upload(b"1234")
+    monkeypatch.undo()
+
+    def keep(self: MemoryFileSystem, path: str) -> None:
+        raise PermissionError("no deletes here")
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", keep)
+    with (
+        pytest.raises(NotDeleted, match=r"could not be deleted \(delete it by hand\)"),
+        probe_object(folder) as upload,
+    ):
+        upload(b"1234")
+    monkeypatch.undo()
+    assert len(folder.list_files()) == 1
+    folder.rm_file(folder.list_files()[0])
+
+
+def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    folders = {"bucket"}
+
+    def pipe(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
+        if self._parent(path).lstrip("/") not in folders:
+            raise FileNotFoundError(path)
+        with self.open(path, "wb") as file:
+            file.write(value)
+
+    def makedirs(self: MemoryFileSystem, path: str, exist_ok: bool = False) -> None:
+        made.append(path)
+        folders.add(path.lstrip("/"))
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe)
+    monkeypatch.setattr(MemoryFileSystem, "makedirs", makedirs)
+    monkeypatch.setattr(MemoryFileSystem, "exists", lambda self, path: path.lstrip("/") in folders)
+    monkeypatch.setattr(MemoryFileSystem, "rmdir", lambda self, path: folders.discard(path.lstrip("/")))
+    with (
+        pytest.raises(RemoteFailed, match="could not be written"),
+        probe_object(get_datafolder("memory://missing/deep/er")) as upload,
+    ):
+        upload(b"1234")
+    assert made == []
+    with probe_object(get_datafolder("memory://bucket/deep")) as upload:
+        upload(b"1234")
+    assert made == ["/bucket/deep"]
+    assert folders == {"bucket"}

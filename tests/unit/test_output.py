@@ -145,6 +145,21 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
         folder.upload(local, "b")
 
 
+def test_a_stop_ends_the_pause_between_attempts(
+    files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 1000.0)
+    monkeypatch.setattr(upload, "_LONGEST_DELAY_SECONDS", 1000.0)
+
+    def fail(path: str) -> None:
+        threading.Timer(0.05, folder.stop).start()
+        raise ConnectionError
+
+    files.before = fail
+    with pytest.raises(Stopping):
+        folder.upload(local, "a")
+
+
 class Answered(Exception):
     """Has the attributes of botocore's, aiohttp's, requests' and gcsfs' errors."""
 
@@ -165,7 +180,9 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
         (by_s3(PermissionError, "AccessDenied", 403), True),
         (by_s3(FileNotFoundError, "NoSuchBucket", 404), True),
         (by_s3(FileNotFoundError, "NoSuchUpload", 404), False),  # it was completed, and the answer got lost
+        (by_s3(OSError, "SlowDown", 503), False),
         (by_s3(TimeoutError, "RequestTimeout", 400), False),
+        (OSError("broken pipe"), False),
         (Answered(status=403), True),
         (Answered(code=401), True),  # gcsfs'
         (Answered(response=Answered(status_code=401)), True),

@@ -71,3 +71,9 @@ def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status: int, permanent: b
     left = called(wrapped)
     assert http_status(left) == status
     assert is_permanent(left) is permanent
+
+
+def test_what_another_attempt_cannot_change_is_permanent() -> None:
+    for error in (PermissionError(), botocore.exceptions.NoCredentialsError(), TypeError()):
+        assert is_permanent(called(error)), error
+    assert not is_permanent(called(KeyError()))

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
-from datatrove_ckpt.checkpoint.fields import as_kept
+from datatrove_ckpt.checkpoint.fields import RunIdentity, as_kept
+from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 from tests.hub import FakeHub
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +180,24 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
 
 
+@pytest.mark.slow
+def test_tasks_of_one_job_are_submitted_as_one_element_and_finished_ones_are_left_out(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark_as_finished(3, tasks=30)
+    several = ("--executor.tasks=30", "--executor.tasks_per_job=4")
+    assert run("--dry-run", *several) == 0
+    assert directives(scripted(capsys.readouterr().out))["array"] == "0-6%20"
+    assert run(*several, "--executor.max_array_size=5") == 0
+    assert capsys.readouterr().out.startswith(
+        "Submitted job 7,8 for 27 of 30 tasks, in 7 array elements of up to 4 tasks. Logs: "
+    )
+    assert [directives(Path(f"submitted/{job}").read_text())["array"] for job in (7, 8)] == ["0-4%20", "0-4%20"]
+    assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == list(range(3, 30))
+    assert run("--executor.tasks=30", "--executor.tasks_per_job=1") == 0, "it may change from one to the next"
+    assert "Submitted job 10 for 27 of 30 tasks. " in capsys.readouterr().out
+
+
 def test_markers_of_another_job_are_refused_before_anything_is_submitted(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +208,44 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
     assert run("--executor.tasks=5") == 1
     assert "slurm_run/checkpoints holds no checkpoint of them" in capsys.readouterr().err
     assert not list(Path("submitted").iterdir())
+
+
+@pytest.mark.slow
+def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark_as_finished(1, tasks=2)
+    folder, url = Path("slurm_run/checkpoints"), str(login_node / "mirror")
+    checkpoint = CheckpointManager(
+        folder.absolute(),
+        0,
+        1,
+        RunIdentity({name: value for name, value in read_run(folder / "00000/run.json").items() if name != "format"}),
+        lambda *arguments: pytest.fail("nothing is written"),
+        mirror=RemoteMirror(f"{url}/00000", folder.absolute() / "00000", 60.0),
+    ).open()
+    checkpoint.close(completed=True)
+    checkpoint.raise_failure()
+    shutil.rmtree(folder)
+    mirrored = f"--pipeline.1.checkpoints_remote_dir={url}"
+    assert run(mirrored, "--executor.tasks=3") == 1
+    assert "tasks: 2 -> 3" in capsys.readouterr().err
+    assert run(mirrored, "--executor.tasks=2") == 0
+    assert "for 1 of 2 tasks" in capsys.readouterr().out
+    assert not folder.exists(), "what was restored is of no use on this machine"
+
+
+def test_a_variable_that_only_the_nodes_have_is_no_mistake(
+    login_node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NODE_SCRATCH", raising=False)
+    arguments = (
+        "--pipeline.1.checkpoints_local_dir=$NODE_SCRATCH/kept",
+        f"--pipeline.1.checkpoints_remote_dir={login_node}/mirror",
+    )
+    assert run(*arguments) == 0
+    assert "Submitted job" in capsys.readouterr().out
+    assert not list(login_node.glob("*NODE_SCRATCH*"))
 
 
 def test_without_sbatch_nothing_is_started_and_one_line_says_so(

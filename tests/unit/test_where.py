@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,14 @@ def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path: Path) -> No
         pass
 
 
+def test_a_mirror_is_not_written_to(tmp_path: Path) -> None:
+    mirror(f"{tmp_path}/00000", commits_jsonl=b"a\n")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with open_place(str(tmp_path)):
+        pass
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_a_url_without_a_mirror_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory://nothing contains no mirror of a checkpoint"):
         open_place("memory://nothing").__enter__()
@@ -112,6 +121,15 @@ def test_a_url_that_cannot_work_is_refused() -> None:
         open_place("sthree://x").__enter__()
     with pytest.raises(ConfigError, match="WHAT: the URL holds a user or a password"):
         open_place("s3://key:secret@bucket/x").__enter__()
+
+
+def test_a_mirror_that_cannot_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
+    with pytest.raises(StorageFailed, match=r"Could not read the mirror memory://where/m: .*no route to host"):
+        open_place("memory://where/m").__enter__()
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------
@@ -136,6 +154,11 @@ def test_a_yaml_file_names_the_folder_the_tasks_and_the_logs(tmp_path: Path, mon
         assert (place.tasks, place.logging_dir, place.given, place.is_copy) == (7, "logs", "job.yaml", False)
 
 
+def test_a_yaml_file_whose_run_has_not_started_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, "):
+        open_place("job.yaml", config(str(tmp_path / "checkpoints"))).__enter__()
+
+
 def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Path) -> None:
     local, remote = tmp_path / "local", str(tmp_path / "remote")
     mirror(f"{remote}/00000")
@@ -148,6 +171,15 @@ def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Pat
     with open_place("job.yaml", config(str(local), remote)) as place:
         assert place.is_copy
         assert place.what == remote
+
+
+def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path: Path) -> None:
+    assert "NO_SUCH_VARIABLE" not in os.environ
+    mirror(f"{tmp_path}/remote/00000")
+    with open_place("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
+        assert place.is_copy
+    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set here"):
+        open_place("job.yaml", config("$NO_SUCH_VARIABLE/c")).__enter__()
 
 
 def test_without_the_network_the_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

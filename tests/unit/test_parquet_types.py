@@ -81,6 +81,12 @@ def test_a_chunk_has_the_types_of_all_its_documents(
             assert types(files) == [kind]
 
 
+def test_types_of_later_batches_count_too(tmp_path: Path, server: FakeServer) -> None:
+    writing = parquet(tmp_path, batch_size=2)
+    files = written(tmp_path, server, [[..., None, 1, 2, 0.5]], output_writer=writing)
+    assert rows(files) == [None, None, 1.0, 2.0, 0.5]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chunk", "parts"),
@@ -207,6 +213,27 @@ def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: st
     builder = parquet_module.Parquet(cache_dir=str(tmp_path / "cache"), data_files={"train": files})
     builder.download_and_prepare()
     assert len(builder.as_dataset("train")) == len(ONE[name][0])
+
+
+def test_a_first_file_that_is_too_narrow_is_said_once(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    files = written(tmp_path, server, [[1], [0.5], [0.25], [2]])
+    assert types(files) == ["int64", "double", "double", "int64"]
+    assert "".join(log).count("column 'c' is int64 in one file, and double in a later one") == 1
+
+
+def test_a_first_file_without_values_is_said_by_all_its_columns(
+    tmp_path: Path, server: FakeServer, log: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, server, [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]])
+    said = "".join(log)
+    assert "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without" in said
+    assert "may not load as one, so the values of 'c.n' load as texts." in said
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
+    found = " ".join(capsys.readouterr().out.split())
+    second, first = "000_00000_chunk_00001.parquet", "000_00000_chunk_00000.parquet: column"
+    assert f"{second} loads as text after {first} 'c.n' is int64 there, and without a value in the first" in found
+    assert f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first" in found
+    assert "'c.t'" not in found
 
 
 def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path: Path, server: FakeServer) -> None:

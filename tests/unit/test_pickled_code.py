@@ -188,3 +188,15 @@ def test_names_are_put_only_where_the_script_is_not_loaded(
 
 def test_a_function_of_a_module_carries_nothing(tmp_path: Path, script: types.ModuleType) -> None:
     assert script_names.collect(load_changed(tmp_path, "module").rollout, None, {"a": 1}) is None
+
+
+def test_a_step_among_the_names_of_the_script_is_pickled_once(tmp_path: Path, script: types.ModuleType) -> None:
+    exec("async def rollout(document, generate):\n    return runner, helper", vars(script))
+    step = step_of(tmp_path, script.rollout)
+    script.runner = step  # type: ignore[attr-defined]
+    assert len(dill.dumps(step)) < 100_000
+    with script_names.nothing_carried():
+        assert "_script_names" not in step.__getstate__()
+    assert "runner" in step.__getstate__()["_script_names"].values
+    copied = copy.deepcopy(step)
+    assert copied.rollout_fn is step.rollout_fn

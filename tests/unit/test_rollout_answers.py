@@ -172,8 +172,20 @@ def test_the_model_is_shown_its_answer_if_that_is_wanted() -> None:
     ]
 
 
+def test_an_answer_that_was_cut_off_is_not_shown() -> None:
+    """The conversation would not fit into the context either."""
+    server = Answers("?", "no", reason="length")
+    asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
+    assert server.payloads[0] == server.payloads[1]
+
+
 def test_a_document_without_a_valid_answer_may_be_dropped() -> None:
     assert answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
+
+
+def test_canned_answers_are_not_checked() -> None:
+    fitted: Any = for_config(PromptRollout(json_schema=SCHEMA), config("dummy"))
+    assert answer(fitted, "This is dummy text.") == "This is dummy text."
 
 
 def test_the_form_and_the_engine_are_part_of_the_identity() -> None:

@@ -15,7 +15,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
-from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config
+from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config, split_text
 from datatrove_ckpt.rollouts.splitting import Chars, Tokens, split, stitch
 from datatrove_ckpt.testing import FakeServer
 from tests.unit.test_rollouts import document
@@ -73,6 +73,12 @@ def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing() -> No
         assert "".join("".join(parts).split()) == "".join(text.split())
 
 
+def test_characters_per_token_estimate_the_parts() -> None:
+    text = "one two six ten"
+    estimated = ChunkedRollout(max_tokens_per_part=2, chars_per_token=3.5)
+    assert [talk[0] for talk in talks(estimated, text)] == [f"u: {part}" for part in split_text(text, 7)]
+
+
 def test_a_conversation_carries_the_parts_before() -> None:
     rollout = ChunkedRollout("Q {text}", "S", max_chars_per_part=3, carry="conversation")
     assert talks(rollout, "one two six") == [
@@ -121,6 +127,20 @@ def test_stitching_writes_a_repeated_end_once(answers: list[str], stitched: str)
     assert stitch(answers, "|", answers, 18) == stitched
 
 
+def test_stitching_leaves_what_a_text_itself_repeats() -> None:
+    row = "| 2024-01-01 | nothing to report | 0.00 | 0.00 | 0.00 | no remarks |"
+    for text in ("\n".join([row] * 6), "\n\n".join([row] * 6)):
+        parts = split(text, 120, Chars(), 30)
+        assert len(parts) > 2
+        assert " ".join(stitch(parts, "\n", parts, 30).split()) == " ".join(text.split())
+
+
+def test_an_equal_answer_to_another_part_is_no_repetition() -> None:
+    text = "\n\n".join(f"A paragraph with the number {number}, which ends here." for number in range(4))
+    parts = split(text, 60, Chars(), 20)
+    assert stitch(["There is nothing in it to report."] * 4, " ", parts, 20).count("nothing") == 4
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -157,6 +177,12 @@ def test_a_judge_chooses_the_best_of_several_and_all_are_kept() -> None:
             {"text": "c", "finish_reason": "stop", "score": None},
         ],
     }
+
+
+def test_the_judge_reads_no_more_of_a_long_text_than_fits() -> None:
+    rollout = BestOfRollout("Q {text}", candidates=2, max_chars=20, judge_prompt="Rate {answer} of {text}")
+    sent, _ = requests(rollout, "rain " * 9, ["a", "b" * 10, "1", "2"])
+    assert [len(one["messages"][-1]["content"]) for one in sent] == [20, 20, 20, 20]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,11 @@ def test_the_system_prompt_and_each_place_of_the_text_count(words: str) -> None:
     assert content(rollout, document(LINES)) == "one two three | one two three"
 
 
+def test_characters_per_token_are_an_estimate_without_a_tokenizer() -> None:
+    rollout = PromptRollout("Say: {text}. End.", max_prompt_tokens=8, chars_per_token=3)
+    assert content(rollout, document("one line\nand more lines")) == "Say: one line. End."
+
+
 def test_auto_is_what_the_context_leaves(words: str) -> None:
     given = config(model_max_context=100, default_generation_params={"max_tokens": 26})
     rollout = PromptRollout(max_prompt_tokens="auto", chars_per_token=1)
@@ -226,6 +231,13 @@ def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of .* is broken: "):
         for_config(rollout, config())
+
+
+def test_a_model_that_the_hub_does_not_give_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of 'no/model' is in no folder of that name"):
+        for_config(PromptRollout(max_prompt_tokens=9), config(model_name_or_path="no/model"))
 
 
 # the model's generation_config ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,3 +153,11 @@ def test_a_lambda_is_compared_by_its_code() -> None:
     assert differences(then, listed([lambda_of(names="{'a', 'b', 'c', 'e'}")])) != []
     of_another_python = [StepRecord("<lambda>", {"code in Python 2.7": "0"})]
     assert differences(of_another_python, then) == []
+
+
+def test_a_set_in_the_code_of_a_lambda_has_no_order() -> None:
+    one, two = frozenset((0, 8)), frozenset((8, 0))
+    assert list(one) != list(two), "as in another process"
+    code = lambda_of().__code__
+    same = [types.FunctionType(code.replace(co_consts=(number,)), {}) for number in (one, two)]
+    assert differences(listed(same[:1]), listed(same[1:])) == []

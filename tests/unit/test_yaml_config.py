@@ -135,6 +135,15 @@ def test_a_folder_may_come_with_storage_options(job: Build) -> None:
     assert not reader.data_folder.is_local()
 
 
+@pytest.mark.parametrize("key", ["logging_dir: logs", "data_folder: documents", "output_folder: out"])
+def test_secrets_among_storage_options_are_refused_and_not_repeated(job: Build, key: str) -> None:
+    name = key.partition(":")[0]
+    message = mistake(job, (key, f"{name}: [s3://b/x, {{client_kwargs: {{aws_secret_access_key: hunter2}}}}]"))
+    assert f"{name}: the storage option 'aws_secret_access_key' is a secret" in message
+    assert "AWS_SECRET_ACCESS_KEY" in message
+    assert "hunter2" not in message
+
+
 def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(job: Build) -> None:
     assert type(job()) is LocalPipelineExecutor
     assert type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor"))) is DatatroveExecutor
@@ -229,6 +238,7 @@ def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path)
     ("text", "message"),
     [
         ("executor: {a: 1", "job.yaml:1:16: not valid YAML: expected ',' or '}', but got '<stream end>'."),
+        ("executor:\n\tx: 1", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token."),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
         ("executor: !!python/name:os.system", None),
         ("", 'job.yaml: must have the key "executor" at the top, with class_path and init_args.'),
@@ -244,3 +254,9 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(
         load("job.yaml")
     said = str(refused.value)
     assert said == message if message else said.startswith("job.yaml:1:11: not valid YAML: could not determine")
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "nope.yaml")
+    assert str(refused.value) == f"{tmp_path}/nope.yaml: cannot be read: No such file or directory."

@@ -348,12 +348,17 @@ def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path: Path
     assert totals.time_left == pytest.approx(9000 / 5)
 
 
-def test_the_last_rank_that_runs_decides_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
+def test_the_last_rank_decides_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
     for number, per_minute in enumerate((60, 6)):
         hold(write_rank(tmp_path, number, [start(T, host=HERE), *minutes(T, 6, per_minute, 3600)]))
-    write_rank(tmp_path, 2, [start(T, host=HERE), *minutes(T, 5, 1, 3600), failed(T + 5 * MIN, "x")])
+    assert read(tmp_path, T + 6 * MIN).totals.time_left == pytest.approx((3600 - 36) / 0.1)
+
+
+def test_the_time_left_is_without_ranks_at_a_halt(tmp_path: Path, hold: Hold) -> None:
+    hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)]))
+    write_rank(tmp_path, 1, [start(T, host=HERE), *minutes(T, 5, 60, 3600), failed(T + 5 * MIN, "x")])
     totals = read(tmp_path, T + 6 * MIN).totals
-    assert (totals.time_left, totals.halted) == (pytest.approx((3600 - 36) / 0.1), 1)
+    assert (totals.time_left, totals.halted) == (pytest.approx(3600 - 360), 1)
 
 
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path: Path) -> None:

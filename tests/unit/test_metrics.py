@@ -327,6 +327,22 @@ def test_a_process_that_was_killed_keeps_nothing(host: str, port: Callable[[], M
 
 
 @pytest.mark.slow
+def test_a_process_that_hangs_is_left_out(
+    host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", 0.5)
+    with port().shows(lambda: snapshot(2)):
+        waited_for(lambda: ranks(host) == {"2"})
+        with subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT) as other:
+            waited_for(lambda: ranks(host) == {"1", "2"})
+            other.send_signal(signal.SIGSTOP)
+            try:
+                waited_for(lambda: ranks(host) == {"2"})
+            finally:
+                other.kill()
+
+
+@pytest.mark.slow
 def test_a_port_of_another_program_is_said_once_and_taken_when_it_is_free(
     host: str, port: Callable[[], MetricsPort], log: list[str]
 ) -> None:

@@ -95,3 +95,13 @@ def test_a_falsified_output_fails(job: Job, falsify: Callable[[Job], None], kind
     with pytest.raises(Failure) as caught:
         job.check()
     assert caught.value.kind == kind
+
+
+def test_a_falsified_number_of_the_closing_line_fails(job: Job) -> None:
+    said = job.terminal
+    for number in ("3 of 5", "of 5 ", "2 files", "1 dropped", "1 dead", "5 requests", "13 prompt", "8 completion"):
+        digits = next(word for word in number.split() if word.isdigit())
+        assert said.count(number) == 1
+        job.terminal = said.replace(number, number.replace(digits, "7", 1))
+        with pytest.raises(Failure, match=r"closing line"):
+            job.check()

@@ -57,6 +57,18 @@ def test_the_generators_of_a_pipeline_tell_its_steps() -> None:
     assert differences(then or [], [describe_step(step) for step in steps]) == []
 
 
+def test_steps_that_cannot_be_seen_are_not_compared() -> None:
+    hidden = functools.partial(function)
+    assert (
+        differences(
+            record_steps(chain(JsonlReader("."), hidden)) or [], [describe_step(s) for s in (JsonlReader("."), hidden)]
+        )
+        == []
+    )
+    assert record_steps(chain(JsonlReader("."), lambda data, rank, world_size: map(str, data), Filter())) is None
+    assert record_steps(chain(lambda *_: [Document("a", "a")], Filter())) is None
+
+
 def test_settings_are_compared_of_stateless_steps_only() -> None:
     assert describe_step(Filter(2)).settings == {}
     then, now = describe_step(StatelessFilter(1, new=1)), describe_step(StatelessFilter(2, old=1))

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
@@ -26,6 +25,7 @@ from datatrove_ckpt.readers import (
     tables,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
+from tests.unit.tables import reader_of, write_table
 
 ROWS = [
     {"text": f"text {i}", "id": f"id {i}", "input_ids": list(range(i % 5)), "nested": {"a": i, "b": [{"c": str(i)}]}}
@@ -50,68 +50,31 @@ def _tables() -> list[pa.Table]:
     return tables
 
 
-def write_parquet(folder: Path) -> ParquetReader:
-    """Four files, one of them without rows, in row groups of 20 rows: several blocks each."""
+def write(folder: Path, kind: str) -> SeekingReader:
+    """Four files, one of them without rows, in row groups or record batches of 20 rows: several blocks each."""
     folder.mkdir()
+    ending, options = FORMATS[kind]
     for number, table in enumerate(_tables()):
-        pq.write_table(table, folder / f"{number}.parquet", row_group_size=20)
-    return ParquetReader(folder.as_posix())
+        if kind == "dictionaries":
+            table = table.set_column(1, "id", table["id"].dictionary_encode())
+        write_table(folder / f"{number}.{ending}", table.combine_chunks(), 20, **options)
+    return reader_of(folder, ending)
 
 
-def write_arrow(folder: Path) -> IpcReader:
-    """As ``write_parquet``, in compressed record batches of 20 rows."""
-    return _write_arrow(folder, _tables(), pa.ipc.IpcWriteOptions(compression="zstd"))
-
-
-def write_arrow_stream(folder: Path) -> IpcReader:
-    """Streams, of which a batch is found by the messages before it."""
-    return _write_arrow(folder, _tables(), stream=True)
-
-
-def write_arrow_dictionaries(folder: Path) -> IpcReader:
-    """Streams whose batches cannot be read without the dictionaries before them."""
-    tables = [table.set_column(1, "id", table["id"].dictionary_encode()) for table in _tables()]
-    return _write_arrow(folder, tables, stream=True)
-
-
-def _write_arrow(folder: Path, tables: list[pa.Table], options: Any = None, stream: bool = False) -> IpcReader:
-    folder.mkdir()
-    for number, table in enumerate(tables):
-        new = pa.ipc.new_stream if stream else pa.ipc.new_file
-        with new(folder / f"{number}.arrow", table.schema, options=options) as writer:
-            writer.write_table(table.combine_chunks(), max_chunksize=20)
-    return IpcReader(folder.as_posix())
-
-
-def write_jsonl(folder: Path, suffix: str = "") -> JsonlReader:
-    """Parts of a few lines each."""
-    folder.mkdir()
-    for number, table in enumerate(_tables()):
-        with DataFolder(folder.as_posix()).open(f"{number}.jsonl{suffix}", "wt", compression="infer") as file:
-            file.writelines(json.dumps(row) + "\n" for row in table.to_pylist())
-    return JsonlReader(folder.as_posix())
-
-
-def write_jsonl_gz(folder: Path) -> JsonlReader:
-    """Compressed."""
-    return write_jsonl(folder, ".gz")
-
-
-FORMATS = [
-    write_parquet,
-    write_arrow,
-    write_arrow_stream,
-    write_arrow_dictionaries,
-    write_jsonl,
-    write_jsonl_gz,
-]
-SEQUENTIAL = {write_arrow_dictionaries, write_jsonl_gz}
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "parquet": ("parquet", {}),
+    "arrow": ("arrow", {"options": pa.ipc.IpcWriteOptions(compression="zstd")}),
+    "stream": ("arrow", {"stream": True}),  # a batch is found by the messages before it
+    "dictionaries": ("arrow", {"stream": True}),  # no batch can be read without the dictionaries before it
+    "jsonl": ("jsonl", {}),
+    "jsonl.gz": ("jsonl.gz", {}),
+}
+SEQUENTIAL = {"dictionaries", "jsonl.gz"}
 
 
 @pytest.fixture(params=FORMATS)
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
-    made: SeekingReader = request.param(tmp_path / "input")
-    return made
+    return write(tmp_path / "input", request.param)
 
 
 def rows_of(read: Any) -> list[dict[str, Any]]:

@@ -20,8 +20,9 @@ from PIL import Image
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state, retries
 from datatrove_ckpt.readers.extent import Reached
-from datatrove_ckpt.readers.positions import position_of
 from datatrove_ckpt.readers.revisions import Revisions
+from tests.unit.tables import write_table
+from tests.unit.test_extent import reached
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -48,15 +49,7 @@ def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
 def write(folder: Path, kind: str, sizes: tuple[int, ...] = SIZES) -> Path:
     folder.mkdir(exist_ok=True)
     for number, size in enumerate(sizes):
-        path, content = folder / f"{number}.{kind}", rows(size, 100 * number)
-        table = pa.Table.from_pylist(content)
-        if kind == "parquet":
-            pq.write_table(table, path, row_group_size=4)
-        elif kind == "arrow":
-            with pa.ipc.new_stream(path, table.schema) as writer:
-                writer.write_table(table, max_chunksize=4)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        write_table(folder / f"{number}.{kind}", pa.Table.from_pylist(rows(size, 100 * number)), 4, stream=True)
     return folder
 
 
@@ -411,12 +404,6 @@ def test_transient_errors_are_repeated_as_the_server_says(monkeypatch: pytest.Mo
 
 
 # How much of the input is done ---------------------------------------------------------------------------------------
-
-
-def reached(document: Document) -> Reached:
-    position = position_of(document)
-    assert position is not None
-    return position[2].reached(position)
 
 
 def test_a_stream_of_parquet_counts_bytes_and_the_rows_of_its_footers(tmp_path: Path) -> None:

@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.generation.rank_history import input_position
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader, jsonl
+from datatrove_ckpt.readers import jsonl
 from datatrove_ckpt.readers.extent import InputExtent, Reached
 from datatrove_ckpt.readers.positions import position_of
+from tests.unit.tables import reader_of, write_table
 
 FILES, ROWS = 3, 400
 RANDOM = random.Random(3)
 TEXTS = [RANDOM.randbytes(RANDOM.randrange(20, 60)).hex() for _ in range(FILES * ROWS)]
 
-LINES: dict[str, Any] = {"plain": ("", bytes), "gzip": (".gz", gzip.compress), "zstd": (".zst", zstandard.compress)}
-
-
-def table(number: int) -> pa.Table:
-    return pa.table({"text": TEXTS[number * ROWS : (number + 1) * ROWS]})
-
-
-def lines(number: int) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in table(number)["text"].to_pylist())
-
 
 def write(folder: Path, kind: str) -> None:
+    options = {"compression": None} if kind == "parquet" else {}
     for number in range(FILES):
-        if kind == "parquet":
-            pq.write_table(table(number), folder / f"{number}.parquet", row_group_size=90, compression=None)
-        elif kind == "arrow":
-            with pa.ipc.new_file(folder / f"{number}.arrow", table(number).schema) as writer:
-                writer.write_table(table(number), max_chunksize=90)
-        else:
-            suffix, compress = LINES[kind]
-            (folder / f"{number}.jsonl{suffix}").write_bytes(compress(lines(number)))
-
-
-def reader(folder: Path, kind: str, **options: Any) -> SeekingReader:
-    if kind == "parquet":
-        return ParquetReader(str(folder), batch_size=50, **options)
-    if kind == "arrow":
-        return IpcReader(str(folder), **options)
-    return JsonlReader(str(folder), **options)
+        table = pa.table({"text": TEXTS[number * ROWS : (number + 1) * ROWS]})
+        write_table(folder / f"{number}.{kind}", table, 90, **options)
 
 
 def reached(document: Document) -> Reached:
@@ -63,24 +37,27 @@ def reached(document: Document) -> Reached:
     return position[2].reached(position)
 
 
-KINDS = ["plain", "gzip", "zstd", "parquet", "arrow"]
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"), [*((kind, None) for kind in KINDS), ("plain", 7), ("zstd", 7), ("parquet", 7)]
+    ("kind", "seed"), [*((kind, None) for kind in KINDS), ("jsonl", 7), ("jsonl.zst", 7), ("parquet", 7)]
 )
 def test_the_share_of_the_bytes_is_near_that_of_the_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int | None
 ) -> None:
-    if kind == "plain":
+    if kind == "jsonl":
         monkeypatch.setattr(jsonl, "_BLOCK", 2000)
     write(tmp_path, kind)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     before = 0
-    for number, document in enumerate(reader(tmp_path, kind, shuffle_seed=seed).run(), 1):
+    batches = {"batch_size": 50} if kind == "parquet" else {}
+    for number, document in enumerate(reader_of(tmp_path, kind, shuffle_seed=seed, **batches).run(), 1):
         done, total, unit = reached(document)
         assert (total, unit) == (size, "bytes")
-        slack = 0.35 if seed and kind in ("gzip", "zstd") else 0.12  # a shuffled block of this size is a whole file
+        slack = (
+            0.35 if seed and kind in ("jsonl.gz", "jsonl.zst") else 0.12
+        )  # a shuffled block is a whole file
         assert done / size == pytest.approx(number / len(TEXTS), abs=slack)
         assert done >= before
         before = done

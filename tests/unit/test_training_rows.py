@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
@@ -23,6 +22,7 @@ from datatrove_ckpt.torch.epoch import Epoch
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.plan import Plan, Settings, make_order, parse_window
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge
+from tests.unit.tables import reader_of, write_table
 
 SIZES = [40, 7, 25, 31]
 ROWS: list[dict[str, Any]] = [{"text": f"text {i}", "id": f"id {i}", "n": i} for i in range(sum(SIZES))]
@@ -31,26 +31,13 @@ ROWS: list[dict[str, Any]] = [{"text": f"text {i}", "id": f"id {i}", "n": i} for
 def write(folder: Path, kind: str) -> SeekingReader:
     """Four files."""
     folder.mkdir()
-    first = 0
-    for number, size in enumerate(SIZES):
-        table = pa.Table.from_pylist(ROWS[first : first + size])
-        lines = "".join(f"{json.dumps(row)}\n" for row in table.to_pylist()).encode()
-        first += size
-        if kind == "parquet":
-            pq.write_table(table, folder / f"{number}.parquet", row_group_size=6)
-        elif kind == "arrow":
-            with pa.ipc.new_file(folder / f"{number}.arrow", table.schema) as file:
-                file.write_table(table, max_chunksize=6)
-        elif kind == "jsonl":
-            (folder / f"{number}.jsonl").write_bytes(lines)
-        else:
-            (folder / f"{number}.jsonl.zst").write_bytes(zstandard.compress(lines))
-    readers: dict[str, Callable[..., SeekingReader]] = {"parquet": ParquetReader, "arrow": IpcReader}
-    return readers.get(kind, JsonlReader)(folder.as_posix())
+    for number, last in enumerate(itertools.accumulate(SIZES)):
+        write_table(folder / f"{number}.{kind}", pa.Table.from_pylist(ROWS[last - SIZES[number] : last]), 6)
+    return reader_of(folder, kind)
 
 
 @pytest.fixture(
-    params=["parquet", "zstd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow", "jsonl"))]
+    params=["parquet", "jsonl.zst", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow", "jsonl"))]
 )
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
     return write(tmp_path / "input", request.param)

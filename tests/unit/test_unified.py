@@ -13,8 +13,9 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers import IpcReader, ParquetReader, SeekingReader, parquet_blocks
+from datatrove_ckpt.readers import ParquetReader, SeekingReader, parquet_blocks
 from datatrove_ckpt.readers.blocks import BlockInput
+from tests.unit.tables import reader_of, write_table
 
 TEXTS = ["a", None, "é"]
 DAY = datetime.datetime(2026, 1, 1)
@@ -22,12 +23,8 @@ DAY = datetime.datetime(2026, 1, 1)
 
 def written(folder: Path, *tables: pa.Table, kind: str = "parquet") -> SeekingReader:
     for number, table in enumerate(tables):
-        if kind == "parquet":
-            pq.write_table(table, folder / f"{number}.parquet")
-        else:
-            with pa.ipc.new_file(folder / f"{number}.arrow", table.schema) as file:
-                file.write_table(table)
-    return (ParquetReader if kind == "parquet" else IpcReader)(folder.as_posix())
+        write_table(folder / f"{number}.{kind}", table)
+    return reader_of(folder, kind)
 
 
 def read(reader: SeekingReader, columns: list[str] | None = None) -> list[pa.Table]:

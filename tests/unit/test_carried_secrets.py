@@ -14,12 +14,10 @@ import pytest
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
-from tests.jobs import runner
 from tests.unit.test_identity import as_main
-from tests.unit.test_pickled_code import FakeUrl
+from tests.unit.test_pickled_code import step_of
 
 SECRETS = [
     "hunter2hunter2",
@@ -95,10 +93,6 @@ LEFT = ["KEYS", "Settings", "bound", "client", "closure", "default", "keyword_on
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return as_main(tmp_path, SCRIPT, monkeypatch)
-
-
-def step_of(folder: Path, rollout: Any, **settings: Any) -> InferenceRunner:
-    return runner(folder, FakeUrl(), rollout, **settings)  # type: ignore[arg-type]
 
 
 def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not(

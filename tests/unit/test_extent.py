@@ -55,9 +55,7 @@ def test_the_share_of_the_bytes_is_near_that_of_the_documents(
     for number, document in enumerate(reader_of(tmp_path, kind, shuffle_seed=seed, **batches).run(), 1):
         done, total, unit = reached(document)
         assert (total, unit) == (size, "bytes")
-        slack = (
-            0.35 if seed and kind in ("jsonl.gz", "jsonl.zst") else 0.12
-        )  # a shuffled block is a whole file
+        slack = 0.35 if seed and kind in ("jsonl.gz", "jsonl.zst") else 0.12  # a shuffled block is a whole file
         assert done / size == pytest.approx(number / len(TEXTS), abs=slack)
         assert done >= before
         before = done

@@ -15,6 +15,7 @@ from datatrove_ckpt.checkpoint.sealed import read_sealed
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.yaml_config import MASK
 from datatrove_ckpt.cli.yaml_text import read_value
+from tests.unit.test_schema import mistakes
 from tests.yaml_jobs import job_yaml, write_job
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -82,6 +83,7 @@ def test_every_config_is_printed_and_what_is_printed_prints_itself(printed: Prin
     before = sorted(Path().rglob("*"))
     text = printed(path)
     assert sorted(Path().rglob("*")) == before
+    assert mistakes(read_value(text)) == [], "the schema takes it"
     Path("full.yaml").write_text(text)
     assert printed("full.yaml") == text
 

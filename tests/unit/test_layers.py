@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -130,10 +128,3 @@ def test_the_public_names_are_there_and_no_others() -> None:
 
 def test_every_module_says_what_its_reader_needs() -> None:
     assert [name for name, module in modules().items() if not module.docstring] == []
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("module", [".inference.servers.llamacpp", ".inference.servers.dummy", ".run_inference"])
-def test_servers_start_without_loading_datatrove(module: str) -> None:
-    code = f"import datatrove_ckpt{module}, sys; sys.exit('datatrove' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

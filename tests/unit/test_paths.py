@@ -15,33 +15,7 @@ from datatrove_ckpt.inference.servers.installed import resolve_model_path
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
-
-JOB = """
-executor:
-  class_path: {executor}
-  init_args:
-    tasks: 1
-    logging_dir: {logs}
-    pipeline:
-      - class_path: {reader}
-        init_args: {{data_folder: "{data}"}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {{class_path: PromptRollout, init_args: {{prompt: "Q {{text}}"}}}}
-          config: {{server_type: dummy, model_name_or_path: m}}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {{output_folder: "{output}", output_filename: "${{chunk_index}}.jsonl", compression: null}}
-          checkpoints_local_dir: "{checkpoints}"
-"""
-PLACES = {
-    "executor": "LocalPipelineExecutor",
-    "reader": "JsonlReader",
-    "logs": "logs",
-    "data": "documents",
-    "output": "output",
-    "checkpoints": "checkpoints",
-}
+from tests.yaml_jobs import job_yaml
 
 
 @pytest.fixture
@@ -59,8 +33,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def run(**places: str) -> int:
-    Path("job.yaml").write_text(JOB.format(**{**PLACES, **places}))
+def run(data: str = "documents", output: str = "output", logs: str = "logs", checkpoints: str = "checkpoints") -> int:
+    text = job_yaml("server_type: dummy, model_name_or_path: m", data=f'"{data}"', output=f'"{output}"')
+    text = text.replace("dir: logs", f"dir: {logs}").replace("dir: checkpoints", f'dir: "{checkpoints}"')
+    Path("job.yaml").write_text(text)
     return main(["run", "job.yaml"])
 
 
@@ -104,7 +80,7 @@ def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder: Path) -
     home = folder.parent / "home"
     (folder / "documents").rename(home / "documents")
     assert run(data="~/documents", output="~/output", logs="~/logs") == 0
-    assert [path.name for path in (home / "output").glob("*.jsonl")] == ["00000.jsonl"]
+    assert [path.name for path in (home / "output").glob("*.jsonl")] == ["00000_00000.jsonl"]
     assert (home / "logs/completions/00000").exists()
     assert odd_names(folder.parent) == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -108,45 +107,6 @@ def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: Reply)
         assert len(server.requests) == 2
 
     play(test, first, GOOD)
-
-
-def test_what_a_server_says_unasked_is_no_answer_to_the_next_request() -> None:
-    async def chatty(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        writer.write(http(200, b"good"))
-        await writer.drain()
-        while not server.closing.is_set():
-            await asyncio.sleep(0)
-        writer.write(http(200, b"unasked"))
-
-    async def test(server: RawServer, transport: PlainTransport) -> None:
-        await transport.send(b"one")
-        server.replies = [GOOD]
-        server.closing.set()
-        while transport._idle[0].usable:
-            await asyncio.sleep(0)
-        assert (await transport.send(b"two")).body == b"good"
-
-    play(test, chatty)
-
-
-def test_what_has_arrived_unasked_and_was_not_read_is_no_answer_to_the_next_request() -> None:
-    writers = []
-
-    async def remembered(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        writer.write(http(200, b"good"))
-
-    async def test(server: RawServer, transport: PlainTransport) -> None:
-        await transport.send(b"one")
-        connection = transport._idle[0]
-        writers[0].write(http(200, b"unasked"))
-        # No await, so that the event loop reads nothing before the next request.
-        assert select.select([connection.descriptor], [], [], 30)[0]
-        assert connection.usable
-        assert (await transport.send(b"two")).body == b"good"
-        assert server.connections == 2
-
-    play(test, remembered, keepalive=600.0)
 
 
 def test_a_connection_that_idled_too_long_is_not_used() -> None:

@@ -99,22 +99,6 @@ def test_a_form_that_nobody_can_ask_for_is_refused(settings: dict[str, Any], ser
     assert str(refused.value).startswith(error)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"regex": "("}, "regex: '(' is not a regular expression: "),
-        ({"choice": ["a", " a"]}, "choice: ['a', ' a'] has a text twice."),
-        ({"regex": "a", "choice": ["a"]}, "regex: is set together with choice; an answer has one form."),
-        ({"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema: $.type: 'objekt' is not valid"),
-        ({"answer_attempts": 0}, "answer_attempts: must be >= 1; it is 0."),
-    ],
-)
-def test_a_form_that_no_answer_can_have_is_refused(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        PromptRollout(**settings)
-    assert str(refused.value).startswith(error)
-
-
 # what is valid -------------------------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,17 +39,6 @@ def test_the_command_prints_a_schema(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_config_fits() -> None:
     assert {path.stem: mistakes(load(path)) for path in CONFIGS} == {path.stem: [] for path in CONFIGS}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_what_a_dry_run_prints_of_a_config_fits(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["run", str(path), "--dry-run"]) == 0
-    assert mistakes(read_value(capsys.readouterr().out)) == []
 
 
 def test_whole_files_of_the_pages_fit() -> None:

@@ -19,6 +19,7 @@ from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
 from datatrove_ckpt.process.screen import LogLines, Screen, reporter, reporting_to
 from datatrove_ckpt.process.terminal import BarTerminal, has_terminal, leave_terminal
 from tests.ptys import Terminal
+from tests.unit.test_run_progress import Clock
 
 
 @pytest.fixture
@@ -140,14 +141,6 @@ def test_without_a_terminal_there_is_no_bar(
 
 
 # the screen ----------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def at(done: int, finished: int = 0) -> RankProgress:

@@ -17,26 +17,11 @@ from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.cli.yaml_text import read_value
 from datatrove_ckpt.errors import ConfigError
+from tests.yaml_jobs import job_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-JOB = """
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    logging_dir: logs
-    pipeline:
-      - class_path: JsonlReader
-        init_args: {data_folder: documents}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: chat
-          config: {server_type: dummy, model_name_or_path: m}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: out, output_filename: "${rank}_${chunk_index}.jsonl", compression: null}
-          checkpoints_local_dir: checkpoints
-"""
+JOB = job_yaml("server_type: dummy, model_name_or_path: m", data="documents", output="out", rollout="chat")
 
 Build = Callable[..., Any]
 

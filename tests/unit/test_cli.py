@@ -66,9 +66,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return lambda *arguments: main(["run", "job.yaml", *arguments])
 
 
-def test_a_run_that_ends_well_is_0(run: Run) -> None:
-    assert run("--pipeline.1.end=done") == 0
-    assert Path("logs/completions/00000").exists()
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("done", 0, ""),
+        ("disk", 1, "error: [Errno 2] No such file or directory: 'missing/file'\n"),
+        ("interrupt", 130, "interrupted by SIGINT; what is finished is saved. To resume: datatrove-ckpt run job.yaml "
+         "--pipeline.1.end=interrupt\n"),
+    ],
+)  # fmt: skip
+def test_the_exit_code_and_the_last_line_say_how_a_run_ended(
+    run: Run, capsys: pytest.CaptureFixture[str], end: str, code: int, said: str
+) -> None:
+    assert run(f"--pipeline.1.end={end}") == code
+    assert capsys.readouterr().err.endswith(said)
+    assert Path("logs/completions/00000").exists() == (code == 0)
 
 
 def test_a_dry_run_builds_everything_prints_it_and_runs_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,11 +277,6 @@ def test_tasks_that_failed_without_a_word_are_1(
     )
 
 
-def test_a_disk_error_is_1_and_its_message(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--pipeline.1.end=disk") == 1
-    assert capsys.readouterr().err.endswith("error: [Errno 2] No such file or directory: 'missing/file'\n")
-
-
 def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,12 +285,6 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
     for text in (capsys.readouterr().err, Path("logs/logs/task_00000.log").read_text()):
         assert "Traceback" in text
         assert "hunter2" not in text
-
-
-def test_ctrl_c_is_130_and_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--pipeline.1.end=interrupt") == 130
-    command = "datatrove-ckpt run job.yaml --pipeline.1.end=interrupt"
-    assert capsys.readouterr().err.endswith(f"interrupted by SIGINT; what is finished is saved. To resume: {command}\n")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from datatrove.io import get_datafolder
+from datatrove.io import DataFolder, get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.errors import StorageFailed
@@ -56,6 +56,11 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: 
 # Remote folders ------------------------------------------------------------------------------------------------------
 
 
+def upload_fails(folder: DataFolder, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said), probe_object(folder) as upload:
+        upload(b"1234")
+
+
 def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = get_datafolder("memory://measures/refuses")
 
@@ -63,32 +68,16 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypa
         with self.open(path, "wb") as file:
             file.write(value[:-1])
 
-    def refuse(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
+    def refuse(self: MemoryFileSystem, path: str, value: object = None, **settings: object) -> None:
         raise PermissionError("403 Forbidden")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", short)
-    with (
-        pytest.raises(RemoteFailed, match=r"memory://.*has 3 bytes after its upload instead of 4"),
-        probe_object(folder) as upload,
-    ):
-        upload(b"1234")
+    upload_fails(folder, RemoteFailed, r"memory://.*has 3 bytes after its upload instead of 4")
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    with (
-        pytest.raises(RemoteFailed, match=r"could not be written: PermissionError: 403 Forbidden"),
-        probe_object(folder) as upload,
-    ):
-        upload(b"1234")
+    upload_fails(folder, RemoteFailed, r"could not be written: PermissionError: 403 Forbidden")
     monkeypatch.undo()
-
-    def keep(self: MemoryFileSystem, path: str) -> None:
-        raise PermissionError("no deletes here")
-
-    monkeypatch.setattr(MemoryFileSystem, "rm_file", keep)
-    with (
-        pytest.raises(NotDeleted, match=r"could not be deleted \(delete it by hand\)"),
-        probe_object(folder) as upload,
-    ):
-        upload(b"1234")
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refuse)
+    upload_fails(folder, NotDeleted, r"could not be deleted \(delete it by hand\)")
     monkeypatch.undo()
     assert len(folder.list_files()) == 1
     folder.rm_file(folder.list_files()[0])
@@ -112,11 +101,7 @@ def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(m
     monkeypatch.setattr(MemoryFileSystem, "makedirs", makedirs)
     monkeypatch.setattr(MemoryFileSystem, "exists", lambda self, path: path.lstrip("/") in folders)
     monkeypatch.setattr(MemoryFileSystem, "rmdir", lambda self, path: folders.discard(path.lstrip("/")))
-    with (
-        pytest.raises(RemoteFailed, match="could not be written"),
-        probe_object(get_datafolder("memory://missing/deep/er")) as upload,
-    ):
-        upload(b"1234")
+    upload_fails(get_datafolder("memory://missing/deep/er"), RemoteFailed, "could not be written")
     assert made == []
     with probe_object(get_datafolder("memory://bucket/deep")) as upload:
         upload(b"1234")

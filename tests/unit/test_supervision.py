@@ -337,19 +337,19 @@ vllm:prompt_tokens_total{engine="0"} 39.0
 vllm:num_preemptions_total{engine="0"} 4.0
 vllm:num_preemptions_total{engine="1"} 1.0
 """
+LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
 
 
-def test_metrics_of_all_engines_of_a_server_are_added_up() -> None:
-    assert parse_metrics("vllm", VLLM_METRICS) == Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)
-
-
-def test_metrics_without_labels_are_read() -> None:
-    text = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
-    assert parse_metrics("llamacpp", text) == Metrics(4.0, 1.0, 12.0)
-
-
-def test_a_page_without_our_metrics_says_nothing() -> None:
-    assert parse_metrics("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n") is None
+@pytest.mark.parametrize(
+    ("server_type", "page", "read"),
+    [
+        ("vllm", VLLM_METRICS, Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)),
+        ("llamacpp", LLAMACPP_METRICS, Metrics(4.0, 1.0, 12.0)),
+        ("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n", None),
+    ],
+)
+def test_metrics_of_all_engines_of_a_server_are_added_up(server_type: Any, page: str, read: Metrics | None) -> None:
+    assert parse_metrics(server_type, page) == read
 
 
 # keys ------------------------------------------------------------------------------------------------------------

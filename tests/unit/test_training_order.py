@@ -126,30 +126,27 @@ def span_and_neighbours(rows: list[tuple[int, int]], per_file: int, files: int) 
 
 
 @pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 32)])
-@pytest.mark.parametrize("window", [Window(rows=64_000, bytes=None), Window(bytes=2**26)], ids=str)
-def test_a_batch_spans_the_files_and_neighbours_are_far_apart(window: Window, workers: int, batch: int) -> None:
-    table = BlockTable(TEN_FILES)
+@pytest.mark.parametrize(
+    ("window", "streams", "least_span", "most_near"),
+    [
+        (Window(rows=64_000, bytes=None), (), 8.5, 0.08),
+        (Window(bytes=2**26), (), 8.5, 0.08),
+        # Files that cannot be entered take turns. Rows of one file within a window are near each other.
+        (Window(rows=10_000, bytes=None), range(10), 9.5, 0.06),
+    ],
+    ids=str,
+)
+def test_a_batch_spans_the_files_and_neighbours_are_far_apart(
+    window: Window, streams: Any, least_span: float, most_near: float, workers: int, batch: int
+) -> None:
+    table = BlockTable(TEN_FILES, streams=streams)
     order = order_by_rows(table, 1, 0, window)
     topology = Topology(1, workers, batch)
     for first in (0, 500_000 // workers):
         rows = rows_in_order(table, order, topology.places(0, workers - 1, np.arange(first, first + 3200)))
         span, near = span_and_neighbours(rows, 100_000, 10)
-        assert span >= 8.5
-        assert near < 0.08
-
-
-@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 32)])
-@pytest.mark.parametrize("rows", [10_000])
-def test_files_that_cannot_be_entered_take_turns(rows: int, workers: int, batch: int) -> None:
-    """Rows of one file within a window are near each other, and one of ten neighbours would be by chance."""
-    table = BlockTable(TEN_FILES, streams=range(10))
-    order = order_by_rows(table, 1, 0, Window(rows=rows, bytes=None))
-    topology = Topology(1, workers, batch)
-    for first in (0, 500_000 // workers):
-        found = rows_in_order(table, order, topology.places(0, workers - 1, np.arange(first, first + 3200)))
-        span, near = span_and_neighbours(found, 100_000, 10)
-        assert span >= 9.5
-        assert near < 0.06
+        assert span >= least_span
+        assert near < most_near
 
 
 def test_the_window_bounds_what_is_open() -> None:

@@ -42,6 +42,11 @@ def rank(folder: Path, number: int = 0) -> Path:
     return rank
 
 
+def refused(message: str, what: str, found: dict[str, Any] | None = None, error: type[Exception] = ConfigError) -> None:
+    with pytest.raises(error, match=message):
+        open_place(what, found).__enter__()
+
+
 def config(folder: str | None, remote: str | None = None, **executor: Any) -> dict[str, Any]:
     arguments = {"checkpoints_local_dir": folder, "checkpoints_remote_dir": remote}
     runner = {"class_path": "InferenceRunner", "init_args": {k: v for k, v in arguments.items() if v is not None}}
@@ -111,25 +116,16 @@ def test_a_mirror_is_not_written_to(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_url_without_a_mirror_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"memory://nothing contains no mirror of a checkpoint"):
-        open_place("memory://nothing").__enter__()
-
-
-def test_a_url_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="WHAT: 'sthree://x' cannot be used"):
-        open_place("sthree://x").__enter__()
-    with pytest.raises(ConfigError, match="WHAT: the URL holds a user or a password"):
-        open_place("s3://key:secret@bucket/x").__enter__()
-
-
-def test_a_mirror_that_cannot_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
-    with pytest.raises(StorageFailed, match=r"Could not read the mirror memory://where/m: .*no route to host"):
-        open_place("memory://where/m").__enter__()
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("memory://nothing", r"memory://nothing contains no mirror of a checkpoint"),
+        ("sthree://x", "WHAT: 'sthree://x' cannot be used"),
+        ("s3://key:secret@bucket/x", "WHAT: the URL holds a user or a password"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused(what: str, message: str) -> None:
+    refused(message, what)
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------
@@ -154,11 +150,6 @@ def test_a_yaml_file_names_the_folder_the_tasks_and_the_logs(tmp_path: Path, mon
         assert (place.tasks, place.logging_dir, place.given, place.is_copy) == (7, "logs", "job.yaml", False)
 
 
-def test_a_yaml_file_whose_run_has_not_started_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, "):
-        open_place("job.yaml", config(str(tmp_path / "checkpoints"))).__enter__()
-
-
 def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Path) -> None:
     local, remote = tmp_path / "local", str(tmp_path / "remote")
     mirror(f"{remote}/00000")
@@ -178,8 +169,7 @@ def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path: Path
     mirror(f"{tmp_path}/remote/00000")
     with open_place("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
         assert place.is_copy
-    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set here"):
-        open_place("job.yaml", config("$NO_SUCH_VARIABLE/c")).__enter__()
+    refused("NO_SUCH_VARIABLE is not set here", "job.yaml", config("$NO_SUCH_VARIABLE/c"))
 
 
 def test_without_the_network_the_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,20 +178,20 @@ def test_without_the_network_the_folder_is_read(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
     found = config(str(tmp_path), "memory://where/m")
-    with pytest.raises(StorageFailed, match="no route to host"):
-        open_place("job.yaml", found).__enter__()
+    for what, settings in (("memory://where/m", None), ("job.yaml", found)):
+        said = r"Could not read the mirror memory://where/m: .*no route to host"
+        refused(said, what, settings, StorageFailed)
     rank(tmp_path)
     with open_place("job.yaml", found) as place:
         assert not place.is_copy
 
 
 def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"job.yaml: no step of its pipeline has checkpoints_local_dir"):
-        open_place("job.yaml", config(None)).__enter__()
+    missing = config(str(tmp_path / "checkpoints"))
+    refused(r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, ", "job.yaml", missing)
+    refused(r"job.yaml: no step of its pipeline has checkpoints_local_dir", "job.yaml", config(None))
     several = config("a")
     several["executor"]["init_args"]["pipeline"] += config("b")["executor"]["init_args"]["pipeline"]
-    with pytest.raises(ConfigError, match=r"Give the folder of one of them: pipeline\[1\]: a, pipeline\[3\]: b"):
-        open_place("job.yaml", several).__enter__()
+    refused(r"Give the folder of one of them: pipeline\[1\]: a, pipeline\[3\]: b", "job.yaml", several)
     for odd in ({"executor": None}, {"executor": {"init_args": {"pipeline": "x"}}}):
-        with pytest.raises(ConfigError, match="no step of its pipeline"):
-            open_place("job.yaml", odd).__enter__()
+        refused("no step of its pipeline", "job.yaml", odd)

@@ -162,13 +162,8 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params, max_chars, '
          "prompt_column, generation_config, chars_per_token, tokenizer, tokenizer_revision, max_prompt_tokens, "
          "json_schema, regex, choice, answer_attempts, show_error, invalid_answer, engine."),
-        ("chat", "{class_path: ChunkedRollout, init_args: {carry: all}}",
-         f'{RUNNER}.rollout_fn: carry: "all" is not one of conversation, continue, null.'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
          f'{RUNNER}.config: max_concurrent_generations: "Auto" is not auto or an int, did you mean "auto"?'),
-        ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: auto}",
-         f"{RUNNER}.config: max_concurrent_generations: auto follows the metrics of servers that the run launches "
-         "itself (vllm, sglang, llamacpp). For server_type 'dummy', set a number."),
         ("server_type: dummy", "server_type: vlm",
          f'{RUNNER}.config: server_type: "vlm" is not one of llamacpp, vllm, sglang, endpoint, dummy, custom, '
          'did you mean "vllm"?'),
@@ -181,8 +176,6 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         (CONFIG, "records_per_chunk: 3", f'{RUNNER}: missing key "config".'),
         ("documents}", "d, compression: gz}",
          'pipeline[0] JsonlReader: compression: "gz" is not one of infer, gzip, zstd, null, did you mean "gzip"?'),
-        ("checkpoints_local_dir: checkpoints", "sync_seconds: auot",
-         f'{RUNNER}: sync_seconds: "auot" is not auto or a float, did you mean "auto"?'),
         ("_${chunk_index}", "", None),
         ("class_path: JsonlReader", "class_path: JsonReader",
          'pipeline[0]: no class "JsonReader", did you mean "JsonlReader"?'),

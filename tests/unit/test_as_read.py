@@ -194,12 +194,6 @@ def test_containers_that_hold_themselves_are_looked_at_once(name: str) -> None:
 # in a run -------------------------------------------------------------------------------------------------------------
 
 
-async def looks(document: Document, generate: Any) -> Any:
-    picture = document.metadata.pop("image")
-    document.metadata["width"] = picture.width
-    return await ask(document, generate)
-
-
 def with_images(number: int, color: int = 1) -> list[Document]:
     found = documents(number)
     for index, one in enumerate(found):
@@ -210,7 +204,8 @@ def with_images(number: int, color: int = 1) -> list[Document]:
 
 async def takes(document: Document, generate: Any) -> Any:
     document.metadata.pop("time")
-    return await looks(document, generate)
+    document.metadata["width"] = document.metadata.pop("image").width
+    return await ask(document, generate)
 
 
 @pytest.mark.matrix

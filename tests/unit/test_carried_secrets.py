@@ -95,6 +95,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return as_main(tmp_path, SCRIPT, monkeypatch)
 
 
+def slurm_job(folder: Path, step: InferenceRunner) -> SlurmPipelineExecutor:
+    return SlurmPipelineExecutor([[], step], 1, "1:00:00", "any", logging_dir=str(folder / "logs"))
+
+
 def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not(
     tmp_path: Path, script: types.ModuleType
 ) -> None:
@@ -125,9 +129,8 @@ def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(
 ) -> None:
     make, place = ROLLOUTS[kind]
     step = step_of(tmp_path, make(script))
-    executor = SlurmPipelineExecutor([[], step], 1, "1:00:00", "any", logging_dir=str(tmp_path / "logs"))
     with pytest.raises(ConfigError) as refused:
-        executor.run()
+        slurm_job(tmp_path, step).run()
     assert place in str(refused.value)
     assert "environment variable" in str(refused.value)
     assert not (tmp_path / "logs" / "executor.pik").exists()
@@ -164,11 +167,7 @@ def test_a_pickle_for_a_worker_process_is_no_file(tmp_path: Path, script: types.
 def test_what_stays_behind_is_said_where_the_job_is_submitted(
     tmp_path: Path, script: types.ModuleType, log: list[str]
 ) -> None:
-    copy.deepcopy(
-        SlurmPipelineExecutor(
-            [[], step_of(tmp_path, script.rollout)], 1, "1:00:00", "any", logging_dir=str(tmp_path / "logs")
-        )
-    )
+    copy.deepcopy(slurm_job(tmp_path, step_of(tmp_path, script.rollout)))
     said = [line.removeprefix("WARNING The script's ").split()[0] for line in log if "is not pickled with" in line]
     assert sorted(said) == LEFT
 
@@ -184,9 +183,7 @@ def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
         exec(
             "import helper_beside\nasync def helped(document, generate): return helper_beside, functools", vars(script)
         )
-        executor = SlurmPipelineExecutor(
-            [[], step_of(tmp_path, script.helped)], 1, "1:00:00", "any", logging_dir=str(tmp_path / "logs")
-        )
+        executor = slurm_job(tmp_path, step_of(tmp_path, script.helped))
         copy.deepcopy(executor)
         patch.setattr(sys, "path", [str(tmp_path), str(folder)])  # as with PYTHONPATH
         copy.deepcopy(executor)

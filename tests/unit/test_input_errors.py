@@ -30,6 +30,7 @@ from datatrove_ckpt.readers import (
     position_state,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
+from tests.unit.tables import reader_of, write_table
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -218,21 +219,14 @@ def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_a
             list(JsonlReader(tmp_path.as_posix()).run())
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrows"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
-    table = pa.table({"text": [str(i) for i in range(1000)]})
     path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=100)
+    write_table(path, pa.table({"text": [str(i) for i in range(1000)]}), 100, stream=True)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    folder = tmp_path.as_posix()
-    reader = ParquetReader(folder) if kind == "parquet" else IpcReader(folder)
     with pytest.raises(InputError, match=rf"'a.{kind}' is damaged or cut off: "):
-        list(reader.run())
+        list(reader_of(tmp_path, kind).run())
 
 
 @pytest.mark.parametrize("read", [lambda reader: list(reader.run()), BlockInput])

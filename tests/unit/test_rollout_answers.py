@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config import generation_params
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import InvalidAnswer, PromptRollout, for_config
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import rows, runner
 from tests.unit.test_rollouts import asked, document
 
 SCHEMA = {
@@ -181,18 +180,12 @@ def test_the_form_and_the_engine_are_part_of_the_identity() -> None:
 # in a run ------------------------------------------------------------------------------------------------------------
 
 
-def runner(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> InferenceRunner:
-    params = changes.pop("config_params", {})
-    settings = config("endpoint", endpoint_url=server.url, default_generation_params=params)
-    writer = JsonlWriter(str(folder / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
-    return InferenceRunner(rollout, settings, writer, checkpoints_local_dir=str(folder / "checkpoints"), **changes)
-
-
 def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_path: Path, log: list[str]) -> None:
     params = {"temprature": 0.5, "my_own_parameter": 1}
     generation_params._warn.cache_clear()
     with FakeServer() as server:
-        step = runner(tmp_path, server, PromptRollout(generation_params={"max_token": 5}), config_params=params)
+        rollout = PromptRollout(generation_params={"max_token": 5})
+        step = runner(tmp_path, server, rollout, config={"default_generation_params": params})
         step.run([Document(text="x", id=str(index)) for index in range(3)])
     assert all(one.items() >= params.items() for one in server.payloads)
     (first, second) = [line for line in log if "did you mean" in line]
@@ -228,7 +221,7 @@ def test_attempts_are_not_paid_twice(tmp_path: Path) -> None:
         again = PromptRollout(json_schema=SCHEMA, answer_attempts=3)
         runner(tmp_path, server, again, accept_changes=True).run([Document(text="x", id="1")])
         assert len(server.payloads) == 3
-    row = json.loads((tmp_path / "out/00000_00000.jsonl").read_text())
+    (row,) = rows(tmp_path)
     assert row["metadata"]["rollout_results"][0]["text"] == GOOD
 
 

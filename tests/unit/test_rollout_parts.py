@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config, split_text
 from datatrove_ckpt.rollouts.splitting import Chars, Tokens, split, stitch
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import rows, runner
 from tests.unit.test_rollouts import document
 from tests.words import write_tokenizer
 
@@ -219,13 +218,9 @@ def test_each_candidate_keeps_its_own_answer_when_the_document_is_processed_agai
             return judge(payload, times) if asked.startswith("Rate") else f"candidate {times}"
 
         with FakeServer(answer, status=lambda payload, times: None if judge(payload, 0) else 400) as server:
-            config = InferenceConfig("endpoint", "m", endpoint_url=server.url)
-            writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
             rollout = BestOfRollout(candidates=3, judge_prompt="Rate {answer}")
-            checkpoints = str(tmp_path / "checkpoints")
-            runner = InferenceRunner(rollout, config, writer, checkpoints_local_dir=checkpoints, retry_errors=True)
             try:
-                runner.run([Document(text="rain", id="1")])
+                runner(tmp_path, server, rollout, retry_errors=True).run([Document(text="rain", id="1")])
             finally:
                 asked.append(len(server.payloads))
 
@@ -235,6 +230,6 @@ def test_each_candidate_keeps_its_own_answer_when_the_document_is_processed_agai
         attempt(lambda payload, times: "" if is_judge(payload) else "x")
     attempt(lambda payload, times: payload["messages"][-1]["content"][-1])
     assert asked == [6, 3]
-    (result,) = json.loads((tmp_path / "out/00000_00000.jsonl").read_text())["metadata"]["rollout_results"]
+    (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert [one["text"] for one in result["candidates"]] == ["candidate 0", "candidate 1", "candidate 2"]
     assert (result["text"], result["candidates"][2]["score"]) == ("candidate 2", 2.0)

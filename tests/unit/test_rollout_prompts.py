@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.model_files import load_counter
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import rows, runner
 from tests.unit.test_rollouts import asked, document
 from tests.words import write_tokenizer
 
@@ -100,15 +100,12 @@ def test_a_list_that_cannot_be_sent_is_an_error(rollout: Any, messages: Any, err
 def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path: Path) -> None:
     """Such documents come from readers with ``text_key: messages``; the output's text must be a text."""
     with FakeServer() as server:
-        settings = config(
-            server_type="endpoint", endpoint_url=server.url, rollouts_per_document=2, default_generation_params={}
-        )
-        writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
-        step = InferenceRunner(PromptRollout(), settings, writer, checkpoints_local_dir=str(tmp_path / "checkpoints"))
+        step = runner(tmp_path, server, PromptRollout(), config={"rollouts_per_document": 2})
         step.run(Document(text=[{"role": "user", "content": f"Why {n}?"}], id=str(n)) for n in range(2))
     assert sorted(server.asked.elements()) == ["Why 0?", "Why 0?", "Why 1?", "Why 1?"]
-    rows = [json.loads(line) for line in (tmp_path / "out/00000_00000.jsonl").read_text().splitlines()]
-    assert [json.loads(row["text"]) for row in rows] == [[{"role": "user", "content": f"Why {n}?"}] for n in range(2)]
+    assert [json.loads(row["text"]) for row in rows(tmp_path)] == [
+        [{"role": "user", "content": f"Why {n}?"}] for n in range(2)
+    ]
 
 
 # limits in tokens ----------------------------------------------------------------------------------------------------
@@ -189,15 +186,9 @@ def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_pa
 
 
 def test_a_node_with_another_tokenizer_stops_and_blames_no_document(words: str, tmp_path: Path) -> None:
-    writer = JsonlWriter(str(tmp_path / "out"), "${rank}_${chunk_index}.jsonl", compression=None)
     with FakeServer() as server:
-        step = InferenceRunner(
-            PromptRollout(max_prompt_tokens=5, tokenizer=words),
-            config(server_type="endpoint", endpoint_url=server.url),
-            writer,
-            checkpoints_local_dir=str(tmp_path / "checkpoints"),
-            on_document_error="dead_letter",
-        )
+        rollout = PromptRollout(max_prompt_tokens=5, tokenizer=words)
+        step = runner(tmp_path, server, rollout, on_document_error="dead_letter")
         write_tokenizer(Path(words), more=["extra"])
         load_counter.__globals__["_load"].cache_clear()
         with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' is another one here"):

@@ -14,9 +14,12 @@ from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.checkpoint.fields import as_kept
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.cli.yaml_text import read_value
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.maintenance.config_check import config_differences
+from datatrove_ckpt.maintenance.where import Place
 from tests.yaml_jobs import job_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -72,6 +75,22 @@ def test_every_config_builds_and_begins_with_the_command_that_runs_it(path: Path
     executor = build(load(path))
     assert isinstance(executor.pipeline[-1], InferenceRunner)
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_config_differs_from_the_run_that_it_makes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A YAML file is never called another run's because it says the same in another way."""
+    monkeypatch.chdir(CONFIGS.parent)
+    monkeypatch.syspath_prepend(str(CONFIGS))
+    executor = build(load(path))
+    (step,) = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    kept = as_kept(step.identity(executor.world_size).fields)
+    place = Place("checkpoints", Path(), str(path), tasks=executor.world_size, config=load(path))
+    assert config_differences(place, [kept]) == []
+    assert config_differences(place, [kept | {"records_per_chunk": -1, "model": "x"}, kept]) == []
+    (found,) = config_differences(place, [kept | {"tasks": 999}])
+    assert found.startswith("tasks: 999 -> ")
 
 
 def test_a_number_of_seconds_may_be_auto(job: Build) -> None:

@@ -14,6 +14,7 @@ import pytest
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from multiprocess.reduction import ForkingPickler
 
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from tests.unit.test_identity import as_main

@@ -1,13 +1,15 @@
-"""``history.jsonl``: its records, and what is left of them after damage."""
+"""``history.jsonl``: its records, what is left of them after damage, and how its size is bounded."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_log import MAX_BYTES, HistoryLog, thinned
 from datatrove_ckpt.checkpoint.history_records import (
     Buckets,
     End,
@@ -105,3 +107,107 @@ def test_the_share_of_an_input_is_none_where_its_size_or_the_position_is_not_kno
     assert InputPosition(0, 0, "bytes").share == 1.0
     assert InputPosition(10, None, "bytes").share is None
     assert InputPosition().share is None
+
+
+# ``HistoryLog``: what is appended to a rank's history, and how its size is bounded -----------------------------------
+
+
+_MINUTES_OF_A_WEEK = 7 * 24 * 60
+
+
+def minute(number: int) -> Progress:
+    """A line as long as that of a rank in the middle of a large run."""
+    own = WorkCounts(*(number * factor for factor in range(100, 110)), {"timeout": number, "HTTP 503": number})
+    return Progress(
+        at=1.8e9 + 60 * number + 0.123,
+        seconds=Seconds(60.123 * number, 61.456 * number),
+        documents=DocumentCounts(*(number * factor for factor in range(3000, 3007))),
+        chunks=number,
+        own=own,
+        in_flight=512,
+        waiting=1024,
+        in_work=2048,
+        position=InputPosition(number * 10**8, 10**13, "bytes"),
+    )
+
+
+def progress_of(path: Path) -> list[Progress]:
+    return [record for record in read_history(path).records if isinstance(record, Progress)]
+
+
+@pytest.fixture
+def path(ram: Path) -> Path:
+    return ram / "history.jsonl"
+
+
+@pytest.mark.parametrize("tail", [b'{"xxh":"0123', b"\0" * 30, b"x"])
+def test_a_torn_tail_is_cut_before_the_next_append(path: Path, tail: bytes) -> None:
+    HistoryLog(path, 1).append([Start(at=1.0, host="h", pid=1)])
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    log = HistoryLog(path, 2)
+    assert path.read_bytes() == whole
+    log.append([Start(at=2.0, host="h", pid=2)])
+    history = read_history(path)
+    assert [attempt.number for attempt in history.attempts] == [1, 2]
+    assert history.damaged == 0
+
+
+def test_damage_in_the_middle_stays_and_costs_no_other_line(path: Path) -> None:
+    HistoryLog(path, 1).append([minute(1), minute(2), minute(3)])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1].replace(b"progress", b"prigress") + lines[2])
+    log = HistoryLog(path, 2)
+    assert log.earlier == minute(3).own
+    log.append([minute(4)])
+    assert [record.chunks for record in progress_of(path)] == [1, 3, 4]
+
+
+def test_sums_go_on_over_attempts(path: Path) -> None:
+    work = WorkCounts(documents=2, requests=5, errors={"timeout": 1})
+    for attempt in (1, 2, 3):
+        log = HistoryLog(path, attempt)
+        log.append([Progress(at=1.0), Progress(at=2.0, own=work, position=InputPosition(attempt, 9, "rows"))])
+    last = read_history(path).last
+    assert last is not None
+    assert last.own == work
+    assert last.total == WorkCounts(documents=6, requests=15, errors={"timeout": 3})
+    assert HistoryLog(path, 4).position == InputPosition(3, 9, "rows")
+
+
+def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
+    log, largest = HistoryLog(path, 1), 0
+    log.append([Start(at=1.8e9, host="node", pid=1)])
+    for number in range(_MINUTES_OF_A_WEEK):
+        log.append([minute(number)])
+        if number % 10 == 9:
+            log.append(
+                [Spread(at=1.8e9 + 60 * number, milliseconds=Buckets.from_json([[n, 10**6] for n in range(60)]))]
+            )
+        largest = max(largest, log.size)
+    assert largest == pytest.approx(MAX_BYTES, rel=0.01)
+    assert path.stat().st_size == log.size <= MAX_BYTES < 1_000_000
+    found = progress_of(path)
+    assert (found[0].at, found[-1].at) == (minute(0).at, minute(_MINUTES_OF_A_WEEK - 1).at)
+    gaps = [later.at - earlier.at for earlier, later in itertools.pairwise(found)]
+    assert max(gaps) <= 1800 + 60, "a long time without a line"
+    assert gaps[-300:] == pytest.approx([60.0] * 300), "the last hours have a line for each minute"
+    (attempt,) = read_history(path).attempts
+    assert attempt.start is not None
+    assert attempt.spread is not None
+
+
+def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
+    content: list[Record] = []
+    for attempt in (1, 2, 3):
+        lines = [minute(attempt * 1500 + number) for number in range(1000)]
+        content += [Start(at=lines[0].at, host="h", pid=1), *lines, End(at=lines[-1].at, why="stopped", what="SIGTERM")]
+        for record in content[-1002:]:
+            record.attempt = attempt
+    kept = thinned([record.to_line() for record in content], 150_000)
+    assert sum(map(len, kept)) <= 150_000
+    for index, record in enumerate(content):
+        if not isinstance(record, Progress) or index % 1002 in (1, 1000):
+            assert record.to_line() in kept
+    found = set(kept)
+    assert [line for line in (record.to_line() for record in content) if line in found] == kept, "another order"

@@ -1,0 +1,311 @@
+"""The rules of the hub: URLs of folders, what its answers mean, how often ranks commit, and what a job may do."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datatrove.io import get_datafolder
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt.errors import ConfigError, OutputFailed
+from datatrove_ckpt.output import hub_errors
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_errors import Patience, advised_seconds, hub_failure, is_final, waiting_text
+from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
+from datatrove_ckpt.preflight import hub_limits
+from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
+from datatrove_ckpt.preflight.input_checks import Sample
+from datatrove_ckpt.remote_errors import FileSystemFailed
+
+
+@pytest.mark.parametrize(
+    ("url", "folder"),
+    [
+        ("hf://datasets/org/name/a/b/", HubFolder("dataset", "org/name", path="a/b")),
+        ("hf://datasets/org/name@v1/a@b/c", HubFolder("dataset", "org/name", "v1", "a@b/c")),
+        ("hf://datasets/org/name@refs/pr/3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
+        ("hf://datasets/org/name@refs%2Fpr%2F3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
+        ("hf://datasets/org/name/a@b", HubFolder("dataset", "org/name", path="a@b")),
+        ("hf://org/name/a", HubFolder("model", "org/name", path="a")),
+        ("hf://buckets/org/name/a", HubFolder("bucket", "org/name", path="a")),
+    ],
+)
+def test_a_url_names_a_folder_and_the_folder_its_url(url: str, folder: HubFolder) -> None:
+    assert HubFolder.parse(url) == folder
+    assert HubFolder.parse(folder.url) == folder
+
+
+@pytest.mark.parametrize("url", ["hf://", "hf://datasets", "hf://datasets/org", "hf://datasets/org/@v1", "hf://org"])
+def test_a_url_without_a_repository_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="names no repository"):
+        HubFolder.parse(url)
+
+
+def test_a_writers_folder_is_recognised() -> None:
+    writer = ParquetWriter("hf://datasets/org/name@branch/part", "${rank}_${chunk_index}.parquet")
+    folder = HubFolder.of(writer.output_folder)
+    assert folder is not None
+    assert (folder.repo, folder.branch, folder.path) == ("org/name", "branch", "part")
+    assert folder.full_name("00000_00001.parquet") == "part/00000_00001.parquet"
+
+
+def test_a_local_folder_is_none_on_the_hub(tmp_path: Any) -> None:
+    assert HubFolder.of(ParquetWriter(str(tmp_path)).output_folder) is None
+
+
+# What answers of the hub mean, and how long they ask to wait ---------------------------------------------------------
+
+
+def answer(status: int, text: str = "", url: str = "https://hub/api/x", **headers: str) -> OSError:
+    """An error of the client, as ``StoppableCalls`` raises it."""
+    error = FileSystemFailed(text)
+    inner = RuntimeError(f"{status} for url: {url}. {text}")
+    inner.response = SimpleNamespace(  # type: ignore[attr-defined]
+        status_code=status, url=url, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
+    error.__cause__ = inner
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (answer(429, Retry_After="3600"), 3600),
+        (answer(429, RateLimit='"api";r=0;t=55'), 55),
+        (answer(429, RateLimit='"api";r=7;t=55, "commits";r=0;t=900'), 900),
+        (answer(429, "You can retry this action in about 1 hour"), 3600),
+        (answer(429, "You can retry this action in 12 minutes"), 720),
+        (ConnectionResetError("reset"), None),
+    ],
+)
+def test_the_hubs_advice_is_found_wherever_it_stands(error: OSError, seconds: float | None) -> None:
+    assert advised_seconds(error) == seconds
+
+
+def test_a_date_is_advice_too() -> None:
+    then = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+    advised = advised_seconds(answer(429, Retry_After=then))
+    assert advised is not None
+    assert 3000 < advised <= 3600
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        *((answer(status), True) for status in (400, 401, 403, 404, 422)),
+        *((answer(status), False) for status in (409, 412, 429, 500, 504)),
+        (answer(400, "lfs-verify failed"), False),
+        (answer(403, url="https://storage/bucket/abc?X-Amz-Signature=1"), False),
+        (TimeoutError("no answer within 600 s"), False),
+    ],
+)
+def test_what_no_retry_can_help_is_known(error: OSError, final: bool) -> None:
+    assert is_final(error) is final
+
+
+def test_waiting_that_the_hub_asked_for_costs_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(hub_errors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    patience = Patience()
+    for _ in range(20):
+        seconds = patience.seconds("a commit", answer(429, Retry_After="3600"))
+        assert 3600 <= seconds <= 3600 * 1.1 + 1
+        now[0] += seconds
+    now[0] += hub_errors.PATIENCE_SECONDS - 10
+    assert patience.seconds("a commit", answer(503)) <= hub_errors._LONGEST_SECONDS
+    now[0] += 20
+    with pytest.raises(OutputFailed, match=r"a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT"):
+        patience.seconds("a commit", answer(503))
+    patience.succeeded()
+    assert patience.seconds("a commit", answer(503)) <= 1
+
+
+def test_a_storage_that_goes_on_refusing_is_final() -> None:
+    patience, refused = Patience(), answer(403, url="https://storage/bucket/abc")
+    for _ in range(hub_errors._STORAGE_ATTEMPTS):
+        patience.seconds("an upload", refused)
+    with pytest.raises(OutputFailed, match="The token may not write there"):
+        patience.seconds("an upload", refused)
+
+
+def test_messages_show_no_signatures_and_say_what_comes_next() -> None:
+    error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
+    assert "secret" not in hub_failure(error)
+    assert "https://storage/abc?***" in hub_failure(error)
+    assert waiting_text(answer(412), 2.0) == (
+        "another process committed at the same moment (HTTP 412). Next attempt in 2 s."
+    )
+    said = waiting_text(answer(429, Retry_After="3600"), 3600.0)
+    assert said.endswith("Next attempt in 1 h, as the hub advises; generation goes on.")
+
+
+# How often the ranks of a job commit to one repository ---------------------------------------------------------------
+
+
+def made(ages: list[float], ranks: int = 1) -> History:
+    """Newest first."""
+    titles = [commit_title("1 file", n % ranks, "0") for n in range(len(ages))]
+    return History(0.0, tuple(MadeCommit(f"{n}", -age, titles[n]) for n, age in enumerate(ages)))
+
+
+def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old() -> None:
+    for _ in range(20):
+        assert 600 <= CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600])) <= 602
+
+
+def test_ranks_wait_for_different_turns() -> None:
+    ages = [HOUR - 10.0 * n for n in range(4, 0, -1)]
+    waits = {round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1) for _ in range(200)}
+    assert waits == {10, 20, 30}
+
+
+def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together() -> None:
+    waits = [CommitPace(300).seconds_of_next() for _ in range(100)]
+    assert min(waits) >= 150
+    assert max(waits) <= 300
+    assert len(set(waits)) > 90
+    assert CommitPace(0).seconds_of_next() == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "per_hour", "message"),
+    [
+        (-1, 112, "hub_commit_seconds: must be >= 0; it is -1."),
+        (float("nan"), 112, "hub_commit_seconds: must be >= 0; it is nan."),
+        (300, 0, "hub_commits_per_hour: must be >= 1; it is 0."),
+    ],
+)
+def test_numbers_that_cannot_be(seconds: float, per_hour: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CommitPace(seconds, per_hour)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [30, 1, 300])
+def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_all_of_it(ranks: int) -> None:
+    # Ten hours, in which each rank always has a file to commit.
+    random.seed(ranks)
+    pace = CommitPace(seconds=300, per_hour=112)
+    history: list[tuple[float, int]] = []
+    waited, looks = [0] * ranks, 0
+    events = [(pace.seconds_of_next(), rank) for rank in range(ranks)]
+    heapq.heapify(events)
+    while events[0][0] < 10 * HOUR:
+        now, rank = heapq.heappop(events)
+        recent = [
+            MadeCommit("", at, commit_title("1 file", by, "0")) for at, by in reversed(history) if now - at < HOUR
+        ]
+        wait = pace.seconds_until_turn(History(now, tuple(recent)), waited[rank], ends=True)
+        waited[rank] += 1
+        looks += 1
+        if not wait:
+            history.append((now, rank))
+            wait, waited[rank] = pace.seconds_of_next(), 0
+        heapq.heappush(events, (now + wait, rank))
+    times = [at for at, _ in history]
+    busiest = max(sum(start <= at < start + HOUR for at in times) for start in times)
+    assert busiest <= 112
+    possible = min(112.0, ranks * 12) * 10
+    assert len(times) > 0.85 * possible
+    each = [sum(by == rank for _, by in history) for rank in range(ranks)]
+    assert ranks > 112 or min(each) >= 5  # nobody waits for long
+    assert looks < 15 * len(times)  # each is a request or three
+
+
+def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
+    pace, history = CommitPace(per_hour=3), made([600, 700])
+    assert pace.seconds_until_turn(history) > 0
+    assert pace.seconds_until_turn(history, ends=True) == 0
+    assert pace.seconds_until_turn(made([1, 600, 700]), ends=True) > 0
+    assert CommitPace(per_hour=1).seconds_until_turn(made([])) == 0
+
+
+# What the hub's rules mean for a job, in numbers ---------------------------------------------------------------------
+
+
+def test_commits_within_the_rule() -> None:
+    check = check_commits("output", 3, 9, CommitPace())
+    assert check.state == "ok"
+    assert check.message == (
+        "about 48 per hour: 3 tasks at once, a commit of each at least every 5 min (hub_commit_seconds). All together "
+        "keep to 112 (hub_commits_per_hour), and to 56 before they end."
+    )
+
+
+def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
+    check = check_commits("output", 100, 1000, CommitPace())
+    assert check.state == "ok"
+    assert "about 1600 per hour" in check.message
+    assert "112 (hub_commits_per_hour), and to 56 before they end, so a file waits about 1.8 h for its" in check.message
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(
+        hub_limits, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
+    )
+
+
+@pytest.mark.parametrize(("free", "state"), [(100 << 30, "ok"), (1 << 20, "warning")])
+def test_room_while_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, state: str) -> None:
+    with_free(monkeypatch, free)
+    sample = Sample(number=10, mean=2048)
+    check = check_refusals("checkpoints", tmp_path, sample, 4096, ranks=2, rate=Rate(26.0, "as given"))
+    assert check.state == state
+    # journal and staged file: document and answer; request cache: answer
+    need = (2 * (2048 + 4096) + 4096) * 2 * 26 * 3600
+    assert f"an hour needs up to {hub_limits.byte_size(need)}" in check.message
+    assert "26 documents per second and task, as given" in check.message
+    assert ("It is full after" in check.message) == (state == "warning")
+
+
+def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Path) -> None:
+    check = check_refusals("checkpoints", tmp_path, Sample(number=10, mean=1000), 0, ranks=1, rate=Rate(None))
+    assert check.state == "ok"
+    assert "an hour of 1 document per second and task needs 6.9 MB" in check.message
+    assert "--documents-per-second" in check.message
+
+
+def stats(folder: Path, name: str, inference: Any, documents: Any) -> None:
+    (folder / "stats").mkdir(exist_ok=True)
+    found = {"documents": documents} | ({} if inference is None else {"inference_time": inference})
+    reader = {"name": "reader", "stats": {"documents": 5}}
+    (folder / "stats" / name).write_text(json.dumps([reader, {"name": "Inference", "stats": found}]))
+
+
+def test_the_rate_is_that_of_finished_tasks(tmp_path: Path) -> None:
+    stats(tmp_path, "00000.json", {"total": 20.0}, {"total": 300})
+    stats(tmp_path, "00001.json", 10, 300)
+    stats(tmp_path, "00002.json", None, 7)
+    (tmp_path / "stats" / "other.json").write_text("[1]")
+    assert observed_rate(get_datafolder(str(tmp_path))) == Rate(20.0, "as the stats of 2 finished tasks say")
+
+
+IN_A_FOLDER = "more than 10000 in a folder. Set records_per_chunk to 3400 or more"
+IN_A_REPOSITORY = "more than 100000 files in a repository. Set records_per_chunk to 2500 or more."
+
+
+@pytest.mark.parametrize(
+    ("template", "chunks", "records_per_chunk", "state", "says"),
+    [
+        ("${rank}_${chunk_index}.parquet", 3400, 100, "ok", "about 3400 files, up to 3400 in a folder."),
+        ("${rank}/${chunk_index}.parquet", 34_000, 100, "ok", "about 34000 files, up to 340 in a folder."),
+        ("${lang}/${rank}_${chunk_index}.parquet", 34_000, 100, "ok", "about 34000 files."),
+        ("${rank}_${chunk_index}.parquet", 34_000, 1000, "warning", IN_A_FOLDER),
+        ("${rank}_${chunk_index}.parquet", 34_000, 1000, "warning", "begin output_filename with ${rank}/."),
+        ("${rank}/${chunk_index}.parquet", 250_000, 1000, "warning", IN_A_REPOSITORY),
+    ],
+)
+def test_numbers_of_files(
+    tmp_path: Path, template: str, chunks: int, records_per_chunk: int, state: str, says: str
+) -> None:
+    check = check_files("output", ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
+    assert check.state == state
+    assert check.message == says if state == "ok" else says in check.message

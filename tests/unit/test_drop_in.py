@@ -59,18 +59,17 @@ def test_what_datatrove_refuses_is_refused_by_name(config: Any, name: str, value
         config(server_type="dummy", model_name_or_path="m", **{name: value})
 
 
-def test_a_config_object_of_datatroves_runs(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        config = theirs.InferenceConfig(
-            server_type="endpoint",
-            model_name_or_path="fake",
-            endpoint_url=server.url,
-            api_key="secret",
-            default_generation_params={"max_tokens": 5},
-            rollouts_per_document=2,
-        )
-        InferenceRunner(ask, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "c")).run(documents(3))
-        assert {payload["max_tokens"] for payload in server.payloads} == {5}
+def test_a_config_object_of_datatroves_runs(tmp_path: Path, server: FakeServer) -> None:
+    config = theirs.InferenceConfig(
+        server_type="endpoint",
+        model_name_or_path="fake",
+        endpoint_url=server.url,
+        api_key="secret",
+        default_generation_params={"max_tokens": 5},
+        rollouts_per_document=2,
+    )
+    InferenceRunner(ask, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "c")).run(documents(3))
+    assert {payload["max_tokens"] for payload in server.payloads} == {5}
     lines = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["metadata"]["rollout_results"]) for line in lines] == [2, 2, 2]
 

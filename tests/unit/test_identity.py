@@ -117,16 +117,15 @@ DECORATED = ("rollout = make(1)", "rollout = twice")
     ],
 )
 def test_another_rollout_is_another_run(
-    tmp_path: Path, before: list[tuple[str, str]], change: tuple[str, str], field: str
+    tmp_path: Path, server: FakeServer, before: list[tuple[str, str]], change: tuple[str, str], field: str
 ) -> None:
     first = load_changed(tmp_path, "first", *before).rollout
     second = load_changed(tmp_path, "second", *before, change).rollout
     old, new = code_identity(first, None), code_identity(second, None)
     assert old.fields[field] != new.fields[field]
-    with FakeServer() as server:
-        runner(tmp_path, server, first).run(documents(1))
-        with pytest.raises(CheckpointMismatch, match=f"  {field}: "):
-            runner(tmp_path, server, second).run(documents(1))
+    runner(tmp_path, server, first).run(documents(1))
+    with pytest.raises(CheckpointMismatch, match=f"  {field}: "):
+        runner(tmp_path, server, second).run(documents(1))
 
 
 def test_a_rollout_of_this_package_is_described_by_its_settings_alone() -> None:
@@ -139,12 +138,11 @@ def test_a_rollout_of_this_package_is_described_by_its_settings_alone() -> None:
     }
 
 
-def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        runner(tmp_path, server, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}}).run(documents(1))
-        assert fields_of(tmp_path)["model_kwargs"] == {"seed": 1, "tokenizer": "<pathlib.PosixPath>"}
-        with pytest.raises(CheckpointMismatch, match="model_kwargs: "):
-            runner(tmp_path, server, config={"model_kwargs": {"tokenizer": "a", "seed": 1}}).run(documents(1))
+def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}}).run(documents(1))
+    assert fields_of(tmp_path)["model_kwargs"] == {"seed": 1, "tokenizer": "<pathlib.PosixPath>"}
+    with pytest.raises(CheckpointMismatch, match="model_kwargs: "):
+        runner(tmp_path, server, config={"model_kwargs": {"tokenizer": "a", "seed": 1}}).run(documents(1))
 
 
 # what the hash of code sees ------------------------------------------------------------------------------------------
@@ -290,19 +288,18 @@ def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_
     assert found.pop().startswith(f"bytecode {sys.implementation.cache_tag} ")
 
 
-def test_a_refusal_says_that_bytecode_was_compared(tmp_path: Path) -> None:
+def test_a_refusal_says_that_bytecode_was_compared(tmp_path: Path, server: FakeServer) -> None:
     first: dict[str, Any] = {}
     second: dict[str, Any] = {}
     exec("async def rollout(document, generate): return document.text", first)
     exec("async def rollout(document, generate): return document.id", second)
-    with FakeServer() as server:
-        runner(tmp_path, server, first["rollout"]).run(documents(1))
-        runner(tmp_path, server, first["rollout"]).run(documents(2))
-        with pytest.raises(
-            CheckpointMismatch,
-            match=r"bytecode \S+ \w+\"\n  \(code of the function rollout; without its source, .*bytecode, which differ",
-        ):
-            runner(tmp_path, server, second["rollout"]).run(documents(1))
+    runner(tmp_path, server, first["rollout"]).run(documents(1))
+    runner(tmp_path, server, first["rollout"]).run(documents(2))
+    with pytest.raises(
+        CheckpointMismatch,
+        match=r"bytecode \S+ \w+\"\n  \(code of the function rollout; without its source, .*bytecode, which differ",
+    ):
+        runner(tmp_path, server, second["rollout"]).run(documents(1))
 
 
 # checkpoints of release 0.1.0 ----------------------------------------------------------------------------------------
@@ -318,7 +315,9 @@ def fields_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")}
 
 
-def test_the_code_of_an_earlier_version_is_not_compared_once(tmp_path: Path, log: list[str]) -> None:
+def test_the_code_of_an_earlier_version_is_not_compared_once(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
     """Its checkpoint holds a committed chunk, a journal, and an answer of a document that is not finished."""
     folder = tmp_path / "job"
     for part in ("checkpoints", "output"):
@@ -327,17 +326,16 @@ def test_the_code_of_an_earlier_version_is_not_compared_once(tmp_path: Path, log
     run_json(folder).write_text(text.replace('"OUTPUT"', json.dumps(str(folder / "output"))))
     rollout = load(RELEASE_0_1_0 / "rollouts.py", "rollouts_of_0_1_0").function
     kept = run_json(folder).read_bytes()
-    with FakeServer() as server:
-        with pytest.raises(CheckpointMismatch, match="  metadata_key: "):
-            runner(folder, server, rollout, metadata_key="other").run(documents(5))
-        assert run_json(folder).read_bytes() == kept
-        log.clear()
-        runner(folder, server, rollout).run(documents(5))
-        assert sum(f"{run_json(folder)}: another version" in line for line in log) == 1
-        log.clear()
-        with pytest.raises(CheckpointMismatch):
-            runner(folder, server, load_changed(tmp_path, "other").rollout).run(documents(5))
-        assert not any("another version" in line for line in log)
+    with pytest.raises(CheckpointMismatch, match="  metadata_key: "):
+        runner(folder, server, rollout, metadata_key="other").run(documents(5))
+    assert run_json(folder).read_bytes() == kept
+    log.clear()
+    runner(folder, server, rollout).run(documents(5))
+    assert sum(f"{run_json(folder)}: another version" in line for line in log) == 1
+    log.clear()
+    with pytest.raises(CheckpointMismatch):
+        runner(folder, server, load_changed(tmp_path, "other").rollout).run(documents(5))
+    assert not any("another version" in line for line in log)
 
 
 SECRETS = {
@@ -363,47 +361,45 @@ def secret_runner(folder: Path, server: FakeServer, **settings: Any) -> Inferenc
     return step
 
 
-def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        step = secret_runner(tmp_path, server)
-        text = json.dumps(step, cls=ExecutorJSONEncoder)
-        assert "s3cret" not in text
-        assert "hash scrypt" not in text  # nothing reads it there
-        assert "s3cret" not in repr(step.config)
-        assert step.config.model_name_or_path in text
-        with pytest.raises(ConfigError, match="Authorization") as refused:
-            dill.dumps(step)
-        assert "s3cret" not in str(refused.value)
-        copy = ForkingPickler.loads(ForkingPickler.dumps(step))
-        assert copy.shared_context == SECRETS
-        assert copy.config.default_generation_params == step.config.default_generation_params
-        vars(copy)["shared_context"] = SECRETS  # as earlier versions pickled it
-        assert copy.shared_context == SECRETS
+def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_path: Path, server: FakeServer) -> None:
+    step = secret_runner(tmp_path, server)
+    text = json.dumps(step, cls=ExecutorJSONEncoder)
+    assert "s3cret" not in text
+    assert "hash scrypt" not in text  # nothing reads it there
+    assert "s3cret" not in repr(step.config)
+    assert step.config.model_name_or_path in text
+    with pytest.raises(ConfigError, match="Authorization") as refused:
+        dill.dumps(step)
+    assert "s3cret" not in str(refused.value)
+    copy = ForkingPickler.loads(ForkingPickler.dumps(step))
+    assert copy.shared_context == SECRETS
+    assert copy.config.default_generation_params == step.config.default_generation_params
+    vars(copy)["shared_context"] = SECRETS  # as earlier versions pickled it
+    assert copy.shared_context == SECRETS
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("is_hashed", [False, True])
-def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(tmp_path: Path, is_hashed: bool) -> None:
+def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
+    tmp_path: Path, server: FakeServer, is_hashed: bool
+) -> None:
     job = run_json(tmp_path).parent.parent / "job.json"
-    with FakeServer() as server:
-        step = secret_runner(tmp_path, server)
-        step.run(documents(2))
-        kept = fields_of(tmp_path)
-        secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
-        secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
-        secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
-        if is_hashed:
-            secrets = fields_without_secrets(secrets)
-        old = {"format": 1, **step.identity(1).fields, **secrets}
-        run_json(tmp_path).write_text(json.dumps(old))
-        job.write_text(json.dumps(old))
-        with pytest.raises(CheckpointMismatch) as refused:
-            secret_runner(tmp_path, server, shared_context=SECRETS | {"client": "sk-anothers3crets3cret"}).run(
-                documents(3)
-            )
-        assert "shared_context.client" in str(refused.value)
-        assert "s3cret" not in str(refused.value)
-        secret_runner(tmp_path, server).run(documents(3))
+    step = secret_runner(tmp_path, server)
+    step.run(documents(2))
+    kept = fields_of(tmp_path)
+    secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
+    secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
+    secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
+    if is_hashed:
+        secrets = fields_without_secrets(secrets)
+    old = {"format": 1, **step.identity(1).fields, **secrets}
+    run_json(tmp_path).write_text(json.dumps(old))
+    job.write_text(json.dumps(old))
+    with pytest.raises(CheckpointMismatch) as refused:
+        secret_runner(tmp_path, server, shared_context=SECRETS | {"client": "sk-anothers3crets3cret"}).run(documents(3))
+    assert "shared_context.client" in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+    secret_runner(tmp_path, server).run(documents(3))
     assert fields_of(tmp_path) == kept
     assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
 
@@ -411,15 +407,16 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(tm
 # steps that are pickled ----------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_an_earlier_version_pickled_runs_and_its_code_is_not_compared(tmp_path: Path) -> None:
+def test_a_step_that_an_earlier_version_pickled_runs_and_its_code_is_not_compared(
+    tmp_path: Path, server: FakeServer
+) -> None:
     made: Any = CodeIdentity.__new__(CodeIdentity)
     made.__setstate__({"fields": {}, "fields_0_1": {}, "bytecode": {}, "process": ""})
     rollout = load_changed(tmp_path, "first").rollout
-    with FakeServer() as server:
-        runner(tmp_path, server, rollout).run(documents(1))
-        step = runner(tmp_path, server, rollout)
-        step._code_when_made = made
-        dill.loads(dill.dumps(step)).run(documents(2))
-        assert not [name for name in fields_of(tmp_path) if "rollout_fn" in name]
-        runner(tmp_path, server, rollout).run(documents(3))
-        assert fields_of(tmp_path)["rollout_fn code"]
+    runner(tmp_path, server, rollout).run(documents(1))
+    step = runner(tmp_path, server, rollout)
+    step._code_when_made = made
+    dill.loads(dill.dumps(step)).run(documents(2))
+    assert not [name for name in fields_of(tmp_path) if "rollout_fn" in name]
+    runner(tmp_path, server, rollout).run(documents(3))
+    assert fields_of(tmp_path)["rollout_fn code"]

@@ -46,17 +46,14 @@ class Rank:
         self.lock.release(remove=True)
 
 
-def test_another_rank_with_another_number_of_tasks_is_refused(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        runner(tmp_path, server).run(documents(2), rank=0, world_size=2)
-        with pytest.raises(
-            CheckpointMismatch, match=r"other tasks in .* \(task 0\) were made by another run:\n  tasks"
-        ):
-            runner(tmp_path, server).run(documents(2), rank=1, world_size=3)
-        with pytest.raises(CheckpointMismatch, match='model: "fake" -> "other"'):
-            runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(2), rank=1, world_size=2)
-        assert not rank_folder(tmp_path / "checkpoints", 1).exists()  # verify would call it a rank too many
-        runner(tmp_path, server).run(documents(2), rank=1, world_size=2)
+def test_another_rank_with_another_number_of_tasks_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(2), rank=0, world_size=2)
+    with pytest.raises(CheckpointMismatch, match=r"other tasks in .* \(task 0\) were made by another run:\n  tasks"):
+        runner(tmp_path, server).run(documents(2), rank=1, world_size=3)
+    with pytest.raises(CheckpointMismatch, match='model: "fake" -> "other"'):
+        runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(2), rank=1, world_size=2)
+    assert not rank_folder(tmp_path / "checkpoints", 1).exists()  # verify would call it a rank too many
+    runner(tmp_path, server).run(documents(2), rank=1, world_size=2)
 
 
 def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:

@@ -85,12 +85,11 @@ def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder: Path) -
     assert odd_names(folder.parent) == []
 
 
-def test_it_is_expanded_where_the_task_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeServer() as server:
-        step = runner(folder, server)
-        step.checkpoints_local_dir = "$SCRATCH/checkpoints"
-        monkeypatch.setenv("SCRATCH", str(folder / "of this node"))
-        step.run(documents(3))
+def test_it_is_expanded_where_the_task_runs(folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = runner(folder, server)
+    step.checkpoints_local_dir = "$SCRATCH/checkpoints"
+    monkeypatch.setenv("SCRATCH", str(folder / "of this node"))
+    step.run(documents(3))
     assert (folder / "of this node/checkpoints/00000/commits.jsonl").exists()
 
 

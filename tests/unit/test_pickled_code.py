@@ -111,17 +111,16 @@ def test_a_function_that_is_imported_by_name_is_what_is_imported(
     assert fields(loaded) != made
 
 
-def test_a_rank_continues_after_its_script_was_edited(tmp_path: Path, another_process: Any) -> None:
+def test_a_rank_continues_after_its_script_was_edited(tmp_path: Path, server: FakeServer, another_process: Any) -> None:
     module = load_changed(tmp_path, "script", source=SOURCE)
-    with FakeServer() as server:
-        step = runner(tmp_path, server, module.by_value)
-        step.run(documents(3))
-        edit(tmp_path / "script.py")
-        another_process(step).run(documents(5))
-        assert set(server.asked.values()) == {1}
-        assert len(server.asked) == 5
-        with pytest.raises(CheckpointMismatch, match="code of the function"):
-            runner(tmp_path, server, load(tmp_path / "script.py").by_value).run(documents(5))
+    step = runner(tmp_path, server, module.by_value)
+    step.run(documents(3))
+    edit(tmp_path / "script.py")
+    another_process(step).run(documents(5))
+    assert set(server.asked.values()) == {1}
+    assert len(server.asked) == 5
+    with pytest.raises(CheckpointMismatch, match="code of the function"):
+        runner(tmp_path, server, load(tmp_path / "script.py").by_value).run(documents(5))
 
 
 # names of the script --------------------------------------------------------------------------------------------------

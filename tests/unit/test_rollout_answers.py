@@ -180,13 +180,14 @@ def test_the_form_and_the_engine_are_part_of_the_identity() -> None:
 # in a run ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_path: Path, log: list[str]) -> None:
+def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
     params = {"temprature": 0.5, "my_own_parameter": 1}
     generation_params._warn.cache_clear()
-    with FakeServer() as server:
-        rollout = PromptRollout(generation_params={"max_token": 5})
-        step = runner(tmp_path, server, rollout, config={"default_generation_params": params})
-        step.run([Document(text="x", id=str(index)) for index in range(3)])
+    rollout = PromptRollout(generation_params={"max_token": 5})
+    step = runner(tmp_path, server, rollout, config={"default_generation_params": params})
+    step.run([Document(text="x", id=str(index)) for index in range(3)])
     assert all(one.items() >= params.items() for one in server.payloads)
     (first, second) = [line for line in log if "did you mean" in line]
     assert "'max_token' is not one that we know; did you mean 'max_tokens'?" in first

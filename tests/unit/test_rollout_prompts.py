@@ -97,11 +97,10 @@ def test_a_list_that_cannot_be_sent_is_an_error(rollout: Any, messages: Any, err
     assert str(refused.value).startswith(error)
 
 
-def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path: Path) -> None:
+def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path: Path, server: FakeServer) -> None:
     """Such documents come from readers with ``text_key: messages``; the output's text must be a text."""
-    with FakeServer() as server:
-        step = runner(tmp_path, server, PromptRollout(), config={"rollouts_per_document": 2})
-        step.run(Document(text=[{"role": "user", "content": f"Why {n}?"}], id=str(n)) for n in range(2))
+    step = runner(tmp_path, server, PromptRollout(), config={"rollouts_per_document": 2})
+    step.run(Document(text=[{"role": "user", "content": f"Why {n}?"}], id=str(n)) for n in range(2))
     assert sorted(server.asked.elements()) == ["Why 0?", "Why 0?", "Why 1?", "Why 1?"]
     assert [json.loads(row["text"]) for row in rows(tmp_path)] == [
         [{"role": "user", "content": f"Why {n}?"}] for n in range(2)
@@ -185,14 +184,15 @@ def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_pa
         assert content(same, document(LINES)) == "one two three"
 
 
-def test_a_node_with_another_tokenizer_stops_and_blames_no_document(words: str, tmp_path: Path) -> None:
-    with FakeServer() as server:
-        rollout = PromptRollout(max_prompt_tokens=5, tokenizer=words)
-        step = runner(tmp_path, server, rollout, on_document_error="dead_letter")
-        write_tokenizer(Path(words), more=["extra"])
-        load_counter.__globals__["_load"].cache_clear()
-        with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' is another one here"):
-            pickle.loads(pickle.dumps(step)).run([document(LINES)])
+def test_a_node_with_another_tokenizer_stops_and_blames_no_document(
+    words: str, server: FakeServer, tmp_path: Path
+) -> None:
+    rollout = PromptRollout(max_prompt_tokens=5, tokenizer=words)
+    step = runner(tmp_path, server, rollout, on_document_error="dead_letter")
+    write_tokenizer(Path(words), more=["extra"])
+    load_counter.__globals__["_load"].cache_clear()
+    with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' is another one here"):
+        pickle.loads(pickle.dumps(step)).run([document(LINES)])
     assert not list(tmp_path.rglob("dead_letters.jsonl"))
 
 

@@ -29,16 +29,14 @@ def seeds(server: FakeServer) -> list[int]:
     return [one["seed"] for one in server.payloads]
 
 
-def test_each_request_has_a_seed_of_its_own(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(documents(3))
+def test_each_request_has_a_seed_of_its_own(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(documents(3))
     assert len(seeds(server)) == 18 == len(set(seeds(server)))
     assert all(0 <= seed < 2**31 for seed in seeds(server))
 
 
-def test_equal_documents_are_different_samples(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        runner(tmp_path, server, config={"seed": 7}).run([Document(text="a", id="same") for _ in range(4)])
+def test_equal_documents_are_different_samples(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server, config={"seed": 7}).run([Document(text="a", id="same") for _ in range(4)])
     assert len(set(seeds(server))) == 4
 
 
@@ -71,30 +69,25 @@ def test_an_answer_that_is_kept_is_found_again(tmp_path: Path) -> None:
     assert outputs(tmp_path / "a/output") == outputs(tmp_path / "b/output")
 
 
-def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path, server: FakeServer) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         return await generate(payload(document.text, seed=1))
 
-    with FakeServer() as server:
-        runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
-        runner(tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}).run(
-            documents(2)
-        )
+    runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
+    runner(tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}).run(documents(2))
     assert seeds(server) == [1, 1, 1, 1]
 
 
-def test_without_the_setting_no_request_has_a_seed(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        runner(tmp_path, server).run(documents(2))
+def test_without_the_setting_no_request_has_a_seed(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(2))
     assert all("seed" not in one for one in server.payloads)
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 7), (7, 8)])
-def test_another_seed_is_another_run(tmp_path: Path, before: int | None, after: int | None) -> None:
-    with FakeServer() as server:
-        runner(tmp_path, server, config={"seed": before}).run(documents(2))
-        with pytest.raises(CheckpointMismatch, match="seed: "):
-            runner(tmp_path, server, config={"seed": after}).run(documents(2))
+def test_another_seed_is_another_run(tmp_path: Path, server: FakeServer, before: int | None, after: int | None) -> None:
+    runner(tmp_path, server, config={"seed": before}).run(documents(2))
+    with pytest.raises(CheckpointMismatch, match="seed: "):
+        runner(tmp_path, server, config={"seed": after}).run(documents(2))
 
 
 @pytest.mark.parametrize("seed", ["7", True])

@@ -167,15 +167,8 @@ def test_the_first_error_is_raised_once_the_others_have_drained(
 @pytest.mark.slow
 def test_a_program_that_workers_cannot_import_is_an_error_and_no_endless_loop() -> None:
     said = r"(?s)No worker process could be started.*__main__"
-    with group(Unloadable(), method="spawn") as workers, pytest.raises(WorkerDied, match=said):
+    with group(Loaded(sys.exit, 3), method="spawn") as workers, pytest.raises(WorkerDied, match=said):
         list(workers.run([1]))
-
-
-class Unloadable:
-    def __call__(self, slot: int, task: int) -> None: ...
-
-    def __reduce__(self) -> Any:
-        return sys.exit, (3,)
 
 
 def wait_for_stop(folder: Path) -> Callable[[int, int], str]:
@@ -423,20 +416,22 @@ def test_a_worker_that_is_still_being_started_holds_up_no_stop(tmp_path: Path) -
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
     began = time.monotonic()
-    with group(LoadsForever(tmp_path / "loads"), method="spawn") as workers, pytest.raises(Stopped):
+    with group(Loaded(load_forever, tmp_path / "loads"), method="spawn") as workers, pytest.raises(Stopped):
         list(workers.run([1]))
     thread.join()
     assert time.monotonic() - began < 400
 
 
-class LoadsForever:
-    def __init__(self, started: Path) -> None:
-        self.started = started
+class Loaded:
+    """A task that another process has once it has called a function."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.made_by = function, arguments
 
     def __call__(self, slot: int, task: int) -> None: ...
 
     def __reduce__(self) -> Any:
-        return load_forever, (self.started,)
+        return self.made_by
 
 
 def load_forever(started: Path) -> None:

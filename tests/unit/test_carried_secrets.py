@@ -104,7 +104,6 @@ def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not
     tmp_path: Path, script: types.ModuleType
 ) -> None:
     found = script_names.collect(script.rollout)
-    assert found is not None
     assert sorted(found.left) == LEFT
     assert sorted(found.values) == ["EOS_TOKEN", "Fine", "PROMPT", "SPECIAL"]
     assert "Settings.password, Settings.url" in found.left["Settings"]

@@ -87,8 +87,6 @@ class Project:
         path = folder / ("script.py" if "script.py" in files else "asking.py")
         module_name = "__main__" if "main" in flags else path.stem
         spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec
-        assert spec.loader
         self.script = importlib.util.module_from_spec(spec)
         patch.setitem(sys.modules, module_name, self.script)
         spec.loader.exec_module(self.script)
@@ -226,7 +224,6 @@ def mutations(tree: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
 def library() -> dict[str, str]:
     """A project of a script and a copy of a library."""
     spec = importlib.util.find_spec("jmespath")
-    assert spec
     assert spec.origin
     renamed = {}
     for path in Path(spec.origin).parent.glob("*.py"):

@@ -299,7 +299,6 @@ def test_secrets_in_flags_are_not_shown() -> None:
 )
 def test_well_known_causes_are_explained(exit_code: int, log: str, words: str, permanent: bool) -> None:
     cause = find_cause(exit_code, log)
-    assert cause is not None
     assert words in cause.text
     assert cause.permanent is permanent
 

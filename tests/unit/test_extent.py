@@ -33,7 +33,6 @@ def write(folder: Path, kind: str) -> None:
 def reached(document: Document) -> Reached:
     """At once: a reader is some documents ahead, and what was read of a compressed file is that of now."""
     position = position_of(document)
-    assert position is not None
     return position[2].reached(position)
 
 
@@ -80,7 +79,6 @@ def test_of_many_files_some_are_measured_in_a_thread() -> None:
     extent = InputExtent(inputs, -1, is_near=False)
     assert not inputs.asked, "nobody wants to know yet"
     extent.measure()
-    assert extent.measuring is not None
     extent.measuring.join()
     assert extent.total == pytest.approx(1_005_000, rel=0.01)
     assert 0 < inputs.asked <= 50

@@ -52,7 +52,6 @@ def test_a_url_without_a_repository_is_refused(url: str) -> None:
 def test_a_writers_folder_is_recognised() -> None:
     writer = ParquetWriter("hf://datasets/org/name@branch/part", "${rank}_${chunk_index}.parquet")
     folder = HubFolder.of(writer.output_folder)
-    assert folder is not None
     assert (folder.repo, folder.branch, folder.path) == ("org/name", "branch", "part")
     assert folder.full_name("00000_00001.parquet") == "part/00000_00001.parquet"
 

@@ -73,8 +73,6 @@ rollout = make(1)
 
 def load(path: Path, name: str = "rollouts_of_a_user") -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -157,7 +157,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.ModuleType) -> None:
     found = script_names.collect(functools.partial(script.rollout))
-    assert found is not None
     assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
     assert found.left["API_KEY"] == "it looks like a secret"
     assert found.left["SETTINGS"] == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
@@ -170,7 +169,6 @@ def test_names_are_put_only_where_the_script_is_not_loaded(
     script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     found = script_names.collect(script.rollout)
-    assert found is not None
     script.PROMPT = "its own"  # type: ignore[attr-defined]
     script_names.restore(found)
     assert script.PROMPT == "its own"

@@ -37,7 +37,6 @@ class Held(Placement):
 def finish_chunks(checkpoint: OpenCheckpoint, held: Held, number: int) -> None:
     for ordinal in range(2 * number):
         slot = checkpoint.admit(f"input {ordinal}")
-        assert slot is not None
         checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
     for _ in range(number):
         assert held.arrived.acquire(timeout=60)

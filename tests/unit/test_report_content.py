@@ -119,8 +119,6 @@ def test_chunks_that_will_come_follow_from_the_position(found: Content) -> None:
 
 def test_what_happened_is_put_on_one_axis(found: Content) -> None:
     timeline, documents = found.timeline, found.documents
-    assert timeline is not None
-    assert documents is not None
     assert (timeline.edges[0], timeline.edges[-1]) == (T, T + 710)
     assert documents.values[-1] == 3 * 600 + 120
     assert sum(timeline.interruptions) == 4

@@ -456,7 +456,6 @@ def test_the_sums_over_commits_are_those_of_the_commits(tmp_path: Path) -> None:
     lines = [seal(line) for line in (made[0].to_json(), made[1].to_json(), orjson.dumps(old))]
     path.write_bytes(b"".join(lines) + b'{"xxh":"torn')
     sums, commits = sum_commits(path), read_commits(path)
-    assert sums is not None
     assert (set(sums.indices), sums.unbroken) == (set(commits), 2)
     assert (sums.counts.answers, sums.counts.cut_off, sums.counts.empty) == (7, 2, 1)
     for name in ("read", "answers", "cut_off", "empty"):

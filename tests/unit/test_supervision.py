@@ -271,7 +271,6 @@ def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     script = "import sys; print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     server = subprocess.Popen([sys.executable, "-c", script], pass_fds=descriptors, stdin=pipe, stdout=pipe)
-    assert server.stdout
     server.stdout.readline()
     return server
 

@@ -335,7 +335,6 @@ def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal: Terminal
     clock = Clock()
     with terminal.streams(), Screen(RunProgress(2, clock=clock), 120, clock):
         report = reporter()
-        assert report is not None
         report(0, at(50))
         assert terminal.read() == ["~25.0 % |██▌       | 50 docs, 0/2 tasks, 0.0 doc/s, 0 tok/s"]
         clock.now += 1
@@ -361,7 +360,6 @@ def test_ranks_of_a_worker_report_to_its_parent(terminal: Terminal) -> None:
     reports: list[Any] = []
     with terminal.streams(), reporting_to(lambda *report: reports.append(report), below=True):
         report = reporter()
-        assert report is not None
         report(3, at(1))
         print("above")
     assert reports == [(3, at(1))]

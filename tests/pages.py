@@ -32,7 +32,7 @@ RUN_ELSEWHERE = {
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.peers --python ray=ray-env/bin/python --python curator=curator-env/bin/python": "minutes; "
     "tests/integration/test_peers.py runs it with fewer documents",
-    "pytest --override-ini addopts= -s tests/real/test_loader_matrix.py tests/real/test_trainers.py": ".ci/run",
+    "pytest --override-ini addopts= -s tests/real/test_trainers.py": ".ci/run",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",
 }

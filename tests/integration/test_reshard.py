@@ -270,6 +270,23 @@ def test_the_input_of_tasks_that_there_are_no_more_is_compared(job: Job) -> None
     job.check_finished()
 
 
+@pytest.mark.slow
+def test_the_input_is_listed_once_and_not_once_for_each_task(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.stop_in_the_middle(5, some(job, 14))
+    listed: list[int] = []
+    original = JsonlReader._list_files
+
+    def counted(reader: JsonlReader, rank: int, world_size: int) -> list[str] | None:
+        listed.append(rank)
+        return original(reader, rank, world_size)
+
+    monkeypatch.setattr(JsonlReader, "_list_files", counted)
+    job.reshard(5, 6)
+    assert len(listed) == 1
+    monkeypatch.undo()
+    job.finish(6)
+
+
 def test_a_running_rank_is_refused(job: Job) -> None:
     job.stop_in_the_middle(2, some(job, 4))
     lock = files.Lock(job.checkpoints / "00001" / LOCK)
@@ -308,6 +325,10 @@ def test_steps_may_stand_between_if_their_documents_stand_for_themselves(job: Jo
     with pytest.raises(ConfigError, match="without_threes may keep something from one document to the next"):
         job.reshard(3, 2)
     job.changes = {"seek": True}
+    limited = job.executor(3)
+    limited.pipeline[0].limit = 5
+    with pytest.raises(ConfigError, match="limit and skip of the reader count documents of each task"):
+        reshard(limited, 2)
     job.reshard(3, 2)
     job.executor(2).run()
     job.check_finished([name for name in job.ids if not name.endswith("-3")])

@@ -54,9 +54,10 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 RUNNER = """
-import asyncio, sys
+import asyncio, os, sys, tempfile
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers.server import InferenceServer
+tempfile.tempdir = os.getcwd()  # a runner that is killed leaves its log
 async def main():
     kwargs = {"server_script": "script.py", "family": True}
     config = InferenceConfig("custom", "m", model_kwargs=kwargs, server_stop_timeout_sec=1200.0)
@@ -71,7 +72,6 @@ asyncio.run(main())
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for runners that are killed: they leave their log
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
 
 
@@ -171,7 +171,7 @@ def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool
 def test_a_fork_of_the_runner_that_holds_the_pipe_does_not_keep_the_server_alive() -> None:
     custom(SERVER)
     # Not Python's own fork, in which we close the pipe.
-    held_open = RUNNER.replace("import asyncio, sys", "import asyncio, ctypes, os, sys, time").replace(
+    held_open = RUNNER.replace("import asyncio", "import ctypes, time, asyncio").replace(
         'print("ready", flush=True)',
         "print(pid, flush=True) if (pid := ctypes.PyDLL(None).fork()) else (time.sleep(600), os._exit(0))",
     )
@@ -462,7 +462,7 @@ def test_the_guardian_imports_nothing_of_ours() -> None:
 # An engine with a hidden grandchild (see SERVER), which writes its family's ids into its own file.
 ENGINE = SERVER.replace('Path("pids")', 'Path(f"family-{os.getpid()}")')
 JOB = """
-import asyncio, base64, functools, json, os, pathlib, secrets, signal, sys, types
+import asyncio, base64, functools, json, os, pathlib, secrets, signal, tempfile, types
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
@@ -470,6 +470,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 import datatrove_ckpt.inference.client.plain as plain
 import datatrove_ckpt.inference.servers.server as server
 job = json.loads(pathlib.Path("job.json").read_text())
+tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()  # where leaks are looked for
 def canary():  # not a value: values that a rollout uses are part of a run's identity
     return base64.b64decode(job["canary"]).decode()
 server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: canary())
@@ -516,7 +517,7 @@ class WholeJob:
                 [sys.executable, "main.py"],
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "TMPDIR": str(Path.cwd()), **environment},
+                env={**os.environ, **environment},
                 start_new_session=True,
             )
         with job:

@@ -48,7 +48,6 @@ SCRIPT = ENGINE.replace('f"{os.getpid()} says', 'f"says').replace(
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
     Path("engine.py").write_text(SCRIPT)
 
@@ -411,10 +410,11 @@ def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:
 # the end of the process -------------------------------------------------------------------------------------------
 
 JOB = """
-import os, signal, subprocess, sys, time
+import os, signal, sys, tempfile, time
 import multiprocess
 from datatrove.data import Document
 sys.path.insert(0, {root!r})
+tempfile.tempdir = os.getcwd()
 from tests.integration.test_warm_servers import engines, run
 from tests.processes import is_alive
 def two_ranks():

@@ -143,16 +143,14 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
                 expected.extend(found)
             completed += 1
 
-        report = assert_same_output_after_crash(
-            attempt, ram / "job", recoveries=False, counted=("create", "write", "rename", "remove", "commit")
-        )
+        report = assert_same_output_after_crash(attempt, ram / "job", recoveries=False, counted=("rename", "remove"))
     print(report)
     reader, filtered, inference = expected
     assert (reader["documents"]["total"], reader["doc_len"]["n"], reader["input_files"]) == (10, 10, 2)
     assert (filtered["dropped"], filtered["forwarded"]) == (4, 6)
     assert inference["documents_processed"]["total"] + inference["skipped_bad_requests"]["total"] == 6
     assert inference["failed_requests"]["total"] == 2
-    assert completed > 25
+    assert completed > 10
 
 
 def test_an_old_checkpoint_gives_totals_and_says_what_is_not_known(
@@ -187,6 +185,7 @@ def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path: Path, serve
     assert [each[2]["documents_processed"]["total"] for each in found] == [6, 6, 6]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
 def test_a_finished_rank_that_starts_again_has_the_same_stats(
     tmp_path: Path, server: FakeServer, kind: type[DatatroveExecutor]
@@ -203,6 +202,7 @@ def test_a_finished_rank_that_starts_again_has_the_same_stats(
     assert saved[0][0]["stats"] == saved[1][0]["stats"]
 
 
+@pytest.mark.slow
 def test_stats_json_has_the_ranks_that_an_earlier_run_completed(tmp_path: Path, server: FakeServer) -> None:
     write_input(tmp_path, files=3)
     logs = tmp_path / "logs"
@@ -236,6 +236,7 @@ class Scored(PipelineStep):
             yield document
 
 
+@pytest.mark.slow
 def test_steps_may_count_in_types_of_numpy(tmp_path: Path, server: FakeServer) -> None:
     write_input(tmp_path)
     logs = tmp_path / "logs"
@@ -251,24 +252,6 @@ def test_steps_may_count_in_types_of_numpy(tmp_path: Path, server: FakeServer) -
 
 def total(metric: Any) -> Any:
     return metric["total"] if isinstance(metric, dict) else metric
-
-
-def test_readers_that_count_need_nothing_added(tmp_path: Path, server: FakeServer) -> None:
-    """They read all documents again."""
-    write_input(tmp_path)
-
-    def steps() -> list[Any]:
-        return [
-            DatatroveReader(str(tmp_path / "input")),
-            WithoutDrop(),
-            runner(tmp_path, server),
-        ]
-
-    with crashed_in_the_middle(tmp_path):
-        run(steps())
-    reader, filtered, inference = run(steps())
-    assert (reader["documents"]["total"], filtered["forwarded"], filtered["dropped"]) == (20, 12, 8)
-    assert inference["documents_processed"]["total"] == 12
 
 
 def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: FakeServer) -> None:
@@ -300,7 +283,7 @@ runner = InferenceRunner(
 )
 if __name__ == "__main__":
     steps = [JsonlReader("input", add_file_path=False), runner]
-    LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir="logs").run()
+    LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir="logs", start_method="fork").run()
 """
 
 
@@ -317,9 +300,9 @@ def wait_for_questions(server: FakeServer, number: int, process: subprocess.Pope
         time.sleep(0.02)
 
 
-def test_the_card_of_a_job_that_was_killed_three_times_has_the_numbers_of_its_rows(tmp_path: Path) -> None:
+def test_the_card_of_a_job_that_was_killed_twice_has_the_numbers_of_its_rows(tmp_path: Path) -> None:
     write_input(tmp_path, rows=50)
-    for kill_after in (13, 27, 16):
+    for kill_after in (13, 27):
         with FakeServer(hold_after=kill_after) as server:
             process = start(tmp_path, server)
             wait_for_questions(server, kill_after + 1, process)
@@ -344,6 +327,7 @@ def test_the_card_of_a_job_that_was_killed_three_times_has_the_numbers_of_its_ro
     assert (card.document_count, card.prompt_tokens_total) == (100, expected["prompt_tokens"].total)
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_all_attempts(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = 0.0
 
@@ -368,6 +352,7 @@ def test_seconds_are_those_of_all_attempts(tmp_path: Path, server: FakeServer, m
     assert step.stats.stats["inference_time"].total == last.inference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_dataset_that_is_read_from_the_middle_has_the_stats_of_the_whole(
     hub: FakeHub, tmp_path: Path, server: FakeServer, streaming: bool
@@ -384,8 +369,10 @@ def test_a_dataset_that_is_read_from_the_middle_has_the_stats_of_the_whole(
     assert flat(run(steps(tmp_path / "killed"))) == pytest.approx(flat(run(steps(tmp_path / "whole"))))
 
 
-@pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
-@pytest.mark.parametrize("reader", [JsonlReader, DatatroveReader])
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("reader", "kind"), [(JsonlReader, LocalPipelineExecutor), (DatatroveReader, DatatroveExecutor)]
+)
 def test_a_retry_of_dead_letters_adds_to_the_stats(
     tmp_path: Path, kind: type[DatatroveExecutor], reader: type[Any]
 ) -> None:
@@ -418,10 +405,11 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
         bad.remove("row 0 4")
         expect(execute(retry=True), 11, 14)
         bad.clear()
-        for retry in (True, True, False):
+        for retry in (True, False):
             expect(execute(retry), 12, 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reader",
     [

@@ -25,6 +25,7 @@ from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing.disks import EFFECTS
 from tests.jobs import ask, runner
 
 NUMBER = 20
@@ -105,7 +106,8 @@ def in_batches(data: Iterator[Document]) -> Iterator[Document]:
     yield from batch
 
 
-@pytest.mark.parametrize("step", [None, drop_odd, in_batches])
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [drop_odd, None, in_batches])
 def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     folder: Path, server: FakeServer, log: list[str], step: Any
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     assert any("finished documents by seeking" in line for line in log)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reader", ["compressed", "datatrove's"])
 def test_what_is_done_is_passed_while_the_server_gets_ready(
     folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, reader: str
@@ -243,11 +246,6 @@ _STEPS = {
         NUMBER,
         "C4BadWordsFilter",
     ),
-    "replacements in turn": (
-        lambda folder: datatroves("formatters.pii.PIIFormatter")(bool).run(documents(folder)),
-        NUMBER,
-        "PIIFormatter",
-    ),
     "an adapter": (
         lambda folder: documents(folder, adapter=numbered()),
         NUMBER,
@@ -259,10 +257,10 @@ _STEPS = {
         15,
         "FirstFive",
     ),
-    "a step that hides the reader": (lambda folder: filter(Once(), documents(folder, adapter=key)), 18, "filter"),
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", _STEPS)
 def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(
     folder: Path, server: FakeServer, log: list[str], case: str
@@ -294,6 +292,7 @@ def twice(data: Iterator[Document]) -> Iterator[Document]:
         yield document
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("step", [reverse_pairs, twice])
 def test_documents_that_do_not_come_in_order_are_counted(
     folder: Path, server: FakeServer, log: list[str], step: Any
@@ -320,42 +319,50 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Pat
         runner(folder, server, records_per_chunk=4, seek=True, config=few).run(read(folder, step=last_first_again))
 
 
-@pytest.mark.parametrize("change", ["removed", "replaced", "reordered", "sorts first", "grown", "new at the end"])
-def test_an_input_that_changed_is_refused_or_continued(folder: Path, server: FakeServer, change: str) -> None:
+def change_a_text(files: Path) -> None:
+    (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda files: (files / "0.jsonl").unlink(),
+        change_a_text,
+        lambda files: (files / "0.jsonl").rename(files / "9.jsonl"),
+    ],
+    ids=["removed", "replaced", "reordered"],
+)
+def test_an_input_that_changed_is_refused(folder: Path, server: FakeServer, change: Any) -> None:
     again = interrupted(folder, server, read(folder))
-    files = folder / "input"
-    new = json.dumps({"id": "new", "text": "new"}) + "\n"
-    if change == "removed":
-        (files / "0.jsonl").unlink()
-    elif change == "replaced":
-        (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
-    elif change == "reordered":
-        (files / "0.jsonl").rename(files / "9.jsonl")
-    elif change == "sorts first":
-        (files / "!.jsonl").write_text(new)
-    elif change == "grown":
-        (files / "2.jsonl").write_text((files / "2.jsonl").read_text() + new)
-    else:
-        (files / "3.jsonl").write_text(new)
-    if change in ("grown", "new at the end"):
+    change(folder / "input")
+    before = ids(folder)
+    with pytest.raises(CheckpointMismatch, match=r"\.jsonl"):
         again.run(read(folder))
-        assert ids(folder) == [*(f"id {index}" for index in range(NUMBER)), "new"]
-        assert set(server.asked.values()) == {1}
-    else:
-        before = ids(folder)
-        with pytest.raises(CheckpointMismatch, match=r"\.jsonl"):
-            again.run(read(folder))
-        assert ids(folder) == before
+    assert ids(folder) == before
 
 
+def test_an_input_that_grew_at_its_end_is_continued(folder: Path, server: FakeServer) -> None:
+    again = interrupted(folder, server, read(folder))
+    with (folder / "input" / "2.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "new", "text": "new"}) + "\n")
+    again.run(read(folder))
+    assert ids(folder) == [*(f"id {index}" for index in range(NUMBER)), "new"]
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("counted", [("rename", "commit"), EFFECTS], ids=["some", "all"])
 @pytest.mark.usefixtures("code_described_once", "names_follow_lives")
-def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder: Path, server: FakeServer) -> None:
+def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(
+    folder: Path, server: FakeServer, counted: tuple[str, ...]
+) -> None:
     def attempt(folder: Path) -> None:
         runner(folder, server, records_per_chunk=8).run(read(folder))
 
-    assert_same_output_after_crash(attempt, folder, recoveries=False)
+    assert_same_output_after_crash(attempt, folder, recoveries=False, counted=counted)
 
 
+@pytest.mark.slow
 def test_wherever_it_stops_it_goes_on_there(ram: Path, server: FakeServer) -> None:
     """Many short attempts, each ended at another document, resumed by seeking and by counting in turn."""
     chance = random.Random(5)

@@ -42,13 +42,6 @@ ROLLOUTS = """
 async def rollout(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 """
-THREAD = (
-    ROLLOUTS
-    + """
-import threading
-threading.Thread(target=threading.Event().wait).start()
-"""
-)
 
 
 def left_of(session: int) -> list[int]:
@@ -115,6 +108,7 @@ def test_a_script_in_a_pipe_ends_with_its_manager(tmp_path: Path, number: signal
     assert "done" not in script.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_to_all_ends_the_manager_first_and_is_no_error_of_its(tmp_path: Path, number: signal.Signals) -> None:
     with FakeServer(hold_after=0) as server:
@@ -126,14 +120,6 @@ def test_a_signal_to_all_ends_the_manager_first_and_is_no_error_of_its(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_thread_that_python_would_wait_for_keeps_nobody(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, THREAD.replace("Event().wait", "Event().wait, args=(3600,)"))
-        os.kill(script.popen.pid, signal.SIGTERM)
-        assert script.ends_with_all() == -signal.SIGTERM
-    assert script.left == []
-
-
 def test_a_run_that_is_done_ends_with_its_guard(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         script = Script(tmp_path, server)
@@ -143,6 +129,7 @@ def test_a_run_that_is_done_ends_with_its_guard(tmp_path: Path) -> None:
     assert script.output.endswith("done\n")
 
 
+@pytest.mark.slow
 def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -296,16 +296,6 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     assert any("Another node has continued this rank" in line and str(aside) in line for line in log)
 
 
-def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
-    job.run_until("text 2")
-    for question in ("text 3", "text 4 again"):
-        before = set(job.checkpoints.iterdir())
-        job.run_until(question, checkpoints_remote_dir=None)  # runs that mirrored nothing
-        job.run_until(question)
-        assert set(job.checkpoints.iterdir()) == before
-    assert answered(job.rank) == up_to("text 4 again")
-
-
 @pytest.mark.slow
 def test_a_node_that_was_restored_from_an_older_version_is_not_restored_again(
     job: Job, monkeypatch: pytest.MonkeyPatch
@@ -426,21 +416,6 @@ def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_
         ):
             job.run(server)
         assert server.asked.total() < 12
-
-
-def test_a_bucket_that_vanishes_later_costs_warnings_only(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    with FakeServer(hold_after=3) as server:
-        running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
-        running.start()
-        until(lambda: manifests(job) and server.asked.total() == 4)
-        monkeypatch.setattr(object_store, "effects", Missing())
-        server.release()
-        running.join(300)
-        assert not running.is_alive()
-    assert outputs(job.folder / "output") == expected
-    assert any("Could not mirror the checkpoint" in line and "does not exist" in line for line in log)
 
 
 def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,16 +147,6 @@ async def greedy_no_more(document: object, generate: object) -> object:
     return await ask(document, generate)  # type: ignore[arg-type]
 
 
-def test_a_reader_at_the_limit_says_so(tmp_path: Path, server: FakeServer) -> None:
-    def read() -> Iterator[object]:
-        yield from documents(1)
-        with no_file_left():
-            open(tmp_path / "input", "w").close()  # noqa: PTH123
-
-    with pytest.raises(TooManyOpenFiles, match=r"OSError: .*Too many open files.*ulimit -n"):
-        runner(tmp_path, server).run(read())  # type: ignore[arg-type]
-
-
 def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_the_hard_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

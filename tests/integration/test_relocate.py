@@ -13,10 +13,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import LOCK
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.relocate import carry_out, plan_relocation
 from datatrove_ckpt.maintenance.verify import verify
-from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
@@ -24,7 +21,7 @@ from tests.hub import FakeHub
 from tests.make_release import TEXTS, run
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
-from .test_releases import NAMES, NEWEST, kept, restored
+from .test_releases import NAMES, NEWEST, restored
 
 RANKS = ("00000", "00001", "retry-00001/00000")
 
@@ -71,23 +68,6 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
     assert (report.output, report.problems, report.unfinished) == (f"{new}/output", [], [])
     assert relocate(new) == 0
     assert "names this folder already. There is nothing to do." in capsys.readouterr().out
-
-
-def starts(folder: Path) -> int:
-    checkpoints = folder / "checkpoints"
-    return read_run_state(Place(str(checkpoints), checkpoints, "")).together.attempts
-
-
-def test_what_was_relocated_can_be_relocated_back(tmp_path: Path) -> None:
-    new = copied(tmp_path)
-    before = starts(new)
-    assert relocate(new) == 0
-    assert starts(new) == before, "a move is no attempt"
-    shutil.rmtree(tmp_path / "old")
-    shutil.copytree(new, tmp_path / "old")
-    assert relocate(tmp_path / "old") == 0
-    report = verify(tmp_path / "old" / "checkpoints", full=True)
-    assert (report.output, report.problems) == (f"{tmp_path}/old/output", [])
 
 
 def lose(path: Path) -> None:
@@ -145,17 +125,6 @@ def test_ranks_that_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert relocate(new) == 0
     assert not (new / "checkpoints" / "00000" / LOCK).exists()
     assert (new / "checkpoints" / "00001" / LOCK).exists()
-
-
-def test_a_run_that_started_meanwhile_is_noticed(tmp_path: Path) -> None:
-    new = copied(tmp_path)
-    plan = plan_relocation(verify(new / "checkpoints", str(new / "output"), full=True))
-    path = new / "checkpoints" / "00001" / "run.json"
-    path.write_bytes(path.read_bytes().replace(b'"fence": 1', b'"fence": 2'))
-    before = kept(new)
-    with pytest.raises(CheckpointMismatch, match="was changed by a run while its output was read"):
-        carry_out(plan)
-    assert kept(new) == before
 
 
 def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path) -> None:

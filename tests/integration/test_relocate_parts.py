@@ -62,34 +62,6 @@ def named_by(folder: Path, rank: int) -> str:
     return str(json.loads((folder / "checkpoints" / f"{rank:05d}" / "run.json").read_bytes())["output_folder"])
 
 
-def test_a_task_with_a_retry_was_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    new = copied(tmp_path)
-    shutil.rmtree(new / "checkpoints" / "00000")
-    last_chunk(new, 0).unlink()
-    for path in (new / "output").glob("00000_chunk_0*"):
-        path.unlink()
-    assert relocate(new) == 1
-    assert "00000 is missing, and retry-00001 has a retry of it" in capsys.readouterr().out
-
-
-def test_tasks_without_a_trace_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    new = copied(tmp_path)
-    shutil.rmtree(new / "checkpoints" / "00001")
-    last_chunk(new, 1).unlink()
-    keep_only_last_chunk(new)
-    (new / "output" / "00000_chunk_00009.jsonl").write_text("")
-    assert relocate(new) == 0
-    said = capsys.readouterr().out
-    assert "tasks 1, 2: nothing here shows that they ever started. If they did, copy their folders, too" in said
-    assert "00000_chunk_00009.jsonl is named by no commit." in said
-    assert "\n1 problem that the place has nothing to do with" in said
-    # The folder that was forgotten can still be added.
-    shutil.copytree(tmp_path / "old" / "checkpoints" / "00001", new / "checkpoints" / "00001")
-    shutil.copytree(tmp_path / "old" / "output", new / "output", dirs_exist_ok=True)
-    assert relocate(new) == 0
-    assert named(new) == {f"{new}/output"}
-
-
 def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = copied(tmp_path)
     plan = new / "checkpoints" / RESHARD_PLAN
@@ -102,6 +74,7 @@ def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, capsys: 
     assert named(new) == {f"{tmp_path}/old/output"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lost", ["shares", "half"])
 def test_a_copy_of_parts_of_a_resharded_run_is_refused(lost: str, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.stop_in_the_middle(2, some(job, 1))

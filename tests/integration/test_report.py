@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
@@ -49,23 +46,6 @@ def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints: 
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert [path.name for path in page.parent.iterdir()] == ["report.html"]
     assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
-
-
-def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> None:
-    page, link, pipe = (tmp_path / name for name in ("page.html", "link.html", "pipe"))
-    page.write_text("old")
-    link.symlink_to(page)
-    assert main(["report", str(checkpoints), "-o", str(link)]) == 0
-    assert link.is_symlink()
-    assert page.read_text().startswith("<!DOCTYPE html>")
-    os.mkfifo(pipe)
-    read: list[str] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
-    reader.start()
-    assert main(["report", str(checkpoints), "-o", str(pipe)]) == 0
-    reader.join()
-    assert read[0].startswith("<!DOCTYPE html>")
-    assert pipe.is_fifo()
 
 
 def test_prices_make_costs(checkpoints: Path, capsys: Captured) -> None:
@@ -108,18 +88,3 @@ def test_where_nothing_is_there_is_no_report(tmp_path: Path, capsys: Captured, m
     assert main(["report", str(tmp_path)]) == 2
     assert "contains no checkpoint" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", [layout.HISTORY, layout.COMMITS, layout.RUN])
-def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(
-    name: str, checkpoints: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    path = layout.rank_folder(checkpoints, 0) / name
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    assert main(["report", str(checkpoints), "-o", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").exists()
-    for command in ("status", "verify", "repair"):
-        assert main([command, str(checkpoints)]) == 1
-        said = capsys.readouterr()
-        assert f"{path} is not a file." in said.out + said.err

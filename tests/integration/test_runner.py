@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -27,14 +26,12 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt import documents as encoding
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     DocumentFailed,
     DocumentNotSerializable,
 )
-from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, make_server, runner, writer
@@ -67,30 +64,7 @@ async def until_journaled(folder: Path, number: int) -> None:
 # memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> None:
-    """Thousands are in flight, and a server may take minutes for each."""
-    number, size = 20, 100_000
-    taken: list[int] = []
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id == f"id {number}":
-            while server.asked.total() < number:
-                await asyncio.sleep(0.001)
-            ours = [tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)]
-            taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
-            server.release()
-            return None
-        return await generate({"prompt": document.id + "x" * size})
-
-    tracemalloc.start()
-    try:
-        with FakeServer(hold_after=0) as server:
-            runner(tmp_path, server, rollout, config={"use_chat": False}).run(documents(number + 1))
-    finally:
-        tracemalloc.stop()
-    assert number * size < taken[0] < 1.5 * number * size
-
-
+@pytest.mark.slow
 def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(tmp_path: Path) -> None:
     code = (
         "import pyarrow\n"
@@ -190,6 +164,7 @@ def as_manager() -> Iterator[dict[str, str]]:
     yield {"word": "from a manager"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("context", "word"),
     [
@@ -360,15 +335,6 @@ def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers
     assert set(server.asked.values()) == {1}
 
 
-def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
-    async def forgets(document: Document, generate: Any) -> None:
-        await ask(document, generate)
-
-    runner(tmp_path, server, forgets).run(documents(3))
-    (said,) = [line for line in log if "Does the rollout lack a return?" in line]
-    assert said.startswith("WARNING Rank 0: the rollout returned None for each document")
-
-
 # datatrove -----------------------------------------------------------------------------------------------------------
 
 
@@ -394,6 +360,7 @@ def test_the_step_can_be_copied_and_pickled_before_and_after_a_run(tmp_path: Pat
     assert ids(tmp_path) == ["id 0", "id 1", "id 2"]
 
 
+@pytest.mark.slow
 def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path: Path, server: FakeServer) -> None:
     class Marked(str):
         """A str that can be asked whether it is still there."""
@@ -457,6 +424,7 @@ async def ask_with_prompt(document: Document, generate: Any) -> Any:
     return await generate({"messages": [{"role": "user", "content": PROMPT.format(document.text)}]})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -571,13 +539,7 @@ def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> N
     assert [(change["field"], change["old"], change["new"]) for change in record] == [("model", "fake", "other")]
 
 
-def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run(documents(2))
-    changes = {"max_concurrent_generations": 3, "request_timeout": 5, "tp": 1, "server_log_folder": "x", "dp": 2}
-    runner(tmp_path, server, config=changes, sync_seconds=0).run(documents(3))
-    assert len(ids(tmp_path)) == 3
-
-
+@pytest.mark.matrix
 @pytest.mark.parametrize("change", ["another text", "shorter", "another metadata"])
 def test_an_input_that_changed_under_finished_documents_is_refused(
     tmp_path: Path, server: FakeServer, change: str

@@ -310,33 +310,11 @@ def test_a_failed_start_is_tried_again() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.slow
-@linux_only
-def test_after_a_stop_that_was_cancelled_the_next_one_waits_for_the_end() -> None:
-    async def play() -> None:
-        flags = {"family": True, "stubborn": True}
-        running = InferenceServer(custom(SERVER, flags, server_stop_timeout_sec=0.5), 0)
-        await running.start()
-        stopping = asyncio.create_task(running.stop())
-        await asyncio.sleep(0)
-        stopping.cancel()
-        await asyncio.gather(stopping, return_exceptions=True)
-        with all_gone_within(family(), 0.1):
-            await running.stop()
-
-    asyncio.run(play())
-
-
 def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     script = "open('runs', 'a').write('x')\nimport no_such_module"
     text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))
     assert "'no_such_module' is missing. Run: pip install no_such_module" in text
     assert Path("runs").read_text() == "x"
-
-
-def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
-    argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
-    assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 128 + signal.SIGTERM  # not SIGKILL
 
 
 @linux_only
@@ -434,20 +412,6 @@ def test_a_gateway_without_v1_models_is_good_enough() -> None:
                 pass
 
     asyncio.run(play())
-
-
-@linux_only
-def test_the_process_table_survives_names_with_parentheses() -> None:
-    script = (
-        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout
-        child.stdout.readline()
-        found = [process for process in guardian.process_table() if process.pid == child.pid]
-        assert [(process.parent, process.zombie) for process in found] == [(os.getpid(), False)]
-        assert child.pid in [process.pid for process in guardian.descendants(os.getpid())]
-        child.communicate()
 
 
 def test_the_guardian_imports_nothing_of_ours() -> None:

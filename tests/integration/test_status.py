@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -112,18 +111,6 @@ def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Pat
     assert "20 of documents that are done; at least 7 sent, 0 answered" in said(tmp_path / "killed")[1]
 
 
-def test_what_is_older_than_the_rest_says_so_and_what_was_lost_is_not_known(tmp_path: Path, said: Said) -> None:
-    now = time.time()
-    write_rank(tmp_path, 0, [start(now - 90), *minutes(now - 90, 1, 60, 3600)], chunks=9, tasks=2)
-    write_rank(tmp_path, 1, [start(now - 900), minute(now - 900, 0, in_flight=0)], tasks=2)
-    text = said(tmp_path)[1]
-    assert re.search(r" of the input as of 3\d s ago, about ", text)
-    assert re.search(r"4 in flight, 2 waiting as of 3\d s ago\n", text)
-    assert "  wasted     not known what was in flight when attempts ended without a word\n" in text
-    found = json.loads(said(tmp_path, "--json")[1])
-    assert found["totals"]["as_of"] == found["ranks"][0]["as_of"] == found["ranks"][0]["attempt"]["last_seen_at"]
-
-
 def dealt_anew(root: Path, begun: int) -> None:
     """Eight tasks became three. Of each, 27 of 100 rows were done; the three have 222 now, 50 of them done."""
     parts = {rank: [Part(f"{rank}")] for rank in range(8)}
@@ -177,15 +164,6 @@ def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
     assert "is full" not in said(tmp_path / "ended")[1]
 
 
-def test_the_schema_refuses_what_is_missing_or_too_much(tmp_path: Path, said: Said) -> None:
-    write_rank(tmp_path, chunks=1)
-    found = json.loads(said(tmp_path, "--json")[1])
-    validate(found)
-    for change in ({"ranks": [{}]}, {"version": 2}, {"more": 1}):
-        with pytest.raises(jsonschema.ValidationError):
-            validate(found | change)
-
-
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path: Path, said: Said) -> None:
     for number in (0, 1, 12):
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
@@ -200,16 +178,6 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     found = json.loads(said(tmp_path, "--json")[1])
     validate(found)
     assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
-
-
-def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said) -> None:
-    then = time.time() - 30 * MIN
-    for rank in range(30):
-        if rank != 25:
-            write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, f"E: {rank}")])
-    text = said(tmp_path)[1]
-    assert text.count(" ago on node7: E: ") == 20
-    assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
 
 
 def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> None:
@@ -229,20 +197,7 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Pat
     assert "\x1b" not in said(tmp_path, "--all")[1]
 
 
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
-    for rank in range(60):
-        write_rank(tmp_path, rank)
-    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == b"{\n"  # of more than a pipe takes
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait() == 0
-
-
+@pytest.mark.slow
 def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     then = time.time() - 30 * MIN
     write_rank(tmp_path, 0, [start(then), *minutes(then, 30, 60, 3600)])
@@ -320,6 +275,7 @@ def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(tmp_path: Path
         assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_watch_ends_with_the_run(tmp_path: Path) -> None:
     now = time.time() + AHEAD
     folder = write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)], chunks=1)

@@ -466,20 +466,6 @@ def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
     play(script, replicas=2, server_max_restarts=0)
 
 
-def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
-    first = "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
-    (tmp_path / "engine.py").write_text(first + ENGINE)
-
-    async def start() -> None:
-        with pytest.raises(ServerStartFailed, match="second"):
-            async with running(config(replicas=2)):
-                pass
-
-    asyncio.run(start())
-    if Path("engines").exists():
-        assert not any(is_alive(pid) for pid in engines())
-
-
 # the engine's own queue ------------------------------------------------------------------------------------------
 
 
@@ -715,20 +701,6 @@ def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.Mon
             assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
 
     monkeypatch.setenv(KEY, "one")
-    asyncio.run(run())
-
-
-def test_the_head_node_listens_only_on_its_routes_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, KEY_OF_TEST)
-
-    async def run() -> None:
-        settings = InferenceConfig("vllm", "m", master_port=master_port())
-        async with HeadNode(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as head:
-            assert [listening.getsockname()[0] for listening in head._listener.sockets] == ["127.0.0.1"]
-        with pytest.raises(ServerStartFailed, match=r"somewhere\.invalid"):
-            async with HeadNode(settings, Nodes(0, ("127.0.0.1", "somewhere.invalid"))):
-                pass
-
     asyncio.run(run())
 
 

@@ -296,24 +296,6 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     assert any("Another node has continued this rank" in line and str(aside) in line for line in log)
 
 
-@pytest.mark.slow
-def test_a_node_that_was_restored_from_an_older_version_is_not_restored_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own work is newer than the damaged versions that were skipped."""
-    three_versions(job, monkeypatch)
-    for manifest in manifests(job)[-2:]:
-        manifest.write_bytes(b"damaged")
-    job.lose_the_node()
-    with monkeypatch.context() as failing:
-        failing.setattr(object_store, "effects", Failing())
-        job.run_until("text 5 again")
-        assert answered(job.rank) == up_to("text 5 again")
-    with FakeServer() as server:
-        job.run(server)
-        assert server.asked.total() == 1
-
-
 def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expected: dict[str, bytes]) -> None:
     failed: list[BaseException] = []
     with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
@@ -346,13 +328,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
 
 
 # mirroring ---------------------------------------------------------------------------------------------------------
-
-
-class Failing(object_store.Effects):
-    """A remote that refuses every write."""
-
-    def put(self, fs: Any, path: str, data: bytes) -> None:
-        raise ConnectionError("no route to host")
 
 
 class FailingOnce(object_store.Effects):
@@ -533,7 +508,6 @@ def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch:
     [
         ({"checkpoints_remote_dir": "sftp://me:secret@host/path"}, "holds a user or a password"),
         ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),
-        ({"mirror_seconds": -1}, 'mirror_seconds: must be "auto" or a number'),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:

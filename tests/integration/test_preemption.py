@@ -267,23 +267,6 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 6)
 
 
-@pytest.mark.slow
-def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
-    tmp_path: Path, reraised: list[int], server: FakeServer
-) -> None:
-    async def sleeps(document: Document, generate: Any) -> Any:
-        result = await plain(document, generate)
-        if document.id == "id 0":
-            send_signal()
-            await asyncio.Event().wait()
-        return result
-
-    began = time.monotonic()
-    with pytest.raises(Preempted):
-        runner(tmp_path, server, sleeps, drain_seconds=600).run(documents(1))
-    assert time.monotonic() - began < 300
-
-
 # --------------------------------------------------------------------------- at any moment
 
 
@@ -454,7 +437,7 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("script", ["print('N/A')", "import sys; sys.exit(1)", "import time; time.sleep(600)"])
+@pytest.mark.parametrize("script", ["print('N/A')", "import time; time.sleep(600)"])
 def test_a_slurm_that_does_not_know_is_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:

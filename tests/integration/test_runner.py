@@ -8,9 +8,6 @@ import copy
 import datetime
 import gc
 import json
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -64,34 +61,10 @@ async def until_journaled(folder: Path, number: int) -> None:
 # memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(tmp_path: Path) -> None:
-    code = (
-        "import pyarrow\n"
-        "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
-        "from datatrove_ckpt.output.arrow import prepare_arrow\n"
-        "print(pyarrow.default_memory_pool().backend_name)\n"
-        "prepare_arrow(JsonlWriter('a'))\n"
-        "print(pyarrow.default_memory_pool().backend_name)\n"
-        "prepare_arrow(ParquetWriter('a'))\n"
-        "print(pyarrow.default_memory_pool().backend_name)\n"
-    )
-
-    def pools(**chosen: str) -> list[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
-        return subprocess.check_output(
-            [sys.executable, "-c", code], env=environment | chosen, text=True, cwd=tmp_path
-        ).split()
-
-    default = pools()
-    assert default == [default[0], default[0], "system"]
-    assert pools(ARROW_DEFAULT_MEMORY_POOL=default[0]) == [default[0]] * 3
-
-
 # chunks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "chunks"), [(0, []), (1, [1]), (2, [2]), (3, [2, 1]), (4, [2, 2])])
+@pytest.mark.parametrize(("number", "chunks"), [(0, []), (3, [2, 1]), (4, [2, 2])])
 def test_one_file_per_chunk_holds_the_documents_in_input_order(
     tmp_path: Path, server: FakeServer, number: int, chunks: list[int]
 ) -> None:
@@ -155,10 +128,6 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path: P
     assert commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1} == commits(tmp_path)[0]["tally"]
 
 
-def as_dict() -> dict[str, str]:
-    return {"word": "from a callable"}
-
-
 @contextmanager
 def as_manager() -> Iterator[dict[str, str]]:
     yield {"word": "from a manager"}
@@ -169,8 +138,7 @@ def as_manager() -> Iterator[dict[str, str]]:
     ("context", "word"),
     [
         ({"word": "from a dict"}, "from a dict"),
-        (as_dict, "from a callable"),
-        (as_manager(), "from a manager"),
+        (lambda: {"word": "from a callable"}, "from a callable"),
         (as_manager, "from a manager"),
         (None, "default"),
     ],
@@ -430,8 +398,6 @@ async def ask_with_prompt(document: Document, generate: Any) -> Any:
     [
         ({"config": {"model_name_or_path": "other"}}, 'model: "fake" -> "other"'),
         ({"records_per_chunk": 3}, "records_per_chunk: 2 -> 3"),
-        ({"config": {"default_generation_params": {"temperature": 1}}}, "default_generation_params"),
-        ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
         ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
         ({"rollout": ask}, "rollout_fn"),
     ],
@@ -480,26 +446,10 @@ def test_a_secret_among_a_rollouts_globals_is_kept_as_a_hash(
         runner(tmp_path, server, ask_with_key, shared_context=lambda: {}).run(documents(1))
 
 
-def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = InferenceConfig("endpoint", "fake", endpoint_url=["${MY_URL}", "${MY_URL}/v2", " http://h/v1 "])
-    with pytest.raises(ConfigError, match=r"names the environment variable MY_URL, which is not set"):
-        make_server(config, 0)
-    monkeypatch.setenv("MY_URL", "http://host:1\n")
-    assert [repr(url) for url in make_server(config, 0).urls] == ["http://host:1", "http://host:1/v2", "http://h/v1"]
-
-
-@pytest.mark.parametrize("value", ["host:8000", "ftp://host", "http://ho st", "", "http://me:hush/x@host", "//host"])
-def test_a_variable_that_is_no_url_is_refused_and_not_shown(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_URL", value)
-    with pytest.raises(ConfigError, match=r"endpoint_url: \$\{MY_URL\} is not a URL") as refused:
-        make_server(InferenceConfig("endpoint", "fake", endpoint_url="${MY_URL}"), 0)
-    assert not value or value not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("url", "cause"),
     [
-        *((url, "endpoint_url: ") for url in ("${MY_URL", "$MY_URL", "host/v1", "", "http://h/v1 x", "http://h\n/v1")),
+        *((url, "endpoint_url: ") for url in ("${MY_URL", "host/v1", "")),
         ("${MY_URL}/?code=hush", "in its query"),
         ("${MY_URL}me:hush@host", "use api_key_env"),
         ("http://me:hush@127.0.0.1:1/v1", "use api_key_env"),

@@ -407,31 +407,3 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
         bad.clear()
         for retry in (True, False):
             expect(execute(retry), 12, 15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "reader",
-    [
-        lambda: HuggingFaceDatasetReader("org/data", {"split": "train"}, streaming=True),
-        lambda: JsonlReader("hf://datasets/org/data/data"),
-    ],
-    ids=["dataset", "files"],
-)
-def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(hub: FakeHub, tmp_path: Path, reader: Any) -> None:
-    lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
-    hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})
-    bad, logs = {"row 2"}, tmp_path / "logs"
-
-    def execute(retry: bool) -> None:
-        step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
-        LocalPipelineExecutor([reader(), step], tasks=1, workers=1, logging_dir=str(logs)).run()
-
-    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=status) as server:
-        execute(retry=False)
-        del hub.repos["dataset", "org/data"]
-        bad.clear()
-        execute(retry=True)
-    found = [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
-    assert total(found[0]["documents"]) == total(found[1]["documents_processed"]) == 4

@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers import admission, server, supervisor
+from datatrove_ckpt.inference.servers import server, supervisor
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
@@ -372,20 +372,6 @@ def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_hea
 
 
 @pytest.mark.slow
-def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_PROBE_TIMEOUT", 0.2)
-
-    async def script(run: Run) -> None:
-        os.kill(engines()[0], signal.SIGSTOP)
-        task = run.ask("hello")  # the kernel accepts its connection
-        run.client._config.request_timeout = None  # for the next server, which may need longer
-        assert (await task).text == f"{engines()[1]} says hello"
-        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 1, 0)
-
-    play(script, request_timeout=1.0)
-
-
-@pytest.mark.slow
 def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
     async def script(run: Run) -> None:
         poison = run.ask("die at the fuse")
@@ -464,29 +450,6 @@ def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
             await run.servers.watch()
 
     play(script, replicas=2, server_max_restarts=0)
-
-
-# the engine's own queue ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("idle_vllm")
-def test_under_auto_the_metrics_of_the_engine_decide_how_many_requests_are_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.01)
-
-    async def run() -> None:
-        engine = MuteVllm()
-        async with vllm_here(engine.routes(), monkeypatch, max_concurrent_generations="auto") as started:
-            target = started.servers.supervisors[0].target
-            tasks = [started.ask(f"{number}") for number in range(admission.FIRST_LIMIT + 1)]
-            while target.in_flight <= admission.FIRST_LIMIT:
-                engine.tokens += 1
-                await asyncio.sleep(0.01)
-            engine.answers.set()
-            await asyncio.gather(*tasks)
-
-    asyncio.run(run())
 
 
 # several nodes ---------------------------------------------------------------------------------------------------
@@ -675,33 +638,6 @@ def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pyt
         assert (len(task.parts(0)), len(task.parts(1))) == (1, 1)
     assert task.log(0).count("Refused a connection from 127.0.0.1") == 3
     assert KEY_OF_TEST not in "".join(path.read_text() for path in Path().glob("node*.log"))
-
-
-WORKER_NODE = """
-import asyncio, sys
-from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.inference.servers.multi_node import run_worker_node
-from datatrove_ckpt.inference.servers.nodes import Nodes
-config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
-asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
-"""
-
-
-@pytest.mark.slow
-def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        settings = InferenceConfig("vllm", "m", master_port=master_port())
-        async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
-            worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)),
-                env={**os.environ, KEY: "another"},
-                stderr=asyncio.subprocess.PIPE,
-            )
-            _, errors = await worker.communicate()
-            assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
-
-    monkeypatch.setenv(KEY, "one")
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -24,7 +24,6 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputMismatch, StorageFailed
-from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
     CrashingDisk,
@@ -138,11 +137,6 @@ def truncate(job: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def grow(job: Path) -> None:
-    path = chunk_file(job, 1)
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
 def alter(job: Path) -> None:
     path = chunk_file(job, 1)
     path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER", 1))
@@ -151,21 +145,8 @@ def alter(job: Path) -> None:
 MENDABLE = {
     "missing": (remove, "rank 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
     "truncated": (truncate, "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
-    "grown": (grow, "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
     "altered": (alter, "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is "),
 }
-
-
-def share_a_file(job: Path) -> None:
-    mine = chunk_file(job, 1).name
-
-    def change(commit: dict[str, Any]) -> dict[str, Any]:
-        if commit["chunk_index"] == 2:
-            commit["files"][0]["path"] = mine
-        return commit
-
-    edit_commits(job, change, rank=1)
-    chunk_file(job, 2, rank=1).unlink()
 
 
 def lose_a_commit(job: Path) -> None:
@@ -173,10 +154,6 @@ def lose_a_commit(job: Path) -> None:
     (job / "checkpoints" / "last_chunk" / "00000.txt").unlink()
     (job / "checkpoints" / "00000" / "shard.json").unlink()
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
-
-
-def shift(job: Path, by: int) -> None:
-    edit_commits(job, lambda c: c | {"first_ordinal": c["first_ordinal"] + by * (c["chunk_index"] > 1)})
 
 
 def damage_the_log(job: Path) -> None:
@@ -189,18 +166,10 @@ def lose_a_dead_letter(job: Path) -> None:
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
 
-def newer_format(job: Path) -> None:
-    edit_commits(job, lambda commit: commit | {"from": "the future"})
-
-
 OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "foreign": (
         lambda job: (job / "output" / "notes.txt").write_text("mine"),
         ["notes.txt is named by no commit."],
-    ),
-    "duplicate": (
-        share_a_file,
-        ["rank 0, chunk 1: 00000_chunk_00001.jsonl is named by rank 0, chunk 1 and by rank 1, chunk 2."],
     ),
     "lost": (
         lose_a_commit,
@@ -209,16 +178,9 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
             "00000_chunk_00001.jsonl is named by no commit.",
         ],
     ),
-    "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
-    "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"]),
-    "another version": (newer_format, ["line 1: the line is whole, but no commit of this version of the program"]),
     "corrupt settings": (
         lambda job: (job / "checkpoints" / "00001" / "run.json").write_text("{"),
         ["rank 1: ", "run.json does not hold a run"],
-    ),
-    "no settings": (
-        lambda job: (job / "checkpoints" / "00001" / "run.json").unlink(),
-        ["rank 1: ", "holds commits.jsonl, dead_letters.jsonl but no run.json"],
     ),
     "identity": (
         lambda job: edit_settings(
@@ -302,27 +264,6 @@ def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: F
     assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
     assert "1 of 2 tasks has not started (task 1)." in text.splitlines()
     assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("is_new", [False, True])
-def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again(
-    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch, is_new: bool
-) -> None:
-    def run(rank: int, number: int) -> None:
-        runner(tmp_path, server, skip_bad_requests=True).run(documents(number), rank=rank, world_size=2)
-
-    def check(*arguments: Any, **options: Any) -> None:
-        run(1, 4)
-        check_output(*arguments, **options)
-
-    run(0, 4)
-    if not is_new:
-        run(1, 2)
-
-    monkeypatch.setattr("datatrove_ckpt.maintenance.verify.check_output", check)
-    code, text = said("verify", tmp_path)
-    assert code == (3 if is_new else 0), text
 
 
 def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
@@ -621,16 +562,10 @@ def move_letters(job: Path) -> None:
     chunk_file(job, 0).unlink()
 
 
-def lose_a_shared_file(job: Path) -> None:
-    share_a_file(job)
-    chunk_file(job, 1).unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (move_letters, "rank 0, chunk 0: cannot be redone: its dead letters are damaged in"),
-        (lose_a_shared_file, "chunk 2: cannot be redone: another commit names the same output file"),
         (None, "not repaired: rank 0, chunk 1: cannot be redone: it was made before the input grew"),
     ],
 )
@@ -749,7 +684,6 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
         ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_retry2_00007.jsonl", ("00003", "retry2_00007")),
         ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_7.jsonl", None),
         ("$lang/$rank/${chunk_index}.jsonl.gz", "en/00003/002_00007.jsonl.gz", ("00003", "00007")),
-        ("${rank}/${rank}_${chunk_index}$$", "00003/00004_00007$", None),
     ],
 )
 def test_a_file_is_known_by_its_name(template: str, name: str, found: tuple[str, str] | None) -> None:

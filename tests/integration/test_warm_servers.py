@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecut
 from datatrove_ckpt.errors import DocumentFailed, ServerDied
 from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
-from datatrove_ckpt.inference.servers.warm import close_warm_servers, stamps_of_arguments
+from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
 from tests.integration.test_supervision import ENGINE, engines, lines
@@ -93,16 +93,6 @@ def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one() -> 
     runner().run([], 2, 9)
     run(3)
     assert len(running()) == len(engines()) == 1
-
-
-@pytest.mark.slow
-def test_the_temporary_log_goes_with_the_server() -> None:
-    run(0)
-    run(1)
-    assert len(list(Path().glob("server_rank_00000*.log"))) == 1
-    close_warm_servers()
-    assert not list(Path().glob("server_rank_*"))
-    assert not running()
 
 
 @pytest.mark.matrix
@@ -251,15 +241,6 @@ def test_a_server_is_not_taken_over_when_a_file_that_it_was_started_with_has_cha
         assert line.endswith(f"which is stopped: what it needs differs in {differs}.\n")
 
 
-def test_odd_values_have_no_stamp() -> None:
-    values = ("\0", "~nobody/", "$", "[" * 100_000, "{", "", "=", "a" * 5000, "\udc80", "/dev/null", "--", "-1")
-    for value in values:
-        assert stamps_of_arguments([f"--odd={value}", value], ()) == {}
-    Path("folder").mkdir(mode=0o000)
-    Path("broken").symlink_to("nowhere")
-    assert stamps_of_arguments(["--a=folder", "--b=broken"], ()) == {}
-
-
 @pytest.mark.slow
 def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:
     run(0, "die once", "b", server_max_restarts=1)
@@ -269,17 +250,6 @@ def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:
         run(1, "die once", "b", server_max_restarts=1)
     assert len(engines()) == 2
     assert not running()
-
-
-@pytest.mark.slow
-def test_a_server_that_dies_under_the_next_rank_is_restarted(log: list[str]) -> None:
-    run(0)
-    run(1, "a", "die once", server_log_folder=None)
-    assert len(engines()) == 2
-    assert any("The server of rank 1 is back (restart 1 of 3)." in line for line in log)
-    run(2)
-    assert len(running()) == 1
-    assert any("Rank 2 takes over the server that rank 1 started" in line for line in log)
 
 
 @pytest.fixture
@@ -368,32 +338,6 @@ def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest
     assert line == (
         "INFO Stopping the server of rank 0: this process has had no other rank for 0.5 s (reuse_servers).\n"
     )
-
-
-@pytest.mark.slow
-def test_no_idle_time_passes_while_a_rank_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "IDLE_SECONDS", 0.2)
-    reading = idle_time_begins(monkeypatch)
-
-    def slow() -> Iterator[Document]:
-        reading.set()
-        time.sleep(0.6)
-        yield Document(text="late", id="late")
-
-    run(0)
-    runner().run(slow(), 1, 9)
-    assert len(engines()) == 1
-    until(lambda: not running())
-
-
-@pytest.mark.slow
-def test_ranks_in_threads_keep_one_set_between_them() -> None:
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert len(running()) == 1
 
 
 def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:

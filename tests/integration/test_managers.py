@@ -85,15 +85,13 @@ class Script:
             self.left = left_of(self.popen.pid)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGTERM, 128 + signal.SIGTERM),
-        pytest.param(signal.SIGUSR1, 128 + signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 128 + signal.SIGHUP, marks=pytest.mark.slow),
-        (signal.SIGINT, -signal.SIGINT),
-        pytest.param(signal.SIGQUIT, -signal.SIGQUIT, marks=pytest.mark.slow),
         (signal.SIGKILL, -signal.SIGKILL),
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGINT, -signal.SIGINT),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -109,12 +107,11 @@ def test_a_script_in_a_pipe_ends_with_its_manager(tmp_path: Path, number: signal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_signal_to_all_ends_the_manager_first_and_is_no_error_of_its(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_all_ends_the_manager_first_and_is_no_error_of_its(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         script = Script(tmp_path, server)
-        os.killpg(script.popen.pid, number)
-        assert script.ends_with_all() == -number
+        os.killpg(script.popen.pid, signal.SIGTERM)
+        assert script.ends_with_all() == -signal.SIGTERM
     assert script.left == []
     assert "Traceback" not in script.output
 
@@ -127,17 +124,3 @@ def test_a_run_that_is_done_ends_with_its_guard(tmp_path: Path) -> None:
         assert script.ends_with_all() == 0
     assert script.left == []
     assert script.output.endswith("done\n")
-
-
-@pytest.mark.slow
-def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        try:
-            script = Script(tmp_path, server)
-        finally:
-            signal.signal(signal.SIGHUP, before)
-        os.kill(script.popen.pid, signal.SIGHUP)
-        time.sleep(0.3)
-        server.release()
-        assert script.ends_with_all() == 0

@@ -19,7 +19,6 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 from datatrove_ckpt.process import open_files
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 JOB = job_yaml(f"{ENDPOINT}, max_concurrent_generations: 200, request_max_attempts: 2")
@@ -67,6 +66,7 @@ def release_when_asked(server: FakeServer, number: int) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         waiting = release_when_asked(server, 200)
@@ -77,6 +77,7 @@ def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) 
     assert "200 of 200 documents" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_path: Path) -> None:
     with FakeServer() as server:
         ended = run_job(tmp_path, server.url, "-n 250")
@@ -127,24 +128,6 @@ def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(tmp_path: Path, use
     assert "ulimit -n" in said
     assert "max_concurrent_generations" in said
     assert "disk" not in said
-
-
-def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_servers_fault(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    async def greedy(document: object, generate: object) -> object:
-        with no_file_left():
-            return await ask(document, generate)  # type: ignore[arg-type]
-
-    step = runner(tmp_path, server, greedy, on_document_error="dead_letter")
-    with pytest.raises(TooManyOpenFiles, match=r"No connection to http://127.0.0.1:\d+/v1/.*\(ulimit -n\)"):
-        step.run(documents(1))
-    assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
-    runner(tmp_path, server, greedy_no_more, accept_changes=True).run(documents(1))
-
-
-async def greedy_no_more(document: object, generate: object) -> object:
-    return await ask(document, generate)  # type: ignore[arg-type]
 
 
 def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_the_hard_one(

@@ -13,7 +13,11 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.real_process]  # five programs, one after the other
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.real_process,
+]  # five programs, one after the other
 
 BIN = Path(sys.executable).parent
 DOCUMENTS = 8

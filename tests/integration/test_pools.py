@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -85,15 +84,13 @@ class Script:
             self.left = left_of(self.popen.pid)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("number", "method"),
     [
         (signal.SIGTERM, "fork"),
-        pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, "fork", marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, "fork", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "forkserver", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "spawn", marks=pytest.mark.slow),
+        (signal.SIGINT, "forkserver"),
+        (signal.SIGHUP, "spawn"),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )
@@ -108,6 +105,7 @@ def test_a_worker_that_is_signalled_alone_drains_and_its_pool_gets_an_error(
         assert script.left == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(tmp_path: Path) -> None:
     """Each worker gets SIGINT, and then the SIGTERM with which the parent ends its pool."""
     with FakeServer(hold_after=0) as server:
@@ -121,43 +119,3 @@ def test_ctrl_c_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(tmp_path
         assert subprocess.run(script.popen.args, cwd=tmp_path, capture_output=True, check=False).returncode == 0
         assert server.asked == asked, "no answer was requested again"
     assert sorted(outputs(tmp_path / "output")) == ["00000_00000.jsonl", "00001_00000.jsonl"]
-
-
-def test_a_worker_that_has_handed_in_its_error_is_ended_by_nobody_else(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 0.2)
-        worker = os.pidfd_open(script.worker(1))
-        script.popen.send_signal(signal.SIGSTOP)  # nobody takes the error, or ends the pool
-        signal.pidfd_send_signal(worker, signal.SIGTERM)
-        assert select.select([worker], [], [], 300)[0]
-        os.close(worker)
-        script.popen.send_signal(signal.SIGCONT)
-        assert script.ends() == 1
-        assert "ENDS WITH Preempted Stopped by SIGTERM." in script.output
-        assert script.left == []
-
-
-AFTER_OURS = """
-import datatrove_ckpt
-from datatrove.executor import LocalPipelineExecutor
-
-def nothing(data, rank, world_size):
-    yield from ()
-
-if __name__ == "__main__":
-    for number, executor in enumerate([datatrove_ckpt.LocalPipelineExecutor, LocalPipelineExecutor]):
-        executor([nothing], tasks=2, workers=2, logging_dir=f"logs {number}").run()
-    print("done")
-"""
-
-
-def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path: Path) -> None:
-    """Both use one fork server. With the signals blocked that ours blocks, a pool's workers would not be terminated."""
-    (tmp_path / "script.py").write_text(AFTER_OURS)
-    popen = subprocess.Popen(
-        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert popen.communicate(timeout=400)[0] == "done\n"
-    finally:
-        left_of(popen.pid)

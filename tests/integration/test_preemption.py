@@ -168,15 +168,6 @@ def test_a_signal_that_ends_nobody_still_ends_the_rank(tmp_path: Path, previous:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_ctrl_c_is_a_keyboard_interrupt(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        send_signal(signal.SIGINT)
-        return await plain(document, generate)
-
-    with pytest.raises(KeyboardInterrupt):
-        runner(tmp_path, server, rollout).run(documents(1))
-
-
 def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_again(
     tmp_path: Path, reraised: list[int], log: list[str]
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import itertools
 import json
-import random
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +19,7 @@ from datatrove.pipeline.readers import JsonlReader as CountingReader
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentFailed
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers import JsonlReader
@@ -345,23 +344,3 @@ def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(
         runner(folder, server, records_per_chunk=8).run(read(folder))
 
     assert_same_output_after_crash(attempt, folder, recoveries=False, counted=counted)
-
-
-@pytest.mark.slow
-def test_wherever_it_stops_it_goes_on_there(ram: Path, server: FakeServer) -> None:
-    """Many short attempts, each ended at another document, resumed by seeking and by counting in turn."""
-    chance = random.Random(5)
-    job = ram / "job"
-    (job / "input").mkdir(parents=True)
-    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(200)]
-    (job / "input" / "0.jsonl").write_text("\n".join(rows))
-    rollout = StopsAt("")
-    step = runner(job, server, rollout, records_per_chunk=7, config={"max_concurrent_generations": 3})
-    for bad in sorted(chance.sample(range(200), 12)):
-        rollout.state["bad"] = f"id {bad}"
-        with pytest.raises(CkptError, match="as asked"):
-            step.run(read(job, chance.choice([JsonlReader, CountingReader])))
-    rollout.state["bad"] = ""
-    step.run(read(job))
-    assert ids(job) == [f"id {index}" for index in range(200)]
-    assert max(server.asked.values()) <= 3, "only requests in flight at the end of an attempt are sent again"

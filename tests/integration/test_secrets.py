@@ -97,23 +97,16 @@ def echo(status: int) -> Reply:
     return reply
 
 
-async def broken(server: Any, writer: asyncio.StreamWriter) -> None:
-    writer.write(f"nonsense {CODE} {server.requests[-1][0].decode()[:30]}\r\n\r\n".encode())
-
-
 LAYERS: dict[str, tuple[str, Reply | None]] = {
     "no such host": ("SCHEME://no-such-host.invalid", None),
     "refused": ("SCHEME://127.0.0.1:FREE", None),
     "no tls": ("https://127.0.0.1:PORT", never),
     "reset": ("SCHEME://127.0.0.1:PORT", reset),
-    "closed": ("SCHEME://127.0.0.1:PORT", then_close()),
     "half an answer": ("SCHEME://127.0.0.1:PORT", then_close(http(200, chat())[:-10])),
-    "not http": ("SCHEME://127.0.0.1:PORT", broken),
     "not json": ("SCHEME://127.0.0.1:PORT", echo(200)),
     "silent": ("SCHEME://127.0.0.1:PORT", never),
     "400": ("SCHEME://127.0.0.1:PORT", echo(400)),
     "401": ("SCHEME://127.0.0.1:PORT", echo(401)),
-    "500": ("SCHEME://127.0.0.1:PORT", echo(500)),
     "redirect": ("SCHEME://127.0.0.1:PORT", answer(http(302, b"", f"Location: http://x/?code={KEY}"))),
 }
 
@@ -180,9 +173,16 @@ def forms() -> set[str]:
 
 
 @pytest.mark.usefixtures("real_ready_window")
-@pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("act", [start, complete])
+@pytest.mark.parametrize(
+    ("act", "user"),
+    [
+        (complete, False),
+        (start, True),
+        pytest.param(complete, True, marks=pytest.mark.slow),
+        pytest.param(start, False, marks=pytest.mark.slow),
+    ],
+)
 def test_no_failure_shows_a_secret(
     act: Callable[[InferenceConfig], Any], layer: str, user: bool, said: list[str]
 ) -> None:
@@ -198,6 +198,7 @@ def test_no_failure_shows_a_secret(
         assert act is start  # a broken answer may still prove that there is a server
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
 def test_a_rollout_that_gives_up_waiting_shows_no_secret(user: bool, said: list[str]) -> None:
     async def play() -> None:
@@ -274,16 +275,13 @@ def test_a_url_that_is_none_is_named_by_its_variable(
     check(caught.value, said)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\nX: y", "\x7f", " "])
+@pytest.mark.parametrize("end", ["\n", "\x7f", " "])
 def test_a_key_that_is_no_header_is_refused(end: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if "\0" not in end:
-        monkeypatch.setenv("KEY_OF_TEST", KEY + end)
-        config = InferenceConfig("endpoint", "m", endpoint_url="http://h", api_key_env="KEY_OF_TEST")
-        with pytest.raises(
-            ConfigError, match="the value of KEY_OF_TEST holds a space at an end, a line break"
-        ) as caught:
-            asyncio.run(start(config))
-        check(caught.value, said)
+    monkeypatch.setenv("KEY_OF_TEST", KEY + end)
+    config = InferenceConfig("endpoint", "m", endpoint_url="http://h", api_key_env="KEY_OF_TEST")
+    with pytest.raises(ConfigError, match="the value of KEY_OF_TEST holds a space at an end, a line break") as caught:
+        asyncio.run(start(config))
+    check(caught.value, said)
 
 
 def test_a_body_that_repeats_the_key_is_kept_without_it() -> None:

@@ -66,7 +66,8 @@ def read(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kills", [2, 20])
 def test_status_tells_the_truth_after_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int) -> None:
     chance = random.Random(kills)
     number = 12 * kills

@@ -14,6 +14,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_signals import Process
 from tests.integration.test_whose_fault import all_of, written
@@ -56,17 +57,10 @@ def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Proces
     return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], folder)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [
-        ("sleeps", signal.SIGINT),
-        *(
-            pytest.param(kind, number, marks=pytest.mark.slow)
-            for kind in STUBBORN
-            for number in (signal.SIGTERM, signal.SIGINT)
-            if (kind, number) != ("sleeps", signal.SIGINT)
-        ),
-    ],
+    [("sleeps", signal.SIGINT), *((kind, signal.SIGTERM) for kind in STUBBORN)],
 )
 def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     tmp_path: Path, server: FakeServer, kind: str, number: signal.Signals
@@ -74,7 +68,7 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     process = job(tmp_path, server, ROLLOUTS.replace("STUBBORN", STUBBORN[kind]), 3600.0)
     process.until("stuck")
     process.popen.send_signal(number)
-    time.sleep(3)  # a signal that comes within a second of the first one counts as the same event
+    time.sleep(preemption.SAME_EVENT + 0.5)  # an earlier one counts as the same event
     process.popen.send_signal(number)
     started = time.monotonic()
     assert process.end() in (128 + number, -number)

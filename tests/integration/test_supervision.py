@@ -239,31 +239,6 @@ def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list
     assert [line for line in log if "hangs: it has 3 requests, and answered none" in line]
 
 
-@pytest.mark.slow
-def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
-    async def script(run: Run) -> None:
-        server = run.servers.supervisors[0]
-
-        async def pass_time(seconds: float) -> None:
-            clock.now += seconds
-            await server._check_progress(None, 0)
-
-        slow = run.ask("wait")
-        await until(lambda: bool(asked()))
-        for number in range(6):
-            await pass_time(30)
-            await run.ask(f"quick {number}")
-            await pass_time(29)
-        assert server.target.up
-        await pass_time(31)  # without a further answer
-        assert not server.target.up
-        open_gate()
-        await slow
-        assert run.servers.restarts == 1
-
-    play(script, hang_timeout=60)
-
-
 @pytest.fixture
 def idle_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program named vllm that does nothing."""

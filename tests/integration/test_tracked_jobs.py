@@ -206,21 +206,6 @@ def pid(one: Tracking) -> int | None:
     return None if one._process is None else one._process.pid
 
 
-@pytest.mark.slow
-def test_one_process_of_a_job_sends_and_another_one_follows(
-    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
-    first, second = Tracking(job(tmp_path)), Tracking(job(tmp_path))
-    first.join()
-    second.join()
-    assert pid(first)
-    assert pid(second) is None
-    first.close()
-    waited_for(lambda: pid(second))
-    second.close()
-
-
 WORKER = """
 import sys, threading
 from tests.integration.test_tracked_jobs import Tracking, job, pid

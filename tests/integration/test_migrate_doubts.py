@@ -16,11 +16,9 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
@@ -274,27 +272,6 @@ def test_compressed_output_stays_or_is_read_back(
     assert server.asked.total() == 2
     rows = [line for one in outputs(folder / "output").values() for line in gzip.decompress(one).splitlines()]
     assert len(rows) == NUMBER - 1
-
-
-@pytest.mark.slow
-def test_parquet_files_stay_where_they_are_whole(
-    folder: Path, call: Call, datatrove: Datatrove, server: FakeServer
-) -> None:
-    template = TEMPLATE.replace(".jsonl", ".parquet")
-    make(folder, datatrove, template=template)
-    write_yaml(folder, server.url, TEMPLATE=template)
-    edit(folder / "job.yaml", "JsonlWriter", "ParquetWriter")
-    edit(folder / "job.yaml", ", compression: null", "")
-    damaged = folder / "output" / "000_00000_chunk_0.parquet"
-    damaged.write_bytes(damaged.read_bytes()[:-10])
-    found = migrate(call, DROPPED)
-    assert [chunk["finished"] for chunk in chunks(found)] == [False, True, False]
-    assert "cannot be read to its end" in chunks(found)[0]["problems"][0]
-    assert call("run", "job.yaml")[0] == 0
-    assert call("verify", "job.yaml", "--full")[0] == 0
-    assert server.asked.total() == 4 + 1 + 2, "the chunk that is damaged, with its second request, and document 10"
-    tables = [pq.read_table(path).to_pylist() for path in (folder / "output").glob("*.parquet")]
-    assert Counter(row["id"] for table in tables for row in table) == expected(NUMBER)
 
 
 # crashes -------------------------------------------------------------------------------------------------------------

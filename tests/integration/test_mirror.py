@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -28,10 +26,8 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror, object_store
-from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
-from datatrove_ckpt.preflight.plan import MIRROR_REQUESTS
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
@@ -479,30 +475,6 @@ def test_only_what_is_new_is_sent_and_three_versions_are_kept(job: Job, monkeypa
         assert {path.name for path in (job.folder / "remote" / "00000" / folder).iterdir()} == needed
 
 
-@pytest.mark.slow
-def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[str] = []
-
-    def counted(name: str) -> Any:
-        method = getattr(object_store.ObjectStore, name)
-
-        def call(*args: Any) -> Any:
-            requests.append(f"{name} {args[1] if len(args) > 1 else ''}")
-            return method(*args)
-
-        return call
-
-    for name in ("put", "copy", "remove", "read", "names"):
-        monkeypatch.setattr(object_store.ObjectStore, name, counted(name))
-    with FakeServer(delay=lambda payload, times: 0.02) as server:
-        job.run(server, 60, mirror_seconds=0.02, records_per_chunk=20)
-    made = len([one for one in requests if one.startswith("put generation")])
-    assert made > 10
-    assert abs(len(requests) / made - MIRROR_REQUESTS) < 2
-    removed = [one for one in requests if one.startswith("remove")]
-    assert len(removed) == len(set(removed))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -513,30 +485,3 @@ def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch:
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
     with FakeServer() as server, pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
-
-
-# mirror_seconds: auto -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_auto_mirrors_a_slow_remote_as_seldom_as_its_share_says(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirrors: list[RemoteMirror] = []
-    begin, put = RemoteMirror.start, object_store.Effects.put
-
-    def start(self: RemoteMirror, source: Any) -> None:
-        mirrors.append(self)
-        begin(self, source)
-
-    def slow(self: object_store.Effects, *args: Any) -> Any:
-        time.sleep(0.2)
-        return put(self, *args)
-
-    monkeypatch.setattr(RemoteMirror, "start", start)
-    monkeypatch.setattr(object_store.Effects, "put", slow)
-    step = runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "remote"), mirror_seconds="auto")
-    step.run(iter(documents(6)))
-    # The last mirroring puts a part of a file and a manifest at least: 0.4 s, which is 5 % of 8.
-    assert mirrors[0]._interval.seconds != MIRROR_TUNING.first
-    assert mirrors[0]._interval.seconds > MIRROR_TUNING.shortest

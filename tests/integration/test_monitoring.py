@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.export import metrics_port
@@ -138,21 +137,6 @@ def test_a_missing_package_is_said_before_anything_starts(
             with pytest.raises(ConfigError, match=rf"monitoring.*pip install 'datatrove-ckpt\[{extra}\]'"):
                 job.run(documents(1))
     assert not server.payloads
-
-
-def test_doctor_finds_a_missing_package(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
-    main(["doctor", "job.yaml"])
-    assert "ok       monitoring, ready: everything that it needs is installed here." in capsys.readouterr().out
-    monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
-    main(["doctor", "job.yaml"])
-    said = capsys.readouterr().out
-    assert f"warning  monitoring, ready: monitoring.metrics_file: there is no folder {tmp_path}/missing here" in said
-    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    assert main(["doctor", "job.yaml"]) == 1
-    assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in capsys.readouterr().out
 
 
 def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:

@@ -52,35 +52,6 @@ def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(
 
 
 @pytest.mark.slow
-def test_a_fork_gets_other_tasks_once_each_has_started(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    job.stop_in_the_middle(2, some(job, 6))
-    new = elsewhere(job)
-    assert fork(job, new) == 0
-    new.stop_in_the_middle(2, some(job, 7), ranks=[0])
-    with pytest.raises(Exception, match="task 1 of it never started"):
-        new.reshard(2, 3)
-    new.stop_in_the_middle(2, some(job, 7), ranks=[1])
-    new.reshard(2, 3)
-    assert not any("forked" in content_of(path) for path in new.checkpoints.glob("0*/run.json"))
-    new.finish(3)
-
-
-@pytest.mark.slow
-def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job) -> None:
-    job.stop_in_the_middle(2, some(job, 8))
-    job.reshard(2, 3)
-    new = elsewhere(job)
-    assert fork(job, new) == 0
-    from datatrove_ckpt.maintenance.fork import upload
-
-    upload(new.checkpoints, str(new.folder / "mirror"))
-    shutil.rmtree(new.checkpoints)
-    new.changes = {"checkpoints_remote_dir": str(new.folder / "mirror"), "mirror_seconds": 1000}
-    new.executor(3).run()
-    new.check_finished()
-
-
-@pytest.mark.slow
 def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job) -> None:
     job.stop_in_the_middle(2, some(job, 8))
     job.reshard(2, 3)

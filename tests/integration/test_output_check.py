@@ -134,27 +134,6 @@ def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything
     assert len(outputs(tmp_path / "output")) == 3
 
 
-@pytest.mark.slow
-def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
-    job: Path, call: Call, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FakeServer(status=lambda payload, times: 400 if "xxx" in str(payload) else None) as picky:
-        (job / "job.yaml").write_text(JOB.replace("URL", picky.url) + "          skip_bad_requests: true\n")
-        assert call("run", "job.yaml")[0] == 0
-    (job / "job.yaml").write_text(JOB.replace("URL", server.url) + "          skip_bad_requests: true\n")
-    code, said = call("run", "job.yaml", "--retry-dead-letters")
-    assert (code, said.split(" are in ")[0]) == (0, "10 of 10 documents")
-    (job / "output" / "00001_retry1_00000.jsonl").unlink()
-    code, said = call("run", "job.yaml")
-    assert code == 1
-    assert "00001_retry1_00000.jsonl is missing" in said
-    assert "with --retry-dead-letters" in said
-    follow_advice(said, call)
-    code, said = call("run", "job.yaml", "--retry-dead-letters")
-    assert (code, said.split(" are in ")[0]) == (0, "10 of 10 documents")
-    assert call("verify", "checkpoints", "--full")[0] == 0
-
-
 # during a run --------------------------------------------------------------------------------------------------------
 
 

@@ -216,7 +216,6 @@ def test_several_signals_of_one_event_are_one(
     [
         ({"drain_signals": ["SIGNAL"]}, "drain_signals: 'SIGNAL' is no signal"),
         ({"drain_signals": ["SIGKILL"]}, "drain_signals: no process can catch SIGKILL"),
-        ({"drain_signals": "SIGTERM"}, "drain_signals: must be a list"),
         ({"drain_seconds": -1}, "drain_seconds: must be >= 0"),
     ],
 )

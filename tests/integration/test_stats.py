@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -17,7 +16,6 @@ from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
 from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 from datatrove.utils.stats import MetricStats
 
-from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash, disk_in_place
@@ -146,29 +144,6 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
     assert completed > 10
 
 
-def test_an_old_checkpoint_gives_totals_and_says_what_is_not_known(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
-    write_input(tmp_path)
-    with crashed_in_the_middle(tmp_path):
-        run(pipeline(tmp_path, server))
-    commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
-    lines = [json.loads(unseal(line) or b"") for line in commits.read_bytes().splitlines(keepends=True)]
-    assert 1 < len(lines) < 6
-    for line in lines:
-        del line["work"], line["seconds"], line["position"]["stats"]
-    commits.write_bytes(b"".join(seal(json.dumps(line).encode()) for line in lines))
-    steps = pipeline(tmp_path, server)
-    run(steps)
-    inference = steps[-1].stats.stats
-    answers = sum(server.asked.values())
-    expected = sum(len(question.split()) for question in server.asked)
-    assert inference["prompt_tokens"].total == expected
-    assert inference["documents_processed"].total == inference["successful_requests"].total == answers == 12
-    assert f"{2 * len(lines)} documents of 12 were finished by datatrove's own runner, or by an earlier" in "".join(log)
-    assert "count this attempt only" in "".join(log)
-
-
 def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path: Path, server: FakeServer) -> None:
     """datatrove's Slurm executor runs the ranks of a task with the same steps."""
     write_input(tmp_path, files=3)
@@ -214,33 +189,6 @@ def test_stats_json_has_the_ranks_that_an_earlier_run_completed(tmp_path: Path, 
     (logs / "stats.json").unlink()
     last = execute()
     assert [total(entry["documents"]) for entry in last[:1]] == [30]
-
-
-class Scored(PipelineStep):
-    """Counts as a filter that computes with NumPy may."""
-
-    name = "scored"
-    type = "filter"
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-        for document in data:
-            self.stat_update("score", value=np.float64(0.5))
-            self.stat_update("ratio", value=float("inf"))
-            yield document
-
-
-@pytest.mark.slow
-def test_steps_may_count_in_types_of_numpy(tmp_path: Path, server: FakeServer) -> None:
-    write_input(tmp_path)
-    logs = tmp_path / "logs"
-
-    def execute() -> Any:
-        steps = [JsonlReader(str(tmp_path / "input")), Scored(), runner(tmp_path, server)]
-        LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=str(logs), skip_completed=False).run()
-        return json.loads((logs / "stats.json").read_text())[1]["stats"]
-
-    first, again = execute(), execute()
-    assert total(first["score"]) == total(again["score"]) == 10
 
 
 def total(metric: Any) -> Any:

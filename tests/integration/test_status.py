@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.ptys import Terminal
-from tests.rank_folders import HERE, failed, minute, minutes, start, stopped, work, write_rank
+from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 
 Said = Callable[..., tuple[int, str]]
 MIN = 60.0
@@ -96,19 +95,6 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
     assert found["retried"]["documents"] == 3
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
-
-
-def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Path, said: Said) -> None:
-    write_rank(tmp_path, 0, [start(time.time())], chunks=2, per_chunk=5)
-    found = json.loads(said(tmp_path, "--json")[1])
-    validate(found)
-    assert (found["totals"]["work"]["is_at_least"], found["ranks"][0]["work"]["is_at_least"]) == (True, True)
-    done = found["totals"]["committed"]["requests"]
-    assert f"{done} of documents that are done; not known how many were sent" in said(tmp_path)[1]
-    # Of answers from the cache of an attempt that was killed, nothing tells: only what a line says was sent is known.
-    line = replace(minute(time.time(), 0), total=work(0, sent=7))
-    write_rank(tmp_path / "killed", 0, [start(time.time(), host=HERE), line], chunks=2, per_chunk=5)
-    assert "20 of documents that are done; at least 7 sent, 0 answered" in said(tmp_path / "killed")[1]
 
 
 def dealt_anew(root: Path, begun: int) -> None:

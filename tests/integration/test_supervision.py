@@ -22,7 +22,7 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
+from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -69,10 +69,6 @@ async def complete(payload):
         asked.write(f"{os.getpid()} {question}\\n")
     if question == "die" or (question == "die once" and first_time("died")):
         os._exit(41)
-    while question == "die at the fuse":
-        if (here / "fuse").exists():
-            os._exit(41)
-        await asyncio.sleep(0.01)
     if question == "sick once" and first_time("was sick"):
         sick = 500
     if question == "stop listening once" and first_time("stopped listening"):
@@ -160,11 +156,6 @@ def lines(name: str) -> list[str]:
 def open_gate() -> None:
     """Let the engines answer prompts that begin with "wait"."""
     Path("gate").touch()
-
-
-def burn_fuse() -> None:
-    """From now on "die at the fuse" kills."""
-    Path("fuse").touch()
 
 
 def break_engine() -> None:
@@ -344,26 +335,6 @@ def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_hea
         assert (run.client.stats.resent, run.client.stats.retries) == (3, 0)
 
     play(script)
-
-
-@pytest.mark.slow
-def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
-    async def script(run: Run) -> None:
-        poison = run.ask("die at the fuse")
-        await until(lambda: bool(asked()))
-        others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they run before it, in groups
-        await until(lambda: sum(asked().values()) == 41)
-        burn_fuse()
-        await until(lambda: len(engines()) == 3)
-        open_gate()
-        with pytest.raises(RequestPoisoned):
-            await poison
-        assert sorted(await run.texts(others)) == sorted(f"wait {n}" for n in range(40))
-        assert await run.texts([run.ask("still here")]) == ["still here"]
-        # A fourth death comes only if others were in flight at the third. It is one more than the restarts allowed.
-        assert 3 <= asked()["die at the fuse"] == run.servers.restarts <= 4
-
-    play(script, server_max_restarts=3)
 
 
 def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:

@@ -14,8 +14,6 @@ import fsspec
 import orjson
 import pytest
 from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor
-from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitLog
@@ -584,38 +582,6 @@ def test_what_cannot_be_redone_is_left_alone(
     assert code == 1
     assert says in text
     assert outputs(job) == before
-
-
-# with datatrove ------------------------------------------------------------------------------------------------------
-
-
-def execute(folder: Path, server: FakeServer) -> None:
-    pipeline = [JsonlReader(str(folder / "input")), runner(folder, server, skip_bad_requests=True)]
-    LocalPipelineExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs")).run()
-
-
-@pytest.mark.slow
-def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
-    (tmp_path / "input").mkdir()
-    for file in range(2):
-        rows = [json.dumps({"text": f"{file} {row}", "id": f"{file} {row}"}) + "\n" for row in range(3)]
-        (tmp_path / "input" / f"{file}.jsonl").write_text("".join(rows))
-    execute(tmp_path, server)
-    undamaged = outputs(tmp_path / "output")
-    chunk_file(tmp_path, 1).unlink()
-    assert "Now remove LOGGING_DIR/completions/00000, where they exist" in said("repair", tmp_path)[1]
-    execute(tmp_path, server)
-    assert said("verify", tmp_path)[0] == 3, "datatrove has skipped the rank, and that is seen"
-    code, text = said("repair", tmp_path, "--logging-dir", str(tmp_path / "logs"))
-    assert code == 0
-    marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the executor runs it again"
-    assert text.splitlines() == [marker, "Done. Run the pipeline again to process these chunks."]
-    assert sorted(outputs(tmp_path / "logs" / "completions")) == ["00001"]
-    execute(tmp_path, server)
-    assert outputs(tmp_path / "output") == undamaged
-    assert said("verify", tmp_path, "--full")[0] == 0
 
 
 def test_output_on_a_remote_file_system_is_verified_and_repaired(

@@ -275,31 +275,6 @@ def free_gpus() -> str:
     return free
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("four_gpus")
-def test_replicas_pass_over_with_their_gpus_and_a_dead_one_is_started_anew_on_its_own() -> None:
-    vllm: dict[str, Any] = {"server_type": "vllm", "replicas": 2, "server_log_folder": "logs"}
-    run(0, **vllm)
-    assert free_gpus() == "23"
-    gpus = dict(line.split() for line in lines("engines"))
-    assert sorted(gpus.values()) == ["0", "1"]
-    (first,) = [pid for pid, gpu in gpus.items() if gpu == "0"]
-    os.kill(int(first), signal.SIGKILL)
-    until(lambda: len(running()) == 1)
-    run(1, *"abcd", **vllm)
-    assert [line.split()[1] for line in lines("engines")[2:]] == ["0"]
-    assert len(running()) == 2
-    assert {path.name for path in Path("logs").iterdir()} == {
-        "server_rank_00000_replica_0.log",
-        "server_rank_00000_replica_1.log",
-        "server_rank_00001_replica_0.log",
-    }
-    assert free_gpus() == "23"
-    close_warm_servers()
-    assert not running()
-    assert free_gpus() == "0123"
-
-
 def idle_time_begins(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """When this is set, and not at a rank's end: on a busy machine, any time passes until a test's next line."""
     begins = threading.Event()

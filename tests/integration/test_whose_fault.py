@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -132,20 +131,6 @@ def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
             step.run(documents(4))
         assert time.monotonic() - started < 200
         timer.join()
-
-
-# answers of earlier attempts -----------------------------------------------------------------------------------------
-
-
-def test_a_402_that_an_older_version_kept_like_an_answer_is_asked_again(tmp_path: Path) -> None:
-    with FakeServer(status=lambda payload, times: 400) as server, pytest.raises(DocumentFailed):
-        runner(tmp_path, server).run(documents(1))
-    with sqlite3.connect(tmp_path / "checkpoints" / "00000" / "replay.sqlite3") as cache:
-        cache.execute("UPDATE request_cache SET error_message = '402 pay'")
-    cache.close()
-    with FakeServer() as server:
-        runner(tmp_path, server).run(documents(1))
-    assert written(tmp_path) == ["id 0"]
 
 
 TOO_LONG = [

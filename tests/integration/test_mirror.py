@@ -326,20 +326,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
 # mirroring ---------------------------------------------------------------------------------------------------------
 
 
-class FailingOnce(object_store.Effects):
-    """A remote that refuses the first version once, and the second one always."""
-
-    def __init__(self) -> None:
-        self.refused = False
-
-    def put(self, fs: Any, path: str, data: bytes) -> None:
-        name = path.rpartition("/")[2]
-        if name.startswith("generation") and (not self.refused or "-00000001-" not in name):
-            self.refused = True
-            raise ConnectionError("503")
-        super().put(fs, path, data)
-
-
 class Hanging(object_store.Effects):
     """A remote that never answers."""
 
@@ -351,23 +337,6 @@ class Hanging(object_store.Effects):
         self.hangs.set()
         self.release.wait(1200)
         raise ConnectionError("after a long time")
-
-
-def test_a_first_version_that_failed_once_is_written_before_any_object(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    """Objects without any version would be taken for damage."""
-    with monkeypatch.context() as failing:
-        failing.setattr(object_store, "effects", FailingOnce())
-        with FakeServer() as server:
-            job.run(server, mirror_seconds=0.01)
-    assert any("ConnectionError: 503" in line for line in log)
-    assert list((job.folder / "remote" / "00000" / "objects").iterdir())
-    job.lose_the_node()
-    shutil.rmtree(job.folder / "output")
-    with FakeServer() as server:
-        job.run(server)
-    assert outputs(job.folder / "output") == expected
 
 
 class Missing(object_store.Effects):

@@ -359,22 +359,6 @@ def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, ca
     assert "repair" not in said
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", ["00000_00009.jsonl", "00007_00000.jsonl"])
-def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(
-    job: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
-    assert main(["run", "job.yaml"]) == 0
-    (job / "output" / name).write_bytes(b"{}\n")
-    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
-        assert main(command) == 1
-        said = "".join(capfd.readouterr())
-        assert name in said
-        assert "Its documents may be in the output twice. Move it out of the output folder, or delete it" in said
-    (job / "output" / name).rename(job / name)
-    assert main(["run", "job.yaml"]) == 0
-
-
 # the closing line ----------------------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,7 @@ def left_of(session: int) -> list[int]:
 
 
 class Script:
-    """``script | cat``: it has ended once nobody holds its standard output any more. Its requests wait at the server."""
+    """``script | cat``: it has ended once nobody holds its standard output. Its requests wait at the server."""
 
     def __init__(
         self, folder: Path, server: FakeServer, workers: int = 1, drain: float = 0.1, method: str = "forkserver"

@@ -427,6 +427,3 @@ def test_it_says_what_the_kept_documents_were_made_with(job: Path, call: Call) -
     assert made_with["other"]["model_name_or_path"] == {"datatrove": "old", "config": "fake"}
     assert json.loads((job / "ours" / "00000" / "migrated.json").read_text())["made_with"] == made_with
     assert secret["api_key"] not in out
-
-
-# what it says --------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ def fork(job: Job, new: Job) -> int:
     return main(["fork", str(job.checkpoints), str(new.checkpoints)])
 
 
+@pytest.mark.slow
 def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:

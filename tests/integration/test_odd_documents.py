@@ -173,7 +173,8 @@ def _apply(place: str, value: Any, document: Document) -> Any:
 _USAGE = [{"prompt_tokens": odd, "completion_tokens": odd} for odd in ("3", [1], {"a": 1}, 2**63, -1, 1e300, 0.5, None)]
 
 
-@settings(max_examples=5)
+@pytest.mark.slow
+@settings(max_examples=12)
 @given(plan=st.lists(st.tuples(_PLACES, _VALUES), min_size=1, max_size=6), usage=st.sampled_from(_USAGE))
 def test_whatever_a_rollout_does_each_document_ends_once(plan: list[tuple[str, Any]], usage: dict[str, Any]) -> None:
     async def rollout(document: Document, generate: Any) -> Any:

@@ -16,7 +16,7 @@ from tests.people.search import Found, explore
 from tests.people.world import Tally
 
 pytestmark = pytest.mark.xdist_group("people")  # one process that the others are forked from
-SEQUENCES = 5
+SEQUENCES = 4
 SLOW_SECONDS = 90.0
 
 

@@ -206,13 +206,13 @@ def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: 
 
 
 def asking(folder: Path, server: FakeServer) -> list[Any]:
-    return [JsonlReader(str(folder / "input"), add_file_path=False), runner(folder, server, records_per_chunk=9)]
+    return [JsonlReader(str(folder / "input"), add_file_path=False), runner(folder, server, records_per_chunk=4)]
 
 
 def test_the_card_of_a_job_that_was_killed_twice_has_the_numbers_of_its_rows(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    write_input(tmp_path, rows=50)
+    write_input(tmp_path, rows=20)
     for _ in range(2):
         with crashed_in_the_middle(tmp_path):
             run(asking(tmp_path, server))
@@ -226,12 +226,12 @@ def test_the_card_of_a_job_that_was_killed_twice_has_the_numbers_of_its_rows(
             expected[name].update(value, "request")
     found = {"doc_len": stats[0]["doc_len"]} | {name: stats[1][name] for name in list(expected)[1:]}
     assert flat([found]) == pytest.approx(flat([{name: metric.to_dict() for name, metric in expected.items()}]))
-    assert [total(stats[1][name]) for name in ("documents_processed", "successful_requests", "requests")] == [100] * 3
+    assert [total(stats[1][name]) for name in ("documents_processed", "successful_requests", "requests")] == [40] * 3
     assert total(stats[0]["input_files"]) == 2
     assert stats[1]["inference_time"]["total"] > 0
     card = load_job_stats(tmp_path / "logs" / "stats.json")
     assert card is not None
-    assert (card.document_count, card.prompt_tokens_total) == (100, expected["prompt_tokens"].total)
+    assert (card.document_count, card.prompt_tokens_total) == (40, expected["prompt_tokens"].total)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.integration.test_whose_fault import all_of, written
 from tests.jobs import ask, documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
+pytestmark = pytest.mark.slow
 STUBBORN = {
     "swallows its cancellation": "await asyncio.sleep(3600)",
     "asks again and again": "await generate({'messages': [{'role': 'user', 'content': str(next(numbers))}]})",
@@ -52,12 +53,12 @@ async def ask(document, generate):
 def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Process:
     (folder / "my_rollouts.py").write_text(rollouts)
     text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="my_rollouts.ask")
+    text = text.replace("workers: 1", "workers: 1\n    start_method: fork")
     text += f"          records_per_chunk: 10\n          drain_seconds: {drain}\n"
     write_job(folder, text, [f"text {number}" for number in range(4)])
     return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], folder)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "number"),
     [("sleeps", signal.SIGINT), *((kind, signal.SIGTERM) for kind in STUBBORN)],
@@ -83,7 +84,6 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 3":

@@ -8,7 +8,11 @@ import copy
 import datetime
 import gc
 import json
+import os
+import subprocess
+import sys
 import threading
+import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -23,12 +27,14 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import documents as encoding
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     DocumentFailed,
     DocumentNotSerializable,
 )
+from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, make_server, runner, writer
@@ -56,6 +62,55 @@ async def until_journaled(folder: Path, number: int) -> None:
     journal = folder / "checkpoints" / "00000" / "chunk_00000.jsonl"
     while not journal.exists() or journal.read_bytes().count(b"\n") < number:
         await asyncio.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> None:
+    """Thousands are in flight, and a server may take minutes for each."""
+    number, size = 20, 100_000
+    taken: list[int] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == f"id {number}":
+            while server.asked.total() < number:
+                await asyncio.sleep(0.001)
+            ours = [tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)]
+            taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
+            server.release()
+            return None
+        return await generate({"prompt": document.id + "x" * size})
+
+    tracemalloc.start()
+    try:
+        with FakeServer(hold_after=0) as server:
+            runner(tmp_path, server, rollout, config={"use_chat": False}).run(documents(number + 1))
+    finally:
+        tracemalloc.stop()
+    assert number * size < taken[0] < 1.5 * number * size
+
+
+@pytest.mark.slow
+def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(tmp_path: Path) -> None:
+    code = (
+        "import pyarrow\n"
+        "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
+        "from datatrove_ckpt.output.arrow import prepare_arrow\n"
+        "print(pyarrow.default_memory_pool().backend_name)\n"
+        "prepare_arrow(JsonlWriter('a'))\n"
+        "print(pyarrow.default_memory_pool().backend_name)\n"
+        "prepare_arrow(ParquetWriter('a'))\n"
+        "print(pyarrow.default_memory_pool().backend_name)\n"
+    )
+
+    def pools(**chosen: str) -> list[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
+        return subprocess.check_output(
+            [sys.executable, "-c", code], env=environment | chosen, text=True, cwd=tmp_path
+        ).split()
+
+    default = pools()
+    assert default == [default[0], default[0], "system"]
+    assert pools(ARROW_DEFAULT_MEMORY_POOL=default[0]) == [default[0]] * 3
 
 
 # chunks ------------------------------------------------------------------------------------------------------------
@@ -300,6 +355,15 @@ def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers
     assert set(server.asked.values()) == {1}
 
 
+def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    async def forgets(document: Document, generate: Any) -> None:
+        await ask(document, generate)
+
+    runner(tmp_path, server, forgets).run(documents(3))
+    (said,) = [line for line in log if "Does the rollout lack a return?" in line]
+    assert said.startswith("WARNING Rank 0: the rollout returned None for each document")
+
+
 # datatrove -----------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +459,8 @@ async def ask_with_prompt(document: Document, generate: Any) -> Any:
     [
         ({"config": {"model_name_or_path": "other"}}, 'model: "fake" -> "other"'),
         ({"records_per_chunk": 3}, "records_per_chunk: 2 -> 3"),
+        ({"config": {"default_generation_params": {"temperature": 1}}}, "default_generation_params"),
+        ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
         ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
         ({"rollout": ask}, "rollout_fn"),
     ],
@@ -443,6 +509,14 @@ def test_a_secret_among_a_rollouts_globals_is_kept_as_a_hash(
         runner(tmp_path, server, ask_with_key, shared_context=lambda: {}).run(documents(1))
 
 
+def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = InferenceConfig("endpoint", "fake", endpoint_url=["${MY_URL}", "${MY_URL}/v2", " http://h/v1 "])
+    with pytest.raises(ConfigError, match=r"names the environment variable MY_URL, which is not set"):
+        make_server(config, 0)
+    monkeypatch.setenv("MY_URL", "http://host:1\n")
+    assert [repr(url) for url in make_server(config, 0).urls] == ["http://host:1", "http://host:1/v2", "http://h/v1"]
+
+
 @pytest.mark.parametrize(
     ("url", "cause"),
     [
@@ -484,6 +558,13 @@ def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> N
     runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(4))
     record = json.loads((tmp_path / "checkpoints" / "00000" / "run.json").read_text())["accepted_changes"]
     assert [(change["field"], change["old"], change["new"]) for change in record] == [("model", "fake", "other")]
+
+
+def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(2))
+    changes = {"max_concurrent_generations": 3, "request_timeout": 5, "tp": 1, "server_log_folder": "x", "dp": 2}
+    runner(tmp_path, server, config=changes, sync_seconds=0).run(documents(3))
+    assert len(ids(tmp_path)) == 3
 
 
 @pytest.mark.matrix

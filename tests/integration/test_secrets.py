@@ -97,16 +97,23 @@ def echo(status: int) -> Reply:
     return reply
 
 
+async def broken(server: Any, writer: asyncio.StreamWriter) -> None:
+    writer.write(f"nonsense {CODE} {server.requests[-1][0].decode()[:30]}\r\n\r\n".encode())
+
+
 LAYERS: dict[str, tuple[str, Reply | None]] = {
     "no such host": ("SCHEME://no-such-host.invalid", None),
     "refused": ("SCHEME://127.0.0.1:FREE", None),
     "no tls": ("https://127.0.0.1:PORT", never),
     "reset": ("SCHEME://127.0.0.1:PORT", reset),
+    "closed": ("SCHEME://127.0.0.1:PORT", then_close()),
     "half an answer": ("SCHEME://127.0.0.1:PORT", then_close(http(200, chat())[:-10])),
+    "not http": ("SCHEME://127.0.0.1:PORT", broken),
     "not json": ("SCHEME://127.0.0.1:PORT", echo(200)),
     "silent": ("SCHEME://127.0.0.1:PORT", never),
     "400": ("SCHEME://127.0.0.1:PORT", echo(400)),
     "401": ("SCHEME://127.0.0.1:PORT", echo(401)),
+    "500": ("SCHEME://127.0.0.1:PORT", echo(500)),
     "redirect": ("SCHEME://127.0.0.1:PORT", answer(http(302, b"", f"Location: http://x/?code={KEY}"))),
 }
 
@@ -275,7 +282,7 @@ def test_a_url_that_is_none_is_named_by_its_variable(
     check(caught.value, said)
 
 
-@pytest.mark.parametrize("end", ["\n", "\x7f", " "])
+@pytest.mark.parametrize("end", ["\n", "\r\nX: y", "\x7f", " "])
 def test_a_key_that_is_no_header_is_refused(end: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_TEST", KEY + end)
     config = InferenceConfig("endpoint", "m", endpoint_url="http://h", api_key_env="KEY_OF_TEST")

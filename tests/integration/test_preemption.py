@@ -23,7 +23,7 @@ from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
 from datatrove_ckpt.generation import stop
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
@@ -211,11 +211,33 @@ def test_several_signals_of_one_event_are_one(
     assert not any("given up" in line for line in log)
 
 
+def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer) -> None:
+    def sends(number: int) -> Any:
+        async def rollout(document: Document, generate: Any) -> Any:
+            send_signal(number)
+            return await plain(document, generate)
+
+        return rollout
+
+    got: list[int] = []
+    numbers = (signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in numbers}
+    try:
+        with pytest.raises(Preempted, match="SIGHUP"):
+            runner(tmp_path / "1", server, sends(signal.SIGHUP), drain_signals=["SIGHUP"]).run(documents(1))
+        runner(tmp_path / "2", server, sends(signal.SIGUSR1), drain_signals=["SIGHUP"]).run(documents(1))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert got == list(numbers)
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         ({"drain_signals": ["SIGNAL"]}, "drain_signals: 'SIGNAL' is no signal"),
         ({"drain_signals": ["SIGKILL"]}, "drain_signals: no process can catch SIGKILL"),
+        ({"drain_signals": "SIGTERM"}, "drain_signals: must be a list"),
         ({"drain_seconds": -1}, "drain_seconds: must be >= 0"),
     ],
 )
@@ -233,6 +255,20 @@ def test_on_another_event_loop(tmp_path: Path, reraised: list[int], monkeypatch:
     with FakeServer(hold_after=0) as server:
         preempted(runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}), 20, server, 4)
         assert sum(server.asked.values()) == 4
+
+
+def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(
+    tmp_path: Path, reraised: list[int], log: list[str]
+) -> None:
+    async def fails(document: Document, generate: Any) -> Any:
+        await ask(document, generate)
+        send_signal()
+        raise RuntimeError("a bug")
+
+    with FakeServer() as server, pytest.raises(DocumentFailed, match="a bug"):
+        runner(tmp_path, server, fails).run(documents(1))
+    assert reraised == [signal.SIGTERM]
+    assert any("ERROR" in line and "a bug" in line for line in log)
 
 
 @pytest.mark.matrix
@@ -255,6 +291,23 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
     letters = tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl"
     assert not letters.exists()
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 6)
+
+
+@pytest.mark.slow
+def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
+    tmp_path: Path, reraised: list[int], server: FakeServer
+) -> None:
+    async def sleeps(document: Document, generate: Any) -> Any:
+        result = await plain(document, generate)
+        if document.id == "id 0":
+            send_signal()
+            await asyncio.Event().wait()
+        return result
+
+    began = time.monotonic()
+    with pytest.raises(Preempted):
+        runner(tmp_path, server, sleeps, drain_seconds=600).run(documents(1))
+    assert time.monotonic() - began < 300
 
 
 # --------------------------------------------------------------------------- at any moment
@@ -327,6 +380,23 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     assert any("2 requests in flight were given up" in line for line in log)
 
 
+def test_while_the_users_context_is_entered_a_signal_raises_at_once(
+    tmp_path: Path, reraised: list[int], server: FakeServer
+) -> None:
+    after: list[str] = []
+
+    def slow() -> dict[str, Any]:
+        send_signal()
+        after.append("still here")
+        return {}
+
+    with pytest.raises(Preempted):
+        runner(tmp_path, server, plain, shared_context=slow).run(documents(2))
+    assert not after
+    assert reraised == [signal.SIGTERM]
+    assert not server.asked
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("where", ["restore", "prepare"])
 def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
@@ -387,6 +457,14 @@ def test_a_chunk_that_is_being_published_is_committed_only_if_that_is_quick(
     step.run(documents(4))
     assert set(server.asked.values()) == {1}
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 4)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path: Path, reraised: list[int], log: list[str]) -> None:
+    with FakeServer(hold_after=0) as server:
+        step = runner(tmp_path, server, plain, drain_seconds=600)
+        step.checkpoints_local_dir = None
+        preempted(step, 1, server, 1, lambda: None)
+    assert any("the same command starts over" in line for line in log)
 
 
 def test_a_rank_in_a_thread_does_without_signals(tmp_path: Path, server: FakeServer, log: list[str]) -> None:

@@ -14,7 +14,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference import run_inference as theirs
 
 from datatrove_ckpt import InferenceError, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CheckpointLocked, ConfigError
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 
@@ -76,6 +76,25 @@ def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path: Path)
 
     play(main())
     assert len(outputs(tmp_path)) == 2
+
+
+def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        both = asyncio.Barrier(2)
+
+        async def rollout(document: Document, generate: Any) -> Any:
+            await both.wait()
+            return await ask(document, generate)
+
+        with FakeServer() as server:
+            step = runner(tmp_path, server, rollout)
+            other = runner(tmp_path, server, rollout)
+            await asyncio.gather(
+                step.run_async(documents(2), rank=0, world_size=2), other.run_async(documents(2), 1, world_size=2)
+            )
+
+    play(main())
+    assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
 
 
 def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path) -> None:
@@ -159,3 +178,23 @@ def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path: P
         asyncio.run(main(lambda: step.run(documents(2))))
         assert list(tmp_path.rglob("*")) == before
         assert not server.payloads
+
+
+def test_a_second_call_for_a_rank_names_this_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        asked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def rollout(document: Document, generate: Any) -> Any:
+            asked.set()
+            await go_on.wait()
+            return await ask(document, generate)
+
+        with FakeServer() as server:
+            first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
+            await asked.wait()
+            with pytest.raises(CheckpointLocked, match=r"^This very process works on this rank already"):
+                await runner(tmp_path, server, rollout).run_async(documents(1))
+            go_on.set()
+            await first
+
+    play(main())

@@ -62,6 +62,7 @@ UNWRITABLE: dict[str, Callable[[Document], None]] = {
     "mute id": field("id", Mute()),
     "text deleted": lambda document: delattr(document, "text"),
     "media of numbers": field("media", [1]),
+    "set": meta("k", {1, 2}),
     "bytes": meta("k", b"x"),
     "recursive": meta("k", RECURSIVE),
     "deep": meta("k", nested(3000)),

@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 from datatrove_ckpt.process import open_files
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ask, documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 JOB = job_yaml(f"{ENDPOINT}, max_concurrent_generations: 200, request_max_attempts: 2")
@@ -128,6 +129,34 @@ def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(tmp_path: Path, use
     assert "ulimit -n" in said
     assert "max_concurrent_generations" in said
     assert "disk" not in said
+
+
+def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_servers_fault(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    async def greedy(document: object, generate: object) -> object:
+        with no_file_left():
+            return await ask(document, generate)  # type: ignore[arg-type]
+
+    step = runner(tmp_path, server, greedy, on_document_error="dead_letter")
+    with pytest.raises(TooManyOpenFiles, match=r"No connection to http://127.0.0.1:\d+/v1/.*\(ulimit -n\)"):
+        step.run(documents(1))
+    assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
+    runner(tmp_path, server, greedy_no_more, accept_changes=True).run(documents(1))
+
+
+async def greedy_no_more(document: object, generate: object) -> object:
+    return await ask(document, generate)  # type: ignore[arg-type]
+
+
+def test_a_reader_at_the_limit_says_so(tmp_path: Path, server: FakeServer) -> None:
+    def read() -> Iterator[object]:
+        yield from documents(1)
+        with no_file_left():
+            open(tmp_path / "input", "w").close()  # noqa: PTH123
+
+    with pytest.raises(TooManyOpenFiles, match=r"OSError: .*Too many open files.*ulimit -n"):
+        runner(tmp_path, server).run(read())  # type: ignore[arg-type]
 
 
 def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_the_hard_one(

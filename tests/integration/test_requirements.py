@@ -85,6 +85,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     ("replacements", "says"),
     [
         ([("INPUT", "s3://bucket/in")], f"pipeline[0] JsonlReader.data_folder: {S3}"),
+        ([("LOGS", "s3://bucket/logs")], f"executor LocalPipelineExecutor.logging_dir: {S3}"),
         ([("OUTPUT", "s3://bucket/out")], f"pipeline[1] InferenceRunner.output_writer.output_folder: {S3}"),
         ([("checkpoints_local_dir: checkpoints",
            "checkpoints_local_dir: checkpoints\n          checkpoints_remote_dir: s3://bucket/c")],

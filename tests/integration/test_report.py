@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,23 @@ def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints: 
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert [path.name for path in page.parent.iterdir()] == ["report.html"]
     assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
+
+
+def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> None:
+    page, link, pipe = (tmp_path / name for name in ("page.html", "link.html", "pipe"))
+    page.write_text("old")
+    link.symlink_to(page)
+    assert main(["report", str(checkpoints), "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert main(["report", str(checkpoints), "-o", str(pipe)]) == 0
+    reader.join()
+    assert read[0].startswith("<!DOCTYPE html>")
+    assert pipe.is_fifo()
 
 
 def test_prices_make_costs(checkpoints: Path, capsys: Captured) -> None:

@@ -119,6 +119,7 @@ def test_after_reshard_there_is_no_percentage_until_the_tasks_have_begun(tmp_pat
 @pytest.mark.parametrize(
     ("damage", "said_of_it"),
     [
+        (lambda root: (root / layout.SHARES).write_bytes(b"{}"), "shares.json cannot be read"),
         (lambda root: (root / layout.SHARES).unlink(), "shares.json is missing, so nobody knows"),
         (lambda root: shutil.rmtree(root / "00007"), "00007 is missing: it holds the commits of task 7"),
     ],
@@ -164,6 +165,16 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
 
 
+def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said) -> None:
+    then = time.time() - 30 * MIN
+    for rank in range(30):
+        if rank != 25:
+            write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, f"E: {rank}")])
+    text = said(tmp_path)[1]
+    assert text.count(" ago on node7: E: ") == 20
+    assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
+
+
 def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> None:
     then = time.time() - 30 * MIN
     for rank in (3, 5, 6, 7):
@@ -179,6 +190,30 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Pat
     death = ServerEvent(at=then, attempt=1, what="death", why="\x1b[2J")
     write_rank(tmp_path, 1, [start(then), death, failed(then, "\x1b[2J")])
     assert "\x1b" not in said(tmp_path, "--all")[1]
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
+    for rank in range(60):
+        write_rank(tmp_path, rank)
+    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == b"{\n"  # of more than a pipe takes
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
+    then = time.time() - 30 * MIN
+    write_rank(tmp_path, 0, [start(then), *minutes(then, 30, 60, 3600)])
+    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode("ascii")
+    assert f"  {'#' * 12}{'-' * 12} 50.0 % of the input" in text
 
 
 # mirrors and YAML files ----------------------------------------------------------------------------------------------
@@ -247,6 +282,17 @@ def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(tmp_path: Path
         lines = terminal.read()
         assert "8 running" in "".join(lines), "the last numbers stay"
         assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.slow
+def test_watch_ends_with_the_run(tmp_path: Path) -> None:
+    now = time.time() + AHEAD
+    folder = write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)], chunks=1)
+    with watched(tmp_path) as (terminal, process):
+        terminal.until(lambda lines: "1 running" in "".join(lines))
+        (folder / layout.LOCK).unlink()
+        assert process.wait() == 0
+        assert "1 rank (1 finished)" in "".join(terminal.read())
 
 
 def test_watch_without_a_terminal_prints_lines(tmp_path: Path, said: Said) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,3 +55,25 @@ def test_logs_that_cannot_be_written_are_named(job: Path, capfd: pytest.CaptureF
     message = refused(job, capfd)
     assert f"{job / 'logs' / 'executor.json'} (in logging_dir): " in message
     assert "choose another logging_dir, and run the same command again" in message
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("call", ["exists", "open"])
+def test_a_checkpoint_of_another_user_is_named(
+    call: str, job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["run", "job.yaml"]) == 0
+    path = job / "checkpoints" / "00000" / "run.json"
+    works = getattr(Path, call)
+
+    def closed(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return works(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, call, closed)  # as the system does; root may look everywhere
+    capfd.readouterr()
+    assert main(["run", "job.yaml"]) == 1
+    said = capfd.readouterr().err
+    assert f"error: {path}: permission denied. Checkpoints are private" in said
+    assert "Run this command as the user who made them" in said

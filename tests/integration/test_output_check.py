@@ -87,6 +87,7 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "all": (lambda job: shutil.rmtree(job / "output"), "00000_00000.jsonl is missing; "),
     "cut": (cut, "00000_00001.jsonl is truncated: it has "),
     "swapped": (swap, "output files differ from what was committed (2 of 6): "),
+    "emptied": (lambda job: (job / "output" / "00000_00000.jsonl").write_text(""), "it has 0 bytes instead of "),
 }
 
 

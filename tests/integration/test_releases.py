@@ -178,6 +178,21 @@ def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_ve
     assert not (tmp_path / "checkpoints" / "00001").exists()
 
 
+def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    folder = restored(NEWEST, tmp_path / "job")
+    job = folder / "mirror" / "job.json"
+    shutil.copyfile(folder / "checkpoints" / "job.json", job)
+    from_the_future(job)
+    mirrored = job.read_bytes()
+    with FakeServer() as server:
+        for changes in ({}, {"accept_changes": True}):
+            with pytest.raises(VersionMismatch) as refused:
+                run(folder, server.url, 1, checkpoints_remote_dir=str(folder / "mirror"), **changes)
+            assert f"{folder}/mirror/job.json {REFUSAL}" in str(refused.value)
+        assert not server.asked
+    assert job.read_bytes() == mirrored
+
+
 def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path: Path) -> None:
     """Who adds or removes a field here asks: can the releases before this one go on with it? If not, raise FORMAT."""
     write_input(tmp_path / "input")

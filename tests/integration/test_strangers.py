@@ -9,9 +9,11 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
+from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, runner, writer
 
 STRANGER = "00000_chunk_0.jsonl"
@@ -53,6 +55,13 @@ def test_a_file_of_datatroves_beside_an_interrupted_run_is_refused_at_its_next_s
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
+def test_with_a_mirror_a_first_start_refuses_it_too(tmp_path: Path, server: FakeServer) -> None:
+    path = put(tmp_path)
+    refused(STRANGER, tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror"))
+    path.unlink()
+    runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror")).run(documents(5))
+
+
 def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_not(
     tmp_path: Path, server: FakeServer
 ) -> None:
@@ -66,6 +75,41 @@ def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_n
     with pytest.raises(OutputMismatch, match=STRANGER):
         step().run(documents(5))
     assert server.asked.total() == asked
+
+
+def test_a_rank_that_has_published_nothing_refuses_every_file_of_its_template(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first attempt ended early, and its output folder may be another one by now."""
+
+    def fail(*arguments: object) -> None:
+        raise StorageFailed("as asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkOutput, "write_chunk", fail)
+        with pytest.raises(StorageFailed):
+            runner(tmp_path, server).run(documents(5))
+    assert list(tmp_path.rglob(NOTHING_PUBLISHED))
+    path = put(tmp_path, "00000_chunk_00002.jsonl")
+    refused(r"00000_chunk_00002\.jsonl", tmp_path, server)
+    path.unlink()
+    runner(tmp_path, server).run(documents(5))
+    assert len(outputs(tmp_path / "output")) == 3
+
+
+def test_jobs_with_other_templates_in_one_folder_do_not_disturb_each_other(tmp_path: Path, server: FakeServer) -> None:
+    for name in ("a", "b"):
+        with pytest.raises(Exception, match="as asked"):
+            other(tmp_path, server, name, stop_at_the_third).run(documents(5))
+    for name in ("a", "b"):
+        other(tmp_path, server, name, ask).run(documents(5))
+    assert len(outputs(tmp_path / "output")) == 6
+
+
+def other(folder: Path, server: FakeServer, name: str, rollout: Any) -> InferenceRunner:
+    output = writer(folder)
+    output.output_filename = type(output.output_filename)(f"{name}_${{rank}}_${{chunk_index}}.jsonl")
+    return runner(folder / name, server, rollout, output_writer=output, accept_changes=True)
 
 
 @pytest.mark.parametrize("content", ["3", ""])

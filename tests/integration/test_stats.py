@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -16,11 +17,14 @@ from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
 from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 from datatrove.utils.stats import MetricStats
 
+from datatrove_ckpt.checkpoint import clock
+from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash, disk_in_place
 from tests.hub import FakeHub
-from tests.jobs import ask, runner
+from tests.jobs import ask, documents, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 TIMES = ("inference_time",)
@@ -148,6 +152,29 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
     assert completed > 5 * len(counted)
 
 
+def test_an_old_checkpoint_gives_totals_and_says_what_is_not_known(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
+    write_input(tmp_path)
+    with crashed_in_the_middle(tmp_path):
+        run(pipeline(tmp_path, server))
+    commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
+    lines = [json.loads(unseal(line) or b"") for line in commits.read_bytes().splitlines(keepends=True)]
+    assert 1 < len(lines) < 6
+    for line in lines:
+        del line["work"], line["seconds"], line["position"]["stats"]
+    commits.write_bytes(b"".join(seal(json.dumps(line).encode()) for line in lines))
+    steps = pipeline(tmp_path, server)
+    run(steps)
+    inference = steps[-1].stats.stats
+    answers = sum(server.asked.values())
+    expected = sum(len(question.split()) for question in server.asked)
+    assert inference["prompt_tokens"].total == expected
+    assert inference["documents_processed"].total == inference["successful_requests"].total == answers == 12
+    assert f"{2 * len(lines)} documents of 12 were finished by datatrove's own runner, or by an earlier" in "".join(log)
+    assert "count this attempt only" in "".join(log)
+
+
 def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path: Path, server: FakeServer) -> None:
     """datatrove's Slurm executor runs the ranks of a task with the same steps."""
     write_input(tmp_path, files=3)
@@ -195,8 +222,53 @@ def test_stats_json_has_the_ranks_that_an_earlier_run_completed(tmp_path: Path, 
     assert [total(entry["documents"]) for entry in last[:1]] == [30]
 
 
+class Scored(PipelineStep):
+    """Counts as a filter that computes with NumPy may."""
+
+    name = "scored"
+    type = "filter"
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        for document in data:
+            self.stat_update("score", value=np.float64(0.5))
+            self.stat_update("ratio", value=float("inf"))
+            yield document
+
+
+@pytest.mark.slow
+def test_steps_may_count_in_types_of_numpy(tmp_path: Path, server: FakeServer) -> None:
+    write_input(tmp_path)
+    logs = tmp_path / "logs"
+
+    def execute() -> Any:
+        steps = [JsonlReader(str(tmp_path / "input")), Scored(), runner(tmp_path, server)]
+        LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=str(logs), skip_completed=False).run()
+        return json.loads((logs / "stats.json").read_text())[1]["stats"]
+
+    first, again = execute(), execute()
+    assert total(first["score"]) == total(again["score"]) == 10
+
+
 def total(metric: Any) -> Any:
     return metric["total"] if isinstance(metric, dict) else metric
+
+
+def test_readers_that_count_need_nothing_added(tmp_path: Path, server: FakeServer) -> None:
+    """They read all documents again."""
+    write_input(tmp_path)
+
+    def steps() -> list[Any]:
+        return [
+            DatatroveReader(str(tmp_path / "input")),
+            WithoutDrop(),
+            runner(tmp_path, server),
+        ]
+
+    with crashed_in_the_middle(tmp_path):
+        run(steps())
+    reader, filtered, inference = run(steps())
+    assert (reader["documents"]["total"], filtered["forwarded"], filtered["dropped"]) == (20, 12, 8)
+    assert inference["documents_processed"]["total"] == 12
 
 
 def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: FakeServer) -> None:
@@ -207,6 +279,31 @@ def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: 
     reader, _, inference = run(pipeline(tmp_path, server))
     assert inference["documents_processed"]["total"] == 6 + 4
     assert reader["documents"]["total"] == 14
+
+
+@pytest.mark.slow
+def test_seconds_are_those_of_all_attempts(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.0
+
+    def later() -> float:
+        nonlocal seconds
+        seconds += 1
+        return seconds
+
+    monkeypatch.setattr(clock, "_monotonic", later)
+    folder = tmp_path / "checkpoints" / "00000"
+    with crashed_in_the_middle(tmp_path):
+        runner(tmp_path, server).run(documents(20))
+    before = max(commit.seconds for commit in CommitLog(folder / "commits.jsonl").commits.values())
+    assert before.total > before.inference > 0
+    step = runner(tmp_path, server)
+    step.run(documents(20))
+    last = max(commit.seconds for commit in CommitLog(folder / "commits.jsonl").commits.values())
+    assert last.inference > before.inference + 5
+    assert step.stats.stats["inference_time"].total == last.inference
+    assert step.stats.time_stats.total == last.total
+    runner(tmp_path, server).run(documents(20))  # nothing to do
+    assert step.stats.stats["inference_time"].total == last.inference
 
 
 def asking(folder: Path, server: FakeServer) -> list[Any]:
@@ -293,3 +390,31 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
         bad.clear()
         for retry in (True, False):
             expect(execute(retry), 12, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda: HuggingFaceDatasetReader("org/data", {"split": "train"}, streaming=True),
+        lambda: JsonlReader("hf://datasets/org/data/data"),
+    ],
+    ids=["dataset", "files"],
+)
+def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(hub: FakeHub, tmp_path: Path, reader: Any) -> None:
+    lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
+    hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})
+    bad, logs = {"row 2"}, tmp_path / "logs"
+
+    def execute(retry: bool) -> None:
+        step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
+        LocalPipelineExecutor([reader(), step], tasks=1, workers=1, logging_dir=str(logs)).run()
+
+    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
+    with FakeServer(status=status) as server:
+        execute(retry=False)
+        del hub.repos["dataset", "org/data"]
+        bad.clear()
+        execute(retry=True)
+    found = [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
+    assert total(found[0]["documents"]) == total(found[1]["documents_processed"]) == 4

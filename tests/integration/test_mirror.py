@@ -292,6 +292,35 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     assert any("Another node has continued this rank" in line and str(aside) in line for line in log)
 
 
+@pytest.mark.slow
+def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
+    job.run_until("text 2")
+    for question in ("text 3", "text 4 again"):
+        before = set(job.checkpoints.iterdir())
+        job.run_until(question, checkpoints_remote_dir=None)  # runs that mirrored nothing
+        job.run_until(question)
+        assert set(job.checkpoints.iterdir()) == before
+    assert answered(job.rank) == up_to("text 4 again")
+
+
+@pytest.mark.slow
+def test_a_node_that_was_restored_from_an_older_version_is_not_restored_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own work is newer than the damaged versions that were skipped."""
+    three_versions(job, monkeypatch)
+    for manifest in manifests(job)[-2:]:
+        manifest.write_bytes(b"damaged")
+    job.lose_the_node()
+    with monkeypatch.context() as failing:
+        failing.setattr(object_store, "effects", Failing())
+        job.run_until("text 5 again")
+        assert answered(job.rank) == up_to("text 5 again")
+    with FakeServer() as server:
+        job.run(server)
+        assert server.asked.total() == 1
+
+
 def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expected: dict[str, bytes]) -> None:
     failed: list[BaseException] = []
     with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
@@ -323,6 +352,27 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
             job.run(server)
 
 
+class Failing(object_store.Effects):
+    """A remote that refuses every write."""
+
+    def put(self, fs: Any, path: str, data: bytes) -> None:
+        raise ConnectionError("no route to host")
+
+
+class FailingOnce(object_store.Effects):
+    """A remote that refuses the first version once, and the second one always."""
+
+    def __init__(self) -> None:
+        self.refused = False
+
+    def put(self, fs: Any, path: str, data: bytes) -> None:
+        name = path.rpartition("/")[2]
+        if name.startswith("generation") and (not self.refused or "-00000001-" not in name):
+            self.refused = True
+            raise ConnectionError("503")
+        super().put(fs, path, data)
+
+
 # mirroring ---------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +387,23 @@ class Hanging(object_store.Effects):
         self.hangs.set()
         self.release.wait(1200)
         raise ConnectionError("after a long time")
+
+
+def test_a_first_version_that_failed_once_is_written_before_any_object(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """Objects without any version would be taken for damage."""
+    with monkeypatch.context() as failing:
+        failing.setattr(object_store, "effects", FailingOnce())
+        with FakeServer() as server:
+            job.run(server, mirror_seconds=0.01)
+    assert any("ConnectionError: 503" in line for line in log)
+    assert list((job.folder / "remote" / "00000" / "objects").iterdir())
+    job.lose_the_node()
+    shutil.rmtree(job.folder / "output")
+    with FakeServer() as server:
+        job.run(server)
+    assert outputs(job.folder / "output") == expected
 
 
 class Missing(object_store.Effects):
@@ -356,6 +423,21 @@ def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_
         ):
             job.run(server)
         assert server.asked.total() < 12
+
+
+def test_a_bucket_that_vanishes_later_costs_warnings_only(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    with FakeServer(hold_after=3) as server:
+        running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
+        running.start()
+        until(lambda: manifests(job) and server.asked.total() == 4)
+        monkeypatch.setattr(object_store, "effects", Missing())
+        server.release()
+        running.join(300)
+        assert not running.is_alive()
+    assert outputs(job.folder / "output") == expected
+    assert any("Could not mirror the checkpoint" in line and "does not exist" in line for line in log)
 
 
 def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,17 @@ def test_a_mirror_from_before_the_key_is_adopted_once(
     assert answered(restored(job)) == up_to("text 4 again")
 
 
+@pytest.mark.slow
+def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(
+    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    job.run_until("text 2")
+    monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
+    job.run_until("text 4 again")
+    assert any("is not sealed" in line and "what it uploads from now on is sealed" in line for line in log)
+    assert answered(restored(job)) == up_to("text 4 again")
+
+
 @pytest.mark.parametrize("short", ["", "0123456789"])
 def test_a_short_key_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch, short: str) -> None:
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, short)

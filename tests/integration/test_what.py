@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.history_records import Start
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.mirrors import Job
@@ -67,6 +72,29 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
 
 
 @pytest.mark.slow
+def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said) -> None:
+    job, asked = Job(tmp_path), itertools.count(1)
+
+    def until_committed() -> None:
+        """The first chunk, before the answer at which the rank stops: the tenth."""
+        while next(asked) >= 10 and not read_commits(job.rank / "commits.jsonl"):
+            time.sleep(0.001)
+
+    job.run_until("text 4 again", until_committed)
+    job.lose_the_node()
+    (tmp_path / "output/00000_chunk_00000.jsonl").unlink()
+    assert said("repair", job.remote)[0] == 0
+    with FakeServer() as server:
+        job.run(server)
+        assert set(server.asked) == {
+            *(f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")),
+            "text 4 again",
+            "text 5",
+            "text 5 again",
+        }
+
+
+@pytest.mark.slow
 def test_a_node_that_still_has_the_folder_takes_the_repaired_version(
     tmp_path: Path, server: FakeServer, said: Said
 ) -> None:
@@ -79,6 +107,21 @@ def test_a_node_that_still_has_the_folder_takes_the_repaired_version(
     job.run(server)
     assert set(server.asked) == {f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")}
     assert outputs(tmp_path / "output") == expected
+
+
+def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored: Job, said: Said) -> None:
+    (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
+    versions = Versions(f"{mirrored.remote}/00000")
+    newest = versions.all_versions()[-1]
+    manifest = versions.read_trusted(newest)
+    line = Start(at=time.time(), attempt=99, host="node7", pid=42).to_line()
+    parts = [versions.put_object(f"{newest.nonce}-999999", line)]
+    running = Manifest(manifest.run, {**manifest.files, "history.jsonl": parts}, [], False)
+    versions.write_manifest(Version(newest.number + 1, newest.nonce), running, "2026-01-01T00:00:00Z")
+    code, text = said("repair", mirrored.remote)
+    assert code == 1
+    assert "error: rank 0: pid 42 on node7 works on this rank" in text
+    assert said("verify", mirrored.remote)[0] == 1  # as it was
 
 
 def test_a_sealed_mirror_is_read_without_the_key_and_not_repaired(

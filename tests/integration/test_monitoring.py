@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.generation.export import metrics_port
+from datatrove_ckpt.generation.export import exporter, metrics_port
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
@@ -92,6 +93,16 @@ def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_o
     assert (first["requests_total answered"], second["requests_total answered"]) == (5, 3)
 
 
+def test_without_checkpoints_there_are_metrics_too(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_file=str(tmp_path / "a.prom")))
+        job.checkpoints_local_dir = None
+        job.run(documents(3))
+    found = samples((tmp_path / "a_00000.prom").read_text(), run="output")
+    assert found["rank_documents written"] == found["documents_total"] == 3
+    assert found["rank_state done"] == 1
+
+
 MONITORING = "          monitoring: {metrics_port: %d, metrics_host: %s, metrics_file: $PROM_FOLDER/books.prom}\n"
 
 
@@ -137,6 +148,34 @@ def test_a_missing_package_is_said_before_anything_starts(
             with pytest.raises(ConfigError, match=rf"monitoring.*pip install 'datatrove-ckpt\[{extra}\]'"):
                 job.run(documents(1))
     assert not server.payloads
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///runs.db", "postgresql+psycopg2://host/runs", "mssql://host/runs"])
+def test_a_database_needs_all_of_mlflow(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, object] = {"mlflow": True}
+    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", found.get)
+    monkeypatch.setattr(exporter, "find_spec", found.get)
+    with pytest.raises(ConfigError, match=r"names a database.*pip install mlflow\."):
+        exporter.check_monitoring(MonitoringConfig(mlflow_uri=uri))
+    exporter.check_monitoring(MonitoringConfig(mlflow_uri="http://127.0.0.1:5000"))
+    found["sqlalchemy"] = True
+    exporter.check_monitoring(MonitoringConfig(mlflow_uri=uri))
+
+
+@pytest.mark.slow
+def test_doctor_finds_a_missing_package(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
+    main(["doctor", "job.yaml"])
+    assert "ok       monitoring, ready: everything that it needs is installed here." in capsys.readouterr().out
+    monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
+    main(["doctor", "job.yaml"])
+    said = capsys.readouterr().out
+    assert f"warning  monitoring, ready: monitoring.metrics_file: there is no folder {tmp_path}/missing here" in said
+    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
+    assert main(["doctor", "job.yaml"]) == 1
+    assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in capsys.readouterr().out
 
 
 def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:

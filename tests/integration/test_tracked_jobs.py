@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -204,6 +205,35 @@ def job(tmp_path: Path) -> JobSettings:
 
 def pid(one: Tracking) -> int | None:
     return None if one._process is None else one._process.pid
+
+
+@pytest.mark.slow
+def test_one_process_of_a_job_sends_and_another_one_follows(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
+    first, second = Tracking(job(tmp_path)), Tracking(job(tmp_path))
+    first.join()
+    second.join()
+    assert pid(first)
+    assert pid(second) is None
+    first.close()
+    waited_for(lambda: pid(second))
+    second.close()
+
+
+def test_a_process_that_was_killed_is_replaced(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
+    one = Tracking(job(tmp_path))
+    one.join()
+    before = pid(one)
+    assert before
+    os.kill(before, signal.SIGKILL)
+    waited_for(lambda: pid(one) not in (None, before))
+    one.close()
+    assert "its process has ended with code -9" in log[0]
 
 
 WORKER = """

@@ -15,15 +15,22 @@ import select
 import shutil
 import signal
 import sqlite3
+import subprocess
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.preflight import file_systems
+from datatrove_ckpt.preflight.migration import theirs
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
@@ -172,6 +179,29 @@ def test_a_last_chunk_that_is_damaged_or_too_old_costs_nothing(
     assert server.asked.total() == 3
 
 
+def test_a_finished_file_that_is_cut_off_is_made_again(job: Path, call: Call, server: FakeServer) -> None:
+    path = job / "output" / "00000_chunk_0.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    found = migrate(call, DROPPED)
+    assert chunks(found)[0]["problems"] == ["00000_chunk_0.jsonl, line 4 is torn"]
+    assert redone(found) == {"id 3": "its line is torn"}
+    finish(call)
+    assert len(server.asked) == 4, "both of document 3, both of document 10"
+
+
+def test_rows_that_are_there_twice_or_of_another_chunk_are_not_kept(job: Path, call: Call, server: FakeServer) -> None:
+    """As datatrove leaves them if records_per_chunk was changed, or two processes had one rank."""
+    path = job / "output" / "00000_chunk_0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    other = (job / "output" / "00000_chunk_1.jsonl").read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[0], other[0]]))
+    found = migrate(call, DROPPED)
+    assert chunks(found)[0]["problems"] == ["2 rows of its output are of no document of this chunk, or there twice"]
+    assert chunks(found)[0]["written"] == 4
+    finish(call)
+    assert server.asked.total() == 2
+
+
 @pytest.mark.slow
 def test_repeated_ids_are_told_apart_by_their_texts_and_otherwise_processed_again(
     job: Path, call: Call, server: FakeServer
@@ -274,6 +304,27 @@ def test_compressed_output_stays_or_is_read_back(
     assert len(rows) == NUMBER - 1
 
 
+@pytest.mark.slow
+def test_parquet_files_stay_where_they_are_whole(
+    folder: Path, call: Call, datatrove: Datatrove, server: FakeServer
+) -> None:
+    template = TEMPLATE.replace(".jsonl", ".parquet")
+    make(folder, datatrove, template=template)
+    write_yaml(folder, server.url, TEMPLATE=template)
+    edit(folder / "job.yaml", "JsonlWriter", "ParquetWriter")
+    edit(folder / "job.yaml", ", compression: null", "")
+    damaged = folder / "output" / "000_00000_chunk_0.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    found = migrate(call, DROPPED)
+    assert [chunk["finished"] for chunk in chunks(found)] == [False, True, False]
+    assert "cannot be read to its end" in chunks(found)[0]["problems"][0]
+    assert call("run", "job.yaml")[0] == 0
+    assert call("verify", "job.yaml", "--full")[0] == 0
+    assert server.asked.total() == 4 + 1 + 2, "the chunk that is damaged, with its second request, and document 10"
+    tables = [pq.read_table(path).to_pylist() for path in (folder / "output").glob("*.parquet")]
+    assert Counter(row["id"] for table in tables for row in table) == expected(NUMBER)
+
+
 # crashes -------------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +412,59 @@ def test_a_run_of_this_host_that_waits_for_an_answer_is_refused(
         assert call(*COMMAND)[0] == 0
 
 
+@contextmanager
+def opened(path: Path, how: str) -> Iterator[int]:
+    """A process has the file open."""
+    command = ["sh", "-c", f'exec 3{how}"$0"; echo; read line', str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process.pid
+        process.communicate()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["output/00000_chunk_2.jsonl", CHUNK_FILE, "logs/logs/task_00000.log"])
+def test_who_writes_to_a_file_of_the_run_is_named_and_who_reads_is_not(job: Path, call: Call, name: str | Path) -> None:
+    (job / name).parent.mkdir(parents=True, exist_ok=True)
+    (job / name).touch()
+    with opened(job / name, "<"):
+        assert call(*COMMAND, "--dry-run")[0] == 0
+    with opened(job / name, ">>") as pid:
+        code, _, error = call(*COMMAND)
+        assert code == 1
+        assert f"Process {pid} (sh) has {job / name} open: datatrove's run is still on" in error
+    assert not (job / "ours" / "00000").exists()
+
+
+def test_all_ranks_are_looked_at_again_before_the_first_is_changed(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job / LAST_CHUNK).with_name("00001.txt").write_text("")
+    times = iter(range(9))
+    stamp = theirs.TheirRank.stamp
+    monkeypatch.setattr(theirs.TheirRank, "stamp", lambda self: next(times) if self.rank else stamp(self))
+    code, _, error = call(*COMMAND, "--executor.tasks=2")
+    assert (code, "datatrove's run is still on. Stop it first" in error) == (1, True)
+    assert not (job / "ours" / "00000").exists()
+
+
+def test_young_files_on_a_shared_file_system_are_a_warning(
+    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "warning" not in call(*COMMAND, "--dry-run")[1]
+    mounts = job / "mounts"
+    mounts.write_text("server:/export / nfs4 rw,vers=4.2 0 0\n")
+    monkeypatch.setattr(file_systems, "MOUNTS", mounts)
+    os.utime(job / "output" / "00000_chunk_1.jsonl")
+    code, out, _ = call(*COMMAND, "--dry-run")
+    assert code == 0
+    assert "warning: the newest file, " in out
+    assert "make sure that datatrove's run is stopped on all nodes" in out
+    for path in (*job.rglob("*.jsonl"), *job.rglob("*.sqlite3*"), *job.rglob("*.txt")):
+        os.utime(path, (1.7e9, 1.7e9))
+    assert "warning" not in call(*COMMAND, "--dry-run")[1]
+
+
 # another run than CONFIG says ----------------------------------------------------------------------------------------
 
 
@@ -427,3 +531,31 @@ def test_it_says_what_the_kept_documents_were_made_with(job: Path, call: Call) -
     assert made_with["other"]["model_name_or_path"] == {"datatrove": "old", "config": "fake"}
     assert json.loads((job / "ours" / "00000" / "migrated.json").read_text())["made_with"] == made_with
     assert secret["api_key"] not in out
+
+
+@pytest.mark.slow
+def test_executor_json_of_our_own_run_is_not_taken_for_datatroves(job: Path, call: Call) -> None:
+    migrate(call, DROPPED)
+    finish(call)
+    assert (job / "logs" / "executor.json").exists()
+    changes = ("--executor.tasks=2", "--pipeline.1.checkpoints_local_dir=other", "--dry-run", "--json", DROPPED)
+    executor = json.loads((job / "logs" / "executor.json").read_text())
+    assert executor["world_size"] == 1
+    (job / "output").rename(job / "done")
+    (job / "output").mkdir()
+    aside = job / "ours" / "datatrove" / "output"
+    for path in (job / "done" / "00000_chunk_0.jsonl", job / "done" / "00000_chunk_1.jsonl", *aside.iterdir()):
+        path.rename(job / "output" / path.name)
+    code, out, error = call(*COMMAND, *changes)
+    assert code == 0, error
+    assert "executor.json in the logging_dir is of a run of this program" in json.loads(out)["made_with"]["why"]
+
+
+def test_ranks_without_a_trace_are_named_with_their_output(job: Path, call: Call) -> None:
+    (job / "output" / "00001_chunk_0.jsonl").write_text("{}\n")
+    code, out, _ = call(*COMMAND, "--dry-run", "--executor.tasks=4", DROPPED)
+    assert code == 0
+    assert "no trace of ranks 1, 2, 3 (tasks=4): the next run begins with their first document" in out
+    assert "but rank 1 has 1 output file, and run will refuse to write beside them: 00001_chunk_0.jsonl" in out
+    code, out, _ = call(*COMMAND, "--dry-run", "--executor.tasks=4", "--json")
+    assert json.loads(out)["missing_ranks"][0] == {"rank": 1, "output": ["00001_chunk_0.jsonl"]}

@@ -14,6 +14,8 @@ import fsspec
 import orjson
 import pytest
 from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitLog
@@ -22,11 +24,13 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputMismatch, StorageFailed
+from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
     CrashingDisk,
     FakeServer,
     PowerLossDisk,
+    assert_same_output_after_crash,
     disk_in_place,
     outputs,
 )
@@ -123,6 +127,27 @@ def test_documents_are_counted_in_compressed_and_columnar_files(
     assert "output files hold 1 documents instead of the 5 that were committed" in said("verify", tmp_path, "--full")[1]
 
 
+def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path: Path, server: FakeServer, said: Said) -> None:
+    def _write(self: Any, *arguments: Any) -> None:
+        for _ in range(3):
+            JsonlWriter._write(self, *arguments)
+
+    own = type("JsonlWriter", (JsonlWriter,), {"_write": _write, "__module__": "jobs"})
+    output = own(str(tmp_path / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
+    runner(tmp_path, server, output_writer=output).run([Document(f"a {i}", f"id {i}") for i in range(3)])
+    code, text = said("verify", tmp_path, "--full")
+    assert code == 0
+    assert text.endswith("(checked: sizes and contents; rows of jobs.JsonlWriter cannot be counted)\n")
+
+
+def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
+    output = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression=None)
+    runner(tmp_path, server, output_writer=output).run(documents(1))
+    assert said("verify", tmp_path)[0] == 0
+
+
 # damage --------------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +160,11 @@ def truncate(job: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def grow(job: Path) -> None:
+    path = chunk_file(job, 1)
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
 def alter(job: Path) -> None:
     path = chunk_file(job, 1)
     path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER", 1))
@@ -143,8 +173,21 @@ def alter(job: Path) -> None:
 MENDABLE = {
     "missing": (remove, "rank 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
     "truncated": (truncate, "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
+    "grown": (grow, "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
     "altered": (alter, "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is "),
 }
+
+
+def share_a_file(job: Path) -> None:
+    mine = chunk_file(job, 1).name
+
+    def change(commit: dict[str, Any]) -> dict[str, Any]:
+        if commit["chunk_index"] == 2:
+            commit["files"][0]["path"] = mine
+        return commit
+
+    edit_commits(job, change, rank=1)
+    chunk_file(job, 2, rank=1).unlink()
 
 
 def lose_a_commit(job: Path) -> None:
@@ -152,6 +195,10 @@ def lose_a_commit(job: Path) -> None:
     (job / "checkpoints" / "last_chunk" / "00000.txt").unlink()
     (job / "checkpoints" / "00000" / "shard.json").unlink()
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
+
+
+def shift(job: Path, by: int) -> None:
+    edit_commits(job, lambda c: c | {"first_ordinal": c["first_ordinal"] + by * (c["chunk_index"] > 1)})
 
 
 def damage_the_log(job: Path) -> None:
@@ -164,10 +211,22 @@ def lose_a_dead_letter(job: Path) -> None:
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
 
+def newer_format(job: Path) -> None:
+    edit_commits(job, lambda commit: commit | {"from": "the future"})
+
+
 OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "foreign": (
         lambda job: (job / "output" / "notes.txt").write_text("mine"),
         ["notes.txt is named by no commit."],
+    ),
+    "foreign chunk": (
+        lambda job: shutil.copy(chunk_file(job, 0), chunk_file(job, 9)),
+        ["00000_chunk_00009.jsonl is named by no commit."],
+    ),
+    "duplicate": (
+        share_a_file,
+        ["rank 0, chunk 1: 00000_chunk_00001.jsonl is named by rank 0, chunk 1 and by rank 1, chunk 2."],
     ),
     "lost": (
         lose_a_commit,
@@ -176,9 +235,20 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
             "00000_chunk_00001.jsonl is named by no commit.",
         ],
     ),
+    "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
+    "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"]),
+    "another version": (newer_format, ["line 1: the line is whole, but no commit of this version of the program"]),
     "corrupt settings": (
         lambda job: (job / "checkpoints" / "00001" / "run.json").write_text("{"),
         ["rank 1: ", "run.json does not hold a run"],
+    ),
+    "settings of another version": (
+        lambda job: edit_settings(job, 1, format=99),
+        ["rank 1: ", "run.json was written by a newer datatrove-ckpt (format 99)"],
+    ),
+    "no settings": (
+        lambda job: (job / "checkpoints" / "00001" / "run.json").unlink(),
+        ["rank 1: ", "holds commits.jsonl, dead_letters.jsonl but no run.json"],
     ),
     "identity": (
         lambda job: edit_settings(
@@ -190,9 +260,17 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda job: shutil.rmtree(job / "checkpoints" / "00000"),
         ["rank 0: ", "/00000 is missing: its checkpoint was removed", "00000_chunk_00002.jsonl is named by no commit"],
     ),
+    "one too many": (
+        lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
+        ["rank 1: is one too many: the run has 1 task."],
+    ),
     "dead_letters": (
         lose_a_dead_letter,
         ["rank 0, chunk 2: ", "dead_letters.jsonl holds 0 dead letters of this chunk instead of 1."],
+    ),
+    "more dead letters": (
+        lambda job: (job / "checkpoints" / "00000" / "dead_letters.jsonl").open("a").write("{}\n"),
+        ["rank 0: ", "dead_letters.jsonl has 3 bytes after the last dead letter"],
     ),
     "output": (
         lambda job: (job / "output").rename(job / "moved"),
@@ -262,6 +340,27 @@ def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: F
     assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
     assert "1 of 2 tasks has not started (task 1)." in text.splitlines()
     assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again(
+    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    def run(rank: int, number: int) -> None:
+        runner(tmp_path, server, skip_bad_requests=True).run(documents(number), rank=rank, world_size=2)
+
+    def check(*arguments: Any, **options: Any) -> None:
+        run(1, 4)
+        check_output(*arguments, **options)
+
+    run(0, 4)
+    if not is_new:
+        run(1, 2)
+
+    monkeypatch.setattr("datatrove_ckpt.maintenance.verify.check_output", check)
+    code, text = said("verify", tmp_path)
+    assert code == (3 if is_new else 0), text
 
 
 def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
@@ -368,7 +467,6 @@ def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, command:
 # repair --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("kind", MENDABLE)
 def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is_made_again(
     job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], kind: str
@@ -501,6 +599,21 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
     assert {"truncate dead_letters.jsonl", "rename dead_letters.jsonl"} & {*points}
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("power_loss", [False, True], ids=["killed", "power loss"])
+def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_same_bytes(
+    damaged: Path, server: FakeServer, said: Said, power_loss: bool
+) -> None:
+    def life(folder: Path) -> None:
+        assert said("repair", folder)[0] == 0
+        runner(folder, server, skip_bad_requests=True).run(documents(7))
+
+    torn = not power_loss
+    print(assert_same_output_after_crash(life, damaged, recoveries=False, torn=torn, power_loss=power_loss))
+    assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
+
+
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Said) -> None:
     remove(job)
     before = outputs(job)
@@ -582,6 +695,45 @@ def test_what_cannot_be_redone_is_left_alone(
     assert code == 1
     assert says in text
     assert outputs(job) == before
+
+
+def test_settings_that_were_changed_meanwhile_are_said(job: Path, said: Said) -> None:
+    edit_settings(job, 0, accepted_changes=[{"field": "model"}])
+    remove(job)
+    _, text = said("repair", job, "--dry-run")
+    assert "rank 0: its settings were changed (accept_changes); the new ones will be used" in text
+
+
+# with datatrove ------------------------------------------------------------------------------------------------------
+
+
+def execute(folder: Path, server: FakeServer) -> None:
+    pipeline = [JsonlReader(str(folder / "input")), runner(folder, server, skip_bad_requests=True)]
+    LocalPipelineExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs")).run()
+
+
+@pytest.mark.slow
+def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
+    (tmp_path / "input").mkdir()
+    for file in range(2):
+        rows = [json.dumps({"text": f"{file} {row}", "id": f"{file} {row}"}) + "\n" for row in range(3)]
+        (tmp_path / "input" / f"{file}.jsonl").write_text("".join(rows))
+    execute(tmp_path, server)
+    undamaged = outputs(tmp_path / "output")
+    chunk_file(tmp_path, 1).unlink()
+    assert "Now remove LOGGING_DIR/completions/00000, where they exist" in said("repair", tmp_path)[1]
+    execute(tmp_path, server)
+    assert said("verify", tmp_path)[0] == 3, "datatrove has skipped the rank, and that is seen"
+    code, text = said("repair", tmp_path, "--logging-dir", str(tmp_path / "logs"))
+    assert code == 0
+    marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the executor runs it again"
+    assert text.splitlines() == [marker, "Done. Run the pipeline again to process these chunks."]
+    assert sorted(outputs(tmp_path / "logs" / "completions")) == ["00001"]
+    execute(tmp_path, server)
+    assert outputs(tmp_path / "output") == undamaged
+    assert said("verify", tmp_path, "--full")[0] == 0
 
 
 def test_output_on_a_remote_file_system_is_verified_and_repaired(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shlex
 import shutil
@@ -15,9 +16,10 @@ import orjson
 import pytest
 from datatrove.data import Document
 from datatrove.io import DataFolder
-from datatrove.pipeline.writers import JsonlWriter
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
 from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output
@@ -135,6 +137,27 @@ def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything
     assert len(outputs(tmp_path / "output")) == 3
 
 
+@pytest.mark.slow
+def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
+    job: Path, call: Call, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeServer(status=lambda payload, times: 400 if "xxx" in str(payload) else None) as picky:
+        (job / "job.yaml").write_text(JOB.replace("URL", picky.url) + "          skip_bad_requests: true\n")
+        assert call("run", "job.yaml")[0] == 0
+    (job / "job.yaml").write_text(JOB.replace("URL", server.url) + "          skip_bad_requests: true\n")
+    code, said = call("run", "job.yaml", "--retry-dead-letters")
+    assert (code, said.split(" are in ")[0]) == (0, "10 of 10 documents")
+    (job / "output" / "00001_retry1_00000.jsonl").unlink()
+    code, said = call("run", "job.yaml")
+    assert code == 1
+    assert "00001_retry1_00000.jsonl is missing" in said
+    assert "with --retry-dead-letters" in said
+    follow_advice(said, call)
+    code, said = call("run", "job.yaml", "--retry-dead-letters")
+    assert (code, said.split(" are in ")[0]) == (0, "10 of 10 documents")
+    assert call("verify", "checkpoints", "--full")[0] == 0
+
+
 # during a run --------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +258,50 @@ def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path: Path
     assert set(others) < set(outputs(tmp_path / "output"))
 
 
+@pytest.mark.slow
+def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
+    """Ranks that run at the same time: fields of documents can run into the numbers of a name."""
+    assert call("run", "job.yaml")[0] == 0
+    logs = [job / "checkpoints" / f"{rank:05d}" / "commits.jsonl" for rank in range(2)]
+    commits = [[orjson.loads(line.body) for line in read_lines(log)] for log in logs]
+    commits[1][0]["files"] = commits[0][0]["files"]
+    logs[1].write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits[1]))
+    (job / "output" / "00001_00000.jsonl").unlink()
+    code, said = call("run", "job.yaml")
+    assert code == 1
+    assert "00000_00000.jsonl was written by rank 0, chunk 0 and by rank 1, chunk 0. One overwrote" in said
+
+
+async def by_label(document: Document, generate: Any) -> Any:
+    document.metadata["label"] = os.environ["LABEL"]  # as an answer that differs from run to run
+    return await ask(document, generate)
+
+
+@pytest.mark.slow
+def test_files_of_a_chunk_that_was_made_again_under_other_names_are_refused(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is an older copy: the later chunks are made again, with other answers."""
+    monkeypatch.setenv("LABEL", "a")
+    output = JsonlWriter(str(tmp_path / "output"), "${label}/${rank}_${chunk_index}.jsonl", compression=None)
+    for number in (2, 7):
+        runner(tmp_path, server, by_label, output_writer=output).run(documents(number))
+        if number == 2:
+            shutil.copytree(tmp_path / "checkpoints", tmp_path / "older")
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "older").rename(tmp_path / "checkpoints")
+    monkeypatch.setenv("LABEL", "b")
+    for _ in range(2):
+        with pytest.raises(OutputMismatch, match=r"names: a/00000_00001.jsonl; a/00000_00002.jsonl; a/00000_00003"):
+            runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
+    shutil.move(tmp_path / "output" / "a" / "00000_00000.jsonl", tmp_path / "kept")
+    shutil.rmtree(tmp_path / "output" / "a")
+    (tmp_path / "output" / "a").mkdir()
+    shutil.move(tmp_path / "kept", tmp_path / "output" / "a" / "00000_00000.jsonl")
+    runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+
+
 # folders that must differ --------------------------------------------------------------------------------------------
 
 
@@ -327,6 +394,16 @@ def test_remote_files_are_listed_once_by_prefix_or_looked_up_one_by_one(
     assert "00003_00001.jsonl is missing; 00003_00002.jsonl is truncated: it has 7 bytes" in str(failed.value)
 
 
+@pytest.mark.slow
+def test_remote_files_of_another_run_are_refused(tmp_path: Path, server: FakeServer, remote: type[ByPrefix]) -> None:
+    output = ParquetWriter("byprefix://out", "${rank}_${chunk_index}.parquet")
+    remote().pipe_file("/out/000_00003_00000.parquet", b"of another run")
+    with pytest.raises(OutputMismatch, match=r"000_00003_00000\.parquet"):
+        runner(tmp_path, server, output_writer=output).run(documents(2), 3, 4)
+    runner(tmp_path, server, output_writer=output).run(documents(2), 2, 4)
+    assert remote.listed[-1] == ("/out", "000_00002_")
+
+
 # another output folder -----------------------------------------------------------------------------------------------
 
 
@@ -358,6 +435,22 @@ def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, ca
     assert f"was written to {job}/output, as {job}/checkpoints/00000/run.json says" in said
     assert "Set output_folder back to it." in said
     assert "repair" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["00000_00009.jsonl", "00007_00000.jsonl"])
+def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(
+    job: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["run", "job.yaml"]) == 0
+    (job / "output" / name).write_bytes(b"{}\n")
+    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
+        assert main(command) == 1
+        said = "".join(capfd.readouterr())
+        assert name in said
+        assert "Its documents may be in the output twice. Move it out of the output folder, or delete it" in said
+    (job / "output" / name).rename(job / name)
+    assert main(["run", "job.yaml"]) == 0
 
 
 # the closing line ----------------------------------------------------------------------------------------------------
@@ -406,6 +499,18 @@ def test_an_input_without_documents_is_said(job: Path, call: Call, capfd: pytest
     assert "Rank 0: there are no documents in its input." in log
     assert main(["status", "job.yaml"]) == 0
     assert "  documents  none in the input\n" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, call: Call) -> None:
+    assert call("run", "job.yaml")[0] == 0
+    retry = job / "checkpoints" / "retry-00001"
+    shutil.copytree(job / "checkpoints" / "00000", retry / "00000")
+    commits = [orjson.loads(line.body) | {"files": []} for line in read_lines(retry / "00000" / "commits.jsonl")]
+    (retry / "00000" / "commits.jsonl").write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits))
+    code, said = call("run", "job.yaml")
+    assert code == 1
+    assert "contradict each other: 10 documents read, 15 written, 0 dropped, -5 dead letters" in said
 
 
 def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_asked(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.layout import SHARES
+from datatrove_ckpt.checkpoint.layout import RESHARD_PLAN, SHARES
+from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
@@ -38,6 +39,22 @@ def fork(job: Job, new: Job) -> int:
 
 
 @pytest.mark.slow
+def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.stop_in_the_middle(2, some(job, 3))
+    new = elsewhere(job)
+    assert fork(job, new) == 0
+    assert fork(job, new) == 0
+    assert "is this fork already, and has not started" in capsys.readouterr().out
+    other = Job(job.folder.with_name("other"), job.server, job.answers)
+    assert main(["fork", str(job.checkpoints), str(other.checkpoints)]) == 0
+    assert main(["fork", str(other.checkpoints), str(new.checkpoints)]) == 2, "it is another run's"
+    new.finish(2)
+    assert fork(job, new) == 2
+
+
+@pytest.mark.slow
 def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +70,30 @@ def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(
 
 
 @pytest.mark.slow
+def test_a_fork_lacks_nothing_of_tasks_that_never_started(job: Job) -> None:
+    job.stop_in_the_middle(4, some(job, 4), ranks=[0, 1])
+    job.reshard(4, 2)
+    new = elsewhere(job)
+    assert fork(job, new) == 0
+    new.finish(2)
+
+
+@pytest.mark.slow
+def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job) -> None:
+    job.stop_in_the_middle(2, some(job, 8))
+    job.reshard(2, 3)
+    new = elsewhere(job)
+    assert fork(job, new) == 0
+    from datatrove_ckpt.maintenance.fork import upload
+
+    upload(new.checkpoints, str(new.folder / "mirror"))
+    shutil.rmtree(new.checkpoints)
+    new.changes = {"checkpoints_remote_dir": str(new.folder / "mirror"), "mirror_seconds": 1000}
+    new.executor(3).run()
+    new.check_finished()
+
+
+@pytest.mark.slow
 def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job) -> None:
     job.stop_in_the_middle(2, some(job, 8))
     job.reshard(2, 3)
@@ -62,6 +103,18 @@ def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job) 
     assert main(["fork", str(job.folder / "mirror"), str(new.checkpoints)]) == 0
     assert (new.checkpoints / SHARES).read_bytes() == (job.checkpoints / SHARES).read_bytes()
     new.finish(3)
+
+
+@pytest.mark.slow
+def test_status_says_how_a_half_done_reshard_goes_on(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.stop_in_the_middle(4, some(job, 10))
+    plan = job.checkpoints / RESHARD_PLAN
+    plan.parent.mkdir()
+    plan.write_bytes(ReshardPlan(4, 2, 1).to_json())
+    assert main(["status", str(job.checkpoints)]) == 0
+    printed = capsys.readouterr().out
+    assert f"was interrupted while it changed {job.checkpoints} from 4 to 2 tasks. Run it again (--tasks 2)" in printed
+    assert "Run the command that started it again" not in printed
 
 
 @pytest.mark.slow

@@ -15,7 +15,10 @@ from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.relocate import carry_out, plan_relocation
 from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
@@ -24,7 +27,7 @@ from tests.kept import edit
 from tests.make_release import TEXTS, run
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
-from .test_releases import NAMES, NEWEST, restored
+from .test_releases import NAMES, NEWEST, kept, restored
 
 RANKS = ("00000", "00001", "retry-00001/00000")
 
@@ -71,6 +74,23 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
     assert (report.output, report.problems, report.unfinished) == (f"{new}/output", [], [])
     assert relocate(new) == 0
     assert "names this folder already. There is nothing to do." in capsys.readouterr().out
+
+
+def starts(folder: Path) -> int:
+    checkpoints = folder / "checkpoints"
+    return read_run_state(Place(str(checkpoints), checkpoints, "")).together.attempts
+
+
+def test_what_was_relocated_can_be_relocated_back(tmp_path: Path) -> None:
+    new = copied(tmp_path)
+    before = starts(new)
+    assert relocate(new) == 0
+    assert starts(new) == before, "a move is no attempt"
+    shutil.rmtree(tmp_path / "old")
+    shutil.copytree(new, tmp_path / "old")
+    assert relocate(tmp_path / "old") == 0
+    report = verify(tmp_path / "old" / "checkpoints", full=True)
+    assert (report.output, report.problems) == (f"{tmp_path}/old/output", [])
 
 
 def alter(path: Path) -> None:
@@ -120,6 +140,17 @@ def test_ranks_that_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert relocate(new) == 0
     assert not (new / "checkpoints" / "00000" / LOCK).exists()
     assert (new / "checkpoints" / "00001" / LOCK).exists()
+
+
+def test_a_run_that_started_meanwhile_is_noticed(tmp_path: Path) -> None:
+    new = copied(tmp_path)
+    plan = plan_relocation(verify(new / "checkpoints", str(new / "output"), full=True))
+    path = new / "checkpoints" / "00001" / "run.json"
+    path.write_bytes(path.read_bytes().replace(b'"fence": 1', b'"fence": 2'))
+    before = kept(new)
+    with pytest.raises(CheckpointMismatch, match="was changed by a run while its output was read"):
+        carry_out(plan)
+    assert kept(new) == before
 
 
 @pytest.mark.matrix
@@ -216,6 +247,24 @@ def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, capsys: pytest.Cap
     assert "checkpoints/last_chunk/00001.txt names its last chunk" in said
     assert "so nothing was changed. Copy these files and folders again, and relocate again." in said
     for name in ("checkpoints", "output"):
+        shutil.copytree(tmp_path / "old" / name, new / name, dirs_exist_ok=True)
+    assert relocate(new) == 0
+    assert named(new) == {f"{new}/output"}
+
+
+def test_tasks_without_a_trace_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = copied(tmp_path)
+    shutil.rmtree(new / "checkpoints" / "00001")
+    (new / "checkpoints" / "last_chunk" / "00001.txt").unlink()
+    for path in (new / "output").glob("00001*"):
+        path.unlink()
+    (new / "output" / "00000_chunk_00009.jsonl").write_text("")
+    assert relocate(new) == 0
+    said = capsys.readouterr().out
+    assert "tasks 1, 2: nothing here shows that they ever started. If they did, copy their folders, too" in said
+    assert "00000_chunk_00009.jsonl is named by no commit." in said
+    # The folder that was forgotten can still be added.
+    for name in ("checkpoints/00001", "output"):
         shutil.copytree(tmp_path / "old" / name, new / name, dirs_exist_ok=True)
     assert relocate(new) == 0
     assert named(new) == {f"{new}/output"}

@@ -391,6 +391,15 @@ def test_a_new_mirror_gets_what_runs_no_more_too(job: Job, lost: str) -> None:
     assert lost == "in the middle" or "00000/commits.jsonl" in state(job)
 
 
+@pytest.mark.slow
+def test_a_chunk_of_before_that_is_lost_is_made_again(job: Job) -> None:
+    job.stop_in_the_middle(2, {"text 0-5", "text 3-11"})
+    job.reshard(2, 3)
+    lose_a_chunk(job, "00001_chunk_00000.jsonl")
+    job.executor(3).run()
+    job.check_finished()
+
+
 def lose_a_chunk(job: Job, name: str) -> None:
     """As people do: a file is lost, and ``repair`` has it made again."""
     (job.folder / "output" / name).unlink()
@@ -413,13 +422,33 @@ def test_a_chunk_that_is_lost_of_a_task_that_there_is_no_more_is_dealt_out(job: 
     job.check_finished()
 
 
+def test_a_document_that_a_retry_has_delivered_never_moves_to_another_task(job: Job) -> None:
+    job.changes = {"on_document_error": "dead_letter"}
+    job.write_input((4, 6))
+    job.bad.add("text 1-1")
+    job.executor(2).run()
+    job.bad.clear()
+    job.changes["retry_dead_letters"] = True
+    job.executor(2).run()
+    del job.changes["retry_dead_letters"]
+    job.check_finished()
+    lose_a_chunk(job, "00001_chunk_00000.jsonl")
+    with pytest.raises(CheckpointMismatch, match=r"retry-00001 has delivered dead letters.*First run to the end"):
+        job.reshard(2, 1)
+    job.executor(2).run()
+    job.check_finished()
+
+
 @pytest.mark.slow
-def test_a_task_whose_folder_is_elsewhere_is_not_dealt_out_again(job: Job) -> None:
+@pytest.mark.parametrize("trace", ["output", "last_chunk"])
+def test_a_task_whose_folder_is_elsewhere_is_not_dealt_out_again(job: Job, trace: str) -> None:
     job.stop_in_the_middle(4, some(job, 3))
     assert list((job.folder / "output").glob("00003_*"))
     shutil.move(job.checkpoints / "00003", job.folder / "elsewhere")
+    if trace == "output":
+        (job.checkpoints / "last_chunk/00003.txt").unlink()
     before = state(job)
-    with pytest.raises(CkptError, match="task 3"):
+    with pytest.raises(CkptError, match="00003" if trace == "output" else "task 3"):
         job.reshard(4, 2)
     assert state(job) == before
     shutil.move(job.folder / "elsewhere", job.checkpoints / "00003")
@@ -449,6 +478,16 @@ def test_a_file_of_a_chunk_that_was_published_and_not_committed_goes_with_its_ra
         assert (job.folder / "output" / name).exists()
     job.reshard(2, 1)
     assert not (job.folder / "output" / name).exists()
+    job.finish(1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_had_read_its_input_to_the_end_may_go(job: Job) -> None:
+    job.write_input((6, 5))
+    job.stop_in_the_middle(2, {"text 0-5", "text 1-3"})
+    # As a kill leaves it between the last document and its commit. It tells how many documents a finished rank has.
+    (job.checkpoints / "00001" / "shard.json").write_text('{"version": 1, "documents": 5}')
+    job.reshard(2, 1)
     job.finish(1)
 
 
@@ -485,6 +524,24 @@ def test_dead_letters_go_along_and_can_be_retried(job: Job) -> None:
     job.check_finished()
 
 
+@pytest.mark.slow
+def test_dead_letters_are_retried_though_a_task_of_before_never_started(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.changes = {"on_document_error": "dead_letter"}
+    job.bad.update({"text 0-1", "text 3-1"})
+    job.stop_in_the_middle(4, {"text 0-7"}, ranks=[0])
+    job.reshard(4, 1)
+    job.executor(1).run()
+    job.bad.clear()
+    job.changes["retry_dead_letters"] = True
+    capsys.readouterr()
+    job.executor(1).run()
+    job.check_finished()
+    assert "there are no dead letters" not in (said := capsys.readouterr().err)
+    assert "stats of the steps" not in said
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("ranks", "after"), [([1, 2], 1), ([2], 2)], ids=str)
 def test_a_rank_that_is_to_start_is_not_missing(job: Job, ranks: list[int], after: int) -> None:
@@ -495,6 +552,16 @@ def test_a_rank_that_is_to_start_is_not_missing(job: Job, ranks: list[int], afte
     assert [str(problem) for problem in report.problems] == []
     assert any(" not started (task" in str(one) for one in report.unfinished)
     job.finish(after)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_missing_after_a_change_of_the_number_of_tasks_too(job: Job) -> None:
+    job.stop_in_the_middle(2, some(job, 11))
+    job.reshard(2, 3)
+    job.finish(3)
+    shutil.rmtree(job.checkpoints / "00002")
+    report = verify.verify(job.checkpoints, None, False, str(job.checkpoints))
+    assert any("is missing: its checkpoint was removed" in str(problem) for problem in report.problems)
 
 
 # crashes -------------------------------------------------------------------------------------------------------------

@@ -182,7 +182,12 @@ def test_a_killed_guardian_leaves_no_server() -> None:
     asyncio.run(play())
 
 
-def test_a_server_passes_from_one_event_loop_to_the_next() -> None:
+@pytest.mark.matrix
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_a_server_passes_from_one_event_loop_to_the_next(has_pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError("an old kernel")
+
     async def start_and_watch() -> None:
         await running.start()
         for _ in range(2):  # both wait for the same process
@@ -197,6 +202,8 @@ def test_a_server_passes_from_one_event_loop_to_the_next() -> None:
             with pytest.raises(ServerDied, match="exit code 137"):
                 await watch
 
+    if not has_pidfds:
+        monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
     running = InferenceServer(custom(SERVER, {"family": True}), 0)
     asyncio.run(start_and_watch())
     assert running.is_running
@@ -273,6 +280,13 @@ def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))
     assert "'no_such_module' is missing. Run: pip install no_such_module" in text
     assert Path("runs").read_text() == "x"
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
+    argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
+    for _ in range(5):
+        assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 128 + signal.SIGTERM  # not SIGKILL
 
 
 @linux_only
@@ -370,6 +384,20 @@ def test_a_gateway_without_v1_models_is_good_enough() -> None:
                 pass
 
     asyncio.run(play())
+
+
+@linux_only
+def test_the_process_table_survives_names_with_parentheses() -> None:
+    script = (
+        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        child.stdout.readline()
+        found = [process for process in guardian.process_table() if process.pid == child.pid]
+        assert [(process.parent, process.zombie) for process in found] == [(os.getpid(), False)]
+        assert child.pid in [process.pid for process in guardian.descendants(os.getpid())]
+        child.communicate()
 
 
 def test_the_guardian_imports_nothing_of_ours() -> None:

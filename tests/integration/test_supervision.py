@@ -22,7 +22,7 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import ServerDied, ServerStartFailed
+from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -69,6 +69,10 @@ async def complete(payload):
         asked.write(f"{os.getpid()} {question}\\n")
     if question == "die" or (question == "die once" and first_time("died")):
         os._exit(41)
+    while question == "die at the fuse":
+        if (here / "fuse").exists():
+            os._exit(41)
+        await asyncio.sleep(0.01)
     if question == "sick once" and first_time("was sick"):
         sick = 500
     if question == "stop listening once" and first_time("stopped listening"):
@@ -158,6 +162,11 @@ def open_gate() -> None:
     Path("gate").touch()
 
 
+def burn_fuse() -> None:
+    """From now on "die at the fuse" kills."""
+    Path("fuse").touch()
+
+
 def break_engine() -> None:
     Path("engine.py").write_text("import sys; sys.exit('out of luck')")
 
@@ -228,6 +237,30 @@ def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list
 
     play(script, hang_timeout=0.8)
     assert [line for line in log if "hangs: it has 3 requests, and answered none" in line]
+
+
+def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
+    async def script(run: Run) -> None:
+        server = run.servers.supervisors[0]
+
+        async def pass_time(seconds: float) -> None:
+            clock.now += seconds
+            await server._check_progress(None, 0)
+
+        slow = run.ask("wait")
+        await until(lambda: bool(asked()))
+        for number in range(6):
+            await pass_time(30)
+            await run.ask(f"quick {number}")
+            await pass_time(29)
+        assert server.target.up
+        await pass_time(31)  # without a further answer
+        assert not server.target.up
+        open_gate()
+        await slow
+        assert run.servers.restarts == 1
+
+    play(script, hang_timeout=60)
 
 
 @pytest.fixture
@@ -337,6 +370,40 @@ def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_hea
     play(script)
 
 
+@pytest.mark.slow
+def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_PROBE_TIMEOUT", 0.2)
+
+    async def script(run: Run) -> None:
+        os.kill(engines()[0], signal.SIGSTOP)
+        task = run.ask("hello")  # the kernel accepts its connection
+        run.client._config.request_timeout = None  # for the next server, which may need longer
+        assert (await task).text == f"{engines()[1]} says hello"
+        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 1, 0)
+
+    play(script, request_timeout=1.0)
+
+
+@pytest.mark.slow
+def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
+    async def script(run: Run) -> None:
+        poison = run.ask("die at the fuse")
+        await until(lambda: bool(asked()))
+        others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they run before it, in groups
+        await until(lambda: sum(asked().values()) == 41)
+        burn_fuse()
+        await until(lambda: len(engines()) == 3)
+        open_gate()
+        with pytest.raises(RequestPoisoned):
+            await poison
+        assert sorted(await run.texts(others)) == sorted(f"wait {n}" for n in range(40))
+        assert await run.texts([run.ask("still here")]) == ["still here"]
+        # A fourth death comes only if others were in flight at the third. It is one more than the restarts allowed.
+        assert 3 <= asked()["die at the fuse"] == run.servers.restarts <= 4
+
+    play(script, server_max_restarts=3)
+
+
 def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:
     async def script(run: Run) -> None:
         break_engine()
@@ -396,6 +463,20 @@ def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
             await run.servers.watch()
 
     play(script, replicas=2, server_max_restarts=0)
+
+
+def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+    first = "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
+    (tmp_path / "engine.py").write_text(first + ENGINE)
+
+    async def start() -> None:
+        with pytest.raises(ServerStartFailed, match="second"):
+            async with running(config(replicas=2)):
+                pass
+
+    asyncio.run(start())
+    if Path("engines").exists():
+        assert not any(is_alive(pid) for pid in engines())
 
 
 # several nodes ---------------------------------------------------------------------------------------------------
@@ -584,6 +665,47 @@ def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pyt
         assert (len(task.parts(0)), len(task.parts(1))) == (1, 1)
     assert task.log(0).count("Refused a connection from 127.0.0.1") == 3
     assert KEY_OF_TEST not in "".join(path.read_text() for path in Path().glob("node*.log"))
+
+
+WORKER_NODE = """
+import asyncio, sys
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.inference.servers.multi_node import run_worker_node
+from datatrove_ckpt.inference.servers.nodes import Nodes
+config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
+asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
+"""
+
+
+@pytest.mark.slow
+def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        settings = InferenceConfig("vllm", "m", master_port=master_port())
+        async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)),
+                env={**os.environ, KEY: "another"},
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, errors = await worker.communicate()
+            assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
+
+    monkeypatch.setenv(KEY, "one")
+    asyncio.run(run())
+
+
+def test_the_head_node_listens_only_on_its_routes_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, KEY_OF_TEST)
+
+    async def run() -> None:
+        settings = InferenceConfig("vllm", "m", master_port=master_port())
+        async with HeadNode(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as head:
+            assert [listening.getsockname()[0] for listening in head._listener.sockets] == ["127.0.0.1"]
+        with pytest.raises(ServerStartFailed, match=r"somewhere\.invalid"):
+            async with HeadNode(settings, Nodes(0, ("127.0.0.1", "somewhere.invalid"))):
+                pass
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

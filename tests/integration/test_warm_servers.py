@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -275,6 +275,31 @@ def free_gpus() -> str:
     return free
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("four_gpus")
+def test_replicas_pass_over_with_their_gpus_and_a_dead_one_is_started_anew_on_its_own() -> None:
+    vllm: dict[str, Any] = {"server_type": "vllm", "replicas": 2, "server_log_folder": "logs"}
+    run(0, **vllm)
+    assert free_gpus() == "23"
+    gpus = dict(line.split() for line in lines("engines"))
+    assert sorted(gpus.values()) == ["0", "1"]
+    (first,) = [pid for pid, gpu in gpus.items() if gpu == "0"]
+    os.kill(int(first), signal.SIGKILL)
+    until(lambda: len(running()) == 1)
+    run(1, *"abcd", **vllm)
+    assert [line.split()[1] for line in lines("engines")[2:]] == ["0"]
+    assert len(running()) == 2
+    assert {path.name for path in Path("logs").iterdir()} == {
+        "server_rank_00000_replica_0.log",
+        "server_rank_00000_replica_1.log",
+        "server_rank_00001_replica_0.log",
+    }
+    assert free_gpus() == "23"
+    close_warm_servers()
+    assert not running()
+    assert free_gpus() == "0123"
+
+
 def idle_time_begins(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """When this is set, and not at a rank's end: on a busy machine, any time passes until a test's next line."""
     begins = threading.Event()
@@ -313,6 +338,22 @@ def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest
     assert line == (
         "INFO Stopping the server of rank 0: this process has had no other rank for 0.5 s (reuse_servers).\n"
     )
+
+
+@pytest.mark.slow
+def test_no_idle_time_passes_while_a_rank_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "IDLE_SECONDS", 0.2)
+    reading = idle_time_begins(monkeypatch)
+
+    def slow() -> Iterator[Document]:
+        reading.set()
+        time.sleep(0.6)
+        yield Document(text="late", id="late")
+
+    run(0)
+    runner().run(slow(), 1, 9)
+    assert len(engines()) == 1
+    until(lambda: not running())
 
 
 def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,55 @@ def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path: Path, serve
     assert [line for line in log if "1 rollouts ignored their cancellation" in line]
     runner(tmp_path, server, accept_changes=True).run(documents(4))
     assert written(tmp_path) == all_of(4)
+
+
+FORKS = {
+    "sys.exit(3)": 3,
+    "sys.exit(0)": 0,
+    "raise ValueError('of the fork')": 1,
+    "return True": 0,
+    "await asyncio.sleep(3600)": 1,  # a fork has no running event loop
+}
+
+
+FORKING = """
+import asyncio, os, sys, time
+
+async def fork():
+    child = os.fork()
+    if child == 0:
+        FORK
+    deadline = time.monotonic() + 300
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("child", os.waitstatus_to_exitcode(ended[1]) if ended[0] else "goes on", flush=True)
+
+async def ask(document, generate):
+    answer = await generate({"messages": [{"role": "user", "content": document.text}]})
+    if document.id == "id 1" and await WHERE(fork()):
+        return answer
+    await asyncio.sleep(0.2)
+    return answer
+"""
+
+
+@pytest.mark.parametrize("fork", FORKS)
+def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
+    tmp_path: Path, server: FakeServer, fork: str
+) -> None:
+    process = job(tmp_path, server, FORKING.replace("FORK", fork).replace("WHERE", ""), 5.0)
+    assert process.end() == 0, process.log
+    assert f"child {FORKS[fork]}" in process.log
+    assert written(tmp_path) == all_of(4)
+    assert process.log.count("4 of 4 documents written") == 1
+
+
+def test_a_fork_whose_task_ends_it_takes_no_answer_of_its_rank(tmp_path: Path) -> None:
+    """The error passes through the fork's copy of the event loop, and the other answers arrive before it does."""
+    rollouts = FORKING.replace("FORK", "time.sleep(2); sys.exit(3)").replace("WHERE", "asyncio.create_task")
+    with FakeServer(delay=lambda payload, times: float("text 1" not in str(payload))) as server:
+        process = job(tmp_path, server, rollouts, 5.0)
+        assert process.end() == 0, process.log
+    assert "child goes on" not in process.log
+    assert server.asked == Counter(f"text {number}" for number in range(4))
+    assert process.log.count("4 of 4 documents written") == 1

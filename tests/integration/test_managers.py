@@ -19,7 +19,7 @@ from tests.patience import Patience
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
 SCRIPT = """
-import os, sys
+import os, sys, threading
 from pathlib import Path
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
@@ -42,6 +42,8 @@ if __name__ == "__main__":
         drain_seconds=float(sys.argv[2]),
     )
     workers = int(sys.argv[3])
+    if len(sys.argv) > 5:
+        threading.Thread(target=threading.Event().wait, args=(3600,)).start()
     executor = LocalPipelineExecutor(
         [documents, runner], tasks=workers, workers=workers, logging_dir="logs", start_method=sys.argv[4]
     )
@@ -69,12 +71,18 @@ class Script:
     """``script | cat``: it has ended once nobody holds its standard output. Its requests wait at the server."""
 
     def __init__(
-        self, folder: Path, server: FakeServer, workers: int = 1, drain: float = 0.1, method: str = "forkserver"
+        self,
+        folder: Path,
+        server: FakeServer,
+        workers: int = 1,
+        drain: float = 0.1,
+        method: str = "forkserver",
+        options: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
         (folder / "script.py").write_text(SCRIPT)
         self.popen = subprocess.Popen(
-            [sys.executable, "script.py", server.url, str(drain), str(workers), method],
+            [sys.executable, "script.py", server.url, str(drain), str(workers), method, *options],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -106,6 +114,8 @@ class Script:
         (signal.SIGKILL, -signal.SIGKILL),
         (signal.SIGTERM, 128 + signal.SIGTERM),
         (signal.SIGINT, -signal.SIGINT),
+        (signal.SIGUSR1, 128 + signal.SIGUSR1),
+        (signal.SIGHUP, 128 + signal.SIGHUP),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -135,6 +145,28 @@ def test_a_run_that_is_done_ends_with_its_guard(tmp_path: Path) -> None:
         server.release()
         assert script.ends_with_all() == 0
     assert script.output.endswith("done\n")
+
+
+@pytest.mark.slow
+def test_a_thread_that_python_would_wait_for_keeps_nobody(tmp_path: Path) -> None:
+    with FakeServer(hold_after=0) as server:
+        script = Script(tmp_path, server, options=("a thread",))
+        os.kill(script.popen.pid, signal.SIGTERM)
+        assert script.ends_with_all() == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
+    with FakeServer(hold_after=0) as server:
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            script = Script(tmp_path, server)
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        os.kill(script.popen.pid, signal.SIGHUP)
+        time.sleep(0.3)
+        server.release()
+        assert script.ends_with_all() == 0
 
 
 # pools ---------------------------------------------------------------------------------------------------------------
@@ -168,3 +200,30 @@ def test_ctrl_c_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(tmp_path
         assert subprocess.run(script.popen.args, cwd=tmp_path, capture_output=True, check=False).returncode == 0
         assert server.asked == asked, "no answer was requested again"
     assert sorted(outputs(tmp_path / "output")) == ["00000_00000.jsonl", "00001_00000.jsonl"]
+
+
+AFTER_OURS = """
+import datatrove_ckpt
+from datatrove.executor import LocalPipelineExecutor
+
+def nothing(data, rank, world_size):
+    yield from ()
+
+if __name__ == "__main__":
+    for number, executor in enumerate([datatrove_ckpt.LocalPipelineExecutor, LocalPipelineExecutor]):
+        executor([nothing], tasks=2, workers=2, logging_dir=f"logs {number}").run()
+    print("done")
+"""
+
+
+@pytest.mark.slow
+def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path: Path) -> None:
+    """Both use one fork server. With the signals blocked that ours blocks, a pool's workers would not be terminated."""
+    (tmp_path / "script.py").write_text(AFTER_OURS)
+    popen = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert popen.communicate(timeout=400)[0] == "done\n"
+    finally:
+        left_of(popen.pid)

@@ -170,10 +170,10 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
 # damage ------------------------------------------------------------------------------------------------------------
 
 
-def flips(path: Path, places: int) -> Iterator[bytes]:
-    """The content with one byte changed, at so many places and at both ends; cut at several places; longer."""
+def flips(path: Path, places: int | None) -> Iterator[bytes]:
+    """The content with one byte changed, at so many places or all, and at both ends; cut at several places; longer."""
     content = path.read_bytes()
-    step = max(1, len(content) // places)
+    step = max(1, len(content) // places) if places else 1
     for offset in sorted({*range(0, len(content), step), len(content) - 1}):
         yield content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :]
     for size in (0, 1, len(content) // 2, len(content) - 1):
@@ -188,9 +188,10 @@ def restored(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("places", [2, 40])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("places", [2, 40, pytest.param(None, marks=pytest.mark.full, id="every byte")])
 def test_no_damage_to_any_one_object_costs_more_than_a_version(
-    job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch, places: int
+    job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
     states = three_versions(job, monkeypatch)
     assert restored(job) == states[2]

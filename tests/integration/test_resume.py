@@ -240,6 +240,16 @@ _STEPS = {
         18,
         "LambdaFilter, the adapter key of JsonlReader",
     ),
+    "random numbers": (
+        lambda folder: datatroves("filters.c4_filters.C4BadWordsFilter")(bool).run(documents(folder)),
+        NUMBER,
+        "C4BadWordsFilter",
+    ),
+    "replacements in turn": (
+        lambda folder: datatroves("formatters.pii.PIIFormatter")(bool).run(documents(folder)),
+        NUMBER,
+        "PIIFormatter",
+    ),
     "an adapter": (
         lambda folder: documents(folder, adapter=numbered()),
         NUMBER,
@@ -303,6 +313,9 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Pat
         runner(folder, server, records_per_chunk=4, seek=True, config=few).run(read(folder, step=last_first_again))
 
 
+NEW_ROW = json.dumps({"id": "new", "text": "new"}) + "\n"
+
+
 def change_a_text(files: Path) -> None:
     (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
 
@@ -313,8 +326,9 @@ def change_a_text(files: Path) -> None:
         lambda files: (files / "0.jsonl").unlink(),
         change_a_text,
         lambda files: (files / "0.jsonl").rename(files / "9.jsonl"),
+        lambda files: (files / "!.jsonl").write_text(NEW_ROW),
     ],
-    ids=["removed", "replaced", "reordered"],
+    ids=["removed", "replaced", "reordered", "sorts first"],
 )
 def test_an_input_that_changed_is_refused(folder: Path, server: FakeServer, change: Any) -> None:
     again = interrupted(folder, server, read(folder))
@@ -325,10 +339,11 @@ def test_an_input_that_changed_is_refused(folder: Path, server: FakeServer, chan
     assert ids(folder) == before
 
 
-def test_an_input_that_grew_at_its_end_is_continued(folder: Path, server: FakeServer) -> None:
+@pytest.mark.parametrize("file", ["2.jsonl", "3.jsonl"])
+def test_an_input_that_grew_at_its_end_is_continued(folder: Path, server: FakeServer, file: str) -> None:
     again = interrupted(folder, server, read(folder))
-    with (folder / "input" / "2.jsonl").open("a") as file:
-        file.write(json.dumps({"id": "new", "text": "new"}) + "\n")
+    with (folder / "input" / file).open("a") as grown:
+        grown.write(NEW_ROW)
     again.run(read(folder))
     assert ids(folder) == [*(f"id {index}" for index in range(NUMBER)), "new"]
     assert set(server.asked.values()) == {1}

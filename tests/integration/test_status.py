@@ -192,6 +192,7 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Pat
     assert "\x1b" not in said(tmp_path, "--all")[1]
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     for rank in range(60):
         write_rank(tmp_path, rank)

@@ -135,6 +135,8 @@ def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
 
 TOO_LONG = [
     "This model's maximum context length is 1024 tokens. However, you requested 1900 tokens.",  # vLLM
+    "The decoder prompt (length 1900) is longer than the maximum model length of 1024.",  # vLLM
+    '{"type":"exceed_context_size_error","n_prompt_tokens":1900,"n_ctx":1024}',  # llama.cpp
     "the request exceeds the available context size. try increasing the context size",  # llama.cpp
 ]
 

@@ -533,24 +533,6 @@ def test_it_says_what_the_kept_documents_were_made_with(job: Path, call: Call) -
     assert secret["api_key"] not in out
 
 
-@pytest.mark.slow
-def test_executor_json_of_our_own_run_is_not_taken_for_datatroves(job: Path, call: Call) -> None:
-    migrate(call, DROPPED)
-    finish(call)
-    assert (job / "logs" / "executor.json").exists()
-    changes = ("--executor.tasks=2", "--pipeline.1.checkpoints_local_dir=other", "--dry-run", "--json", DROPPED)
-    executor = json.loads((job / "logs" / "executor.json").read_text())
-    assert executor["world_size"] == 1
-    (job / "output").rename(job / "done")
-    (job / "output").mkdir()
-    aside = job / "ours" / "datatrove" / "output"
-    for path in (job / "done" / "00000_chunk_0.jsonl", job / "done" / "00000_chunk_1.jsonl", *aside.iterdir()):
-        path.rename(job / "output" / path.name)
-    code, out, error = call(*COMMAND, *changes)
-    assert code == 0, error
-    assert "executor.json in the logging_dir is of a run of this program" in json.loads(out)["made_with"]["why"]
-
-
 def test_ranks_without_a_trace_are_named_with_their_output(job: Path, call: Call) -> None:
     (job / "output" / "00001_chunk_0.jsonl").write_text("{}\n")
     code, out, _ = call(*COMMAND, "--dry-run", "--executor.tasks=4", DROPPED)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -26,6 +28,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror, object_store
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -304,24 +307,6 @@ def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
     assert answered(job.rank) == up_to("text 4 again")
 
 
-@pytest.mark.slow
-def test_a_node_that_was_restored_from_an_older_version_is_not_restored_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own work is newer than the damaged versions that were skipped."""
-    three_versions(job, monkeypatch)
-    for manifest in manifests(job)[-2:]:
-        manifest.write_bytes(b"damaged")
-    job.lose_the_node()
-    with monkeypatch.context() as failing:
-        failing.setattr(object_store, "effects", Failing())
-        job.run_until("text 5 again")
-        assert answered(job.rank) == up_to("text 5 again")
-    with FakeServer() as server:
-        job.run(server)
-        assert server.asked.total() == 1
-
-
 def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expected: dict[str, bytes]) -> None:
     failed: list[BaseException] = []
     with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
@@ -351,13 +336,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
         other.run(server)
         with pytest.raises(CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"):
             job.run(server)
-
-
-class Failing(object_store.Effects):
-    """A remote that refuses every write."""
-
-    def put(self, fs: Any, path: str, data: bytes) -> None:
-        raise ConnectionError("no route to host")
 
 
 class FailingOnce(object_store.Effects):
@@ -537,3 +515,30 @@ def test_only_what_is_new_is_sent_and_three_versions_are_kept(job: Job, monkeypa
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
     with FakeServer() as server, pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
+
+
+# mirror_seconds: auto -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_auto_mirrors_a_slow_remote_as_seldom_as_its_share_says(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrors: list[RemoteMirror] = []
+    begin, put = RemoteMirror.start, object_store.Effects.put
+
+    def start(self: RemoteMirror, source: Any) -> None:
+        mirrors.append(self)
+        begin(self, source)
+
+    def slow(self: object_store.Effects, *args: Any) -> Any:
+        time.sleep(0.2)
+        return put(self, *args)
+
+    monkeypatch.setattr(RemoteMirror, "start", start)
+    monkeypatch.setattr(object_store.Effects, "put", slow)
+    step = runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "remote"), mirror_seconds="auto")
+    step.run(iter(documents(6)))
+    # The last mirroring puts a part of a file and a manifest at least: 0.4 s, which is 5 % of 8.
+    assert mirrors[0]._interval.seconds != MIRROR_TUNING.first
+    assert mirrors[0]._interval.seconds > MIRROR_TUNING.shortest

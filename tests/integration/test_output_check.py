@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import shutil
@@ -270,36 +269,6 @@ def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
     code, said = call("run", "job.yaml")
     assert code == 1
     assert "00000_00000.jsonl was written by rank 0, chunk 0 and by rank 1, chunk 0. One overwrote" in said
-
-
-async def by_label(document: Document, generate: Any) -> Any:
-    document.metadata["label"] = os.environ["LABEL"]  # as an answer that differs from run to run
-    return await ask(document, generate)
-
-
-@pytest.mark.slow
-def test_files_of_a_chunk_that_was_made_again_under_other_names_are_refused(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint is an older copy: the later chunks are made again, with other answers."""
-    monkeypatch.setenv("LABEL", "a")
-    output = JsonlWriter(str(tmp_path / "output"), "${label}/${rank}_${chunk_index}.jsonl", compression=None)
-    for number in (2, 7):
-        runner(tmp_path, server, by_label, output_writer=output).run(documents(number))
-        if number == 2:
-            shutil.copytree(tmp_path / "checkpoints", tmp_path / "older")
-    shutil.rmtree(tmp_path / "checkpoints")
-    (tmp_path / "older").rename(tmp_path / "checkpoints")
-    monkeypatch.setenv("LABEL", "b")
-    for _ in range(2):
-        with pytest.raises(OutputMismatch, match=r"names: a/00000_00001.jsonl; a/00000_00002.jsonl; a/00000_00003"):
-            runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
-    shutil.move(tmp_path / "output" / "a" / "00000_00000.jsonl", tmp_path / "kept")
-    shutil.rmtree(tmp_path / "output" / "a")
-    (tmp_path / "output" / "a").mkdir()
-    shutil.move(tmp_path / "kept", tmp_path / "output" / "a" / "00000_00000.jsonl")
-    runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
 # folders that must differ --------------------------------------------------------------------------------------------

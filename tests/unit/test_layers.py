@@ -14,6 +14,8 @@ import pytest
 import datatrove_ckpt
 from datatrove_ckpt.generation import syntax
 
+pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
+
 PACKAGE = Path(datatrove_ckpt.__file__).parent
 
 # Lowest first: a room may import what stands above it, and of that only what its row names.

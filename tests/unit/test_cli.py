@@ -138,6 +138,12 @@ def test_a_mistake_is_2_and_one_line(
     assert not Path("logs").exists()
 
 
+@pytest.mark.slow
+def test_an_input_that_another_executor_has_yet_to_make_is_not_looked_for(run: Run) -> None:
+    first = "{class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first, workers: 1}}"
+    assert run("--pipeline.0.data_folder=later", f"--executor.depends={first}") == 0
+
+
 @pytest.mark.parametrize("end", ["own", "wrapped"])
 def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
     run: Run, capsys: pytest.CaptureFixture[str], end: str

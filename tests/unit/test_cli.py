@@ -266,6 +266,22 @@ def test_tasks_that_failed_without_a_word_are_1(
     )
 
 
+def test_tasks_of_ray_that_should_have_run_once_more_and_failed_are_1(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a retry of dead letters: all tasks have markers of the run before."""
+    text = JOB.replace("Local", "Ray").replace("workers: 1", "tasks: 2\n    skip_completed: false")
+    Path("job.yaml").write_text(text)
+    for rank in range(2):
+        marker = Path(f"logs/completions/{rank:05d}")
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        os.utime(marker, (1e9, 1e9))
+    monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(1))
+    assert run() == 1
+    assert "error: 1 of 2 tasks are not complete; rank 0 is the first." in capsys.readouterr().err
+
+
 def test_a_disk_error_is_1_and_its_message(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--pipeline.1.end=disk") == 1
     assert capsys.readouterr().err.endswith("error: [Errno 2] No such file or directory: 'missing/file'\n")

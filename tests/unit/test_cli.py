@@ -270,8 +270,8 @@ def test_tasks_of_ray_that_should_have_run_once_more_and_failed_are_1(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a retry of dead letters: all tasks have markers of the run before."""
-    text = JOB.replace("Local", "Ray").replace("workers: 1", "tasks: 2\n    skip_completed: false")
-    Path("job.yaml").write_text(text)
+    ran_anew = "    tasks: 2\n    skip_completed: false"
+    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", ran_anew))
     for rank in range(2):
         marker = Path(f"logs/completions/{rank:05d}")
         marker.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ RANKS = 6
 LISTINGS = 4  # at most, whatever the number of ranks
 
 
+@pytest.mark.slow
 def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

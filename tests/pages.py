@@ -32,7 +32,7 @@ RUN_ELSEWHERE = {
     "python -m tests.bench.auto_concurrency --model MODEL --flags max-num-seqs=64": "tests/real/test_vllm.py",
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.peers --python ray=ray-env/bin/python --python curator=curator-env/bin/python": "minutes; "
-    "tests/integration/test_peers.py runs it with fewer documents",
+    "tests/integration/test_scale.py runs it with fewer documents",
     "python -m tests.bench.hub --ranks 100 --chunks 34": "seven minutes; tests/hub/test_bench.py runs it with 4 ranks",
     "python -m tests.bench.scale --ranks 10000 --documents 10000000000": "an hour on a busy machine; "
     "tests/integration/test_scale.py runs it with 3 ranks",

@@ -10,7 +10,6 @@ from typing import Any
 
 import fsspec.compression
 import pytest
-from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils import _import_utils
 from fsspec.registry import _registry
@@ -62,7 +61,6 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     """Runs JOB with pieces of its text replaced; it must be refused before anything starts. Gives the message."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.maintenance.verify import verify
+from tests.bench.measure import ROOT
 from tests.bench.scale import measure, sizes
 from tests.bench.scale_folders import Plan, make
 
@@ -61,3 +64,20 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(job: Path, monkeypa
     writer = JsonlWriter(str(job / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
     check_output_of_run(writer, job / "checkpoints", str(job / "logs"), PLAN.ranks)
     assert len(listed) <= PLAN.ranks
+
+
+# the systems side by side --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_each_system_gets_its_row(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.bench.peers", "--systems", "ours", "datatrove", "curator"]
+    small = ["--documents", "200", "--concurrency", "8", "--latency-ms", "20", "--folder", str(tmp_path)]
+    process = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = [line.strip("| ").split(" | ") for line in process.stdout.splitlines() if line.startswith("| ")]
+    ours, datatrove, curator = rows[1:]
+    assert (ours[0], ours[6:8]) == ("ours", ["0", "0"]), process.stdout
+    assert int(ours[5]) < 100, "answers of the first half are paid once"
+    assert (datatrove[0], datatrove[6:8]) == ("datatrove", ["0", "0"]), process.stdout
+    assert all(float(cell) > 0 for cell in [*ours[1:5], *ours[8:], *datatrove[1:5], *datatrove[8:]])
+    assert curator[:2] == ["curator", "not installed: ModuleNotFoundError: No module named 'bespokelabs'"]

@@ -34,11 +34,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, rows, runner, writer
-
-
-def ids(folder: Path) -> list[str]:
-    return [row["id"] for row in rows(folder)]
+from tests.jobs import ask, config, documents, ids, runner, writer
 
 
 async def cancels_its_own_request(document: Document, generate: Any) -> Any:

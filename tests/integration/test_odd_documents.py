@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_whose_fault import all_of, letters, written
-from tests.jobs import ask, documents, runner
+from tests.integration.test_whose_fault import all_of
+from tests.jobs import ask, documents, ids, letters, runner
 
 
 class Mute(Exception):
@@ -97,12 +97,12 @@ def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(
     str(stopped.value).encode()
     for _ in range(2):  # the second time there is nothing to do
         runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(4))
-        assert written(tmp_path) == ["id 0", "id 2", "id 3"]
+        assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
         assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
     assert letters(tmp_path)[0]["document"] == {"text": "text 1", "id": "id 1", "media": [], "metadata": {}}
     assert server.asked["text 1"] == 1
     runner(tmp_path, server, retry_dead_letters=True, accept_changes=True).run([])
-    assert sorted(written(tmp_path)) == all_of(4)
+    assert sorted(ids(tmp_path)) == all_of(4)
 
 
 def lines(folder: Path) -> int:

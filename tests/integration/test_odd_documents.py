@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_whose_fault import all_of
-from tests.jobs import ask, documents, ids, letters, runner
+from tests.jobs import ask, documents, ids, letters, rows, runner
 
 
 class Mute(Exception):
@@ -105,10 +105,6 @@ def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(
     assert sorted(ids(tmp_path)) == all_of(4)
 
 
-def lines(folder: Path) -> int:
-    return sum(len(file.read_text().splitlines()) for file in (folder / "output").glob("*.jsonl"))
-
-
 def odd_input(number: int) -> list[Document]:
     found = documents(number)
     found[1].text = "a\ud800b"
@@ -128,7 +124,7 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
     runner(tmp_path, server, on_document_error="dead_letter").run(odd_input(9))
     found = letters(tmp_path)
     assert [letter["ordinal"] for letter in found] == [1, 2, 3]
-    assert lines(tmp_path) == 9 - 3
+    assert len(rows(tmp_path)) == 9 - 3
 
     async def cleans(document: Document, generate: Any) -> Any:
         assert document.text in ("a\ud800b", "text 2", "text 3"), "a surrogate survives the dead letter"
@@ -136,7 +132,7 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
         return await ask(document, generate)
 
     runner(tmp_path, server, cleans, retry_dead_letters=True, accept_changes=True).run([])
-    assert lines(tmp_path) == 9
+    assert len(rows(tmp_path)) == 9
 
 
 # at random -----------------------------------------------------------------------------------------------------------
@@ -189,5 +185,5 @@ def test_whatever_a_rollout_does_each_document_ends_once(plan: list[tuple[str, A
         path = Path(folder)
         for _ in range(2):
             runner(path, server, rollout, on_document_error="dead_letter").run(documents(number))
-            assert lines(path) + len(letters(path)) == number
+            assert len(rows(path)) + len(letters(path)) == number
         assert sum(server.asked.values()) == number
